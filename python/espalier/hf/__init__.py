@@ -3,6 +3,7 @@
     result = espalier.hf.phased_step(model, rollouts, loss)     gradients of the sum of loss(wave), every prompt run once
     values = espalier.hf.logprobs(model, rollouts)              log-probs of all response tokens, no gradients
     scores = espalier.hf.score(model, rollouts, entropies=True) the same with entropies and the rows that ran
+    memory = espalier.hf.estimate(model, rollouts)              bytes of the step before it runs, with each trunk_state
     espalier.hf.check(model)                                    refuses by name anything that would be silently wrong
 
 The model is not changed. LoRA, tied embeddings, non-reentrant checkpointing, autocast, DDP and FSDP are supported.
@@ -20,12 +21,14 @@ import torch
 
 from espalier.errors import Unsupported
 from espalier.hf import arguments, attention, choice, dense, images, implementation, measure, ranks, rotary, routes, sets as coupled, verification
+from espalier.hf import memory_estimate, trunk_state as states
 from espalier.hf.checks import attention_layers, base_model, check, decoder_config, unwrapped
+from espalier.hf.memory_estimate import Estimate
 from espalier.hf.rollouts import Rollouts
 from espalier.hf.routers import RouterLoss
 from espalier.hf.step import Executor, Wave
 
-__all__ = ["Result", "Scores", "Wave", "check", "logprobs", "phased_step", "score"]
+__all__ = ["Estimate", "Result", "Scores", "Wave", "check", "estimate", "logprobs", "phased_step", "score"]
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,8 @@ def phased_step(model, rollouts, loss, *, wave_tokens=4096, trunk_state="keep", 
     (`pixel_values`, `image_grid_thw`, ...; images.py), and `routed_experts`, the experts that the inference engine chose, which are used
     again (routes.py).
     `loss(wave)` returns a scalar. A wave holds whole responses. At most `wave_tokens` rows run at once.
-    `trunk_state`: "keep" a prompt's activations until its backward, or "recompute" them. FSDP1 always recomputes.
+    `trunk_state`: "keep" a prompt's activations until its backward, "recompute" them layer by layer, or on a GPU "offload" them to pinned
+    memory of the host. FSDP1 always recomputes.
     `schedule`: "shared", "dense" (every rollout with its prompt), or "auto", the one that is predicted to be faster. With a small model
     or little to share, calls cost more than rows.
     `router_aux_loss_coef`: coefficient of a mixture's load-balancing loss, in transformers' definition. It is computed for each rollout
@@ -88,11 +92,15 @@ def phased_step(model, rollouts, loss, *, wave_tokens=4096, trunk_state="keep", 
     sets = coupled.checked(sets, len(prepared))
     if trunk_state == "keep" and ranks.alternating(model):
         trunk_state = "recompute"
+    if trunk_state == "offload":
+        states.check_offload(model)
     inner = ranks.without_replicas(model)
     coef = _router_coefficient(model, router_aux_loss_coef)
     router = RouterLoss(model, prepared, coef, router_aux_loss_scope) if coef else None
     parts = _parts(model, prepared, wave_tokens=wave_tokens, trunk_state=trunk_state, gradients=True)
     schedule = _schedule(model, schedule, parts, wave_tokens)
+    if schedule != "dense" and prepared.images is None and prepared.routes is None:
+        memory_estimate.note_if_too_large(inner, parts, lambda parts, **how: _shared(inner, parts, **how), trunk_state)
     regime = verification.regime(model, prepared, parts, schedule, trunk_state)
     before = verification.begin(model, router) if verify and not verification.is_verified(model, regime) else None
     with measure.Peak() as peak:
@@ -103,19 +111,32 @@ def phased_step(model, rollouts, loss, *, wave_tokens=4096, trunk_state="keep", 
             if schedule == "dense":
                 executors = [dense.run(inner, prepared, step_loss, temperature, waves, router)]
             else:
-                executors = _shared(inner, parts, router, loss=step_loss, temperature=temperature, through_everything=ranks.sharded(model))
+                executors = _shared(inner, parts, router, loss=step_loss, temperature=temperature, through_everything=ranks.sharded(model),
+                                    trunk_state=trunk_state)
+            total = sum(executor.total for executor in executors)  # the only time that the host waits for the step's losses
         except BaseException:
             if before is not None:
                 before.put_back()
             raise
         seconds = time.perf_counter() - start
-    total = sum(executor.total for executor in executors)
     table = before.compare_dense(prepared, loss, temperature, total, regime, sets) if before is not None else None
     if ranks.replicas(model) is not None:
         ranks.reduce_gradients(ranks.replicas(model))
     return Result(total, sum(executor.rows for executor in executors) + more_rows, int(prepared.lengths.sum()),
                   sum(executor.waves for executor in executors), seconds, peak.bytes, table, router.value if router else 0.0, schedule,
                   verification.is_verified(model, regime))
+
+
+def estimate(model, rollouts, *, wave_tokens=4096, entropies=False):
+    """The bytes that `phased_step` would add with each `trunk_state`, as an `Estimate`, from small steps of the same model. Gradients stay as they
+    are. `entropies`: whether `loss` reads `wave.entropies`. Text alone, without recorded experts, in a model that FSDP does not shard."""
+    arguments.model(model)
+    arguments.gradients_wanted(model)
+    prepared, inner = _prepared(model, rollouts), ranks.without_replicas(model)
+    check(model, longest=int(prepared.lengths.max()), by_regime=True)
+    parts = _parts(model, prepared, wave_tokens=arguments.wave_tokens(wave_tokens), trunk_state="keep", gradients=True)
+    among = [state for state in arguments.TRUNK_STATES if state != "offload" or ranks.device_of(model).type != "cpu"]
+    return memory_estimate.estimate(inner, parts, lambda parts, **how: _shared(inner, parts, **how), among, entropies)
 
 
 def _waves(parts, schedule, wave_tokens):

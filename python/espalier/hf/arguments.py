@@ -9,7 +9,7 @@ import torch
 from espalier.errors import Error, Unsupported
 from espalier.hf.checks import base_model, unwrapped
 
-TRUNK_STATES = ("keep", "recompute")
+TRUNK_STATES = ("keep", "recompute", "offload")
 SCHEDULES = ("auto", "shared", "dense")
 
 

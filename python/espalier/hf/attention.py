@@ -3,28 +3,31 @@
 A call of the model runs the rows of one item as a batch of one, [1, T]. Its keyword argument `espalier=Phase(...)` reaches
 every attention layer; a layer that is not handed keyword arguments takes it from a context variable. Without a phase the function is
 the user's own (implementation.py), so that the same model still generates and evaluates.
-On a CPU the rows run in the engine's kernels (rows_by_kernel.py), on a GPU in FlashAttention's (rows_by_flash.py), and what these do not
-serve in torch's own, block by block (rows_by_blocks.py).
+On a CPU the rows run in the engine's kernels (rows_by_kernel.py), on a GPU in FlashAttention's (rows_by_flash.py; under a window or in chunks
+rows_by_gather.py) or torch's memory-efficient one (rows_by_efficient.py), and what these do not serve in torch's own, block by block
+(rows_by_blocks.py).
 """
 
 import collections
 import contextlib
 import contextvars
 import functools
+import weakref
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
 from espalier.errors import Unsupported
-from espalier.hf import implementation, rows_by_blocks, rows_by_flash, rows_by_kernel
+from espalier.hf import implementation, rows_by_blocks, rows_by_efficient, rows_by_flash, rows_by_gather, rows_by_kernel
 from espalier.hf.checks import attention_layers
 from espalier.hf.implementation import NAME
 from espalier.hf.visibility import GIVEN_BY_THE_LAYER, rule_of
 from espalier.ops.kernels import accumulator
 
 _current = contextvars.ContextVar("espalier_phase", default=None)
+told_by_context: weakref.WeakSet = weakref.WeakSet()  # attention layers that were not handed keyword arguments
 
 
 class Trunk:
@@ -155,9 +158,9 @@ def _runs(segments):
 
 
 def kernels_for(q, v=None):
-    """The module that runs such rows where every row sees all above it: rows_by_kernel, rows_by_flash, or, for what neither serves, such as
-    values of another size than keys on a CPU, rows_by_blocks."""
-    return next((rows for rows in (rows_by_kernel, rows_by_flash) if rows.serves(q, v)), rows_by_blocks)
+    """The module that runs such rows where every row sees all above it: rows_by_kernel, rows_by_flash, rows_by_efficient, or, for what none
+    serves, such as values of another size than keys on a CPU, rows_by_blocks."""
+    return next((rows for rows in (rows_by_kernel, rows_by_flash, rows_by_efficient) if rows.serves(q, v)), rows_by_blocks)
 
 
 def calls_of(segments, trunks, kernels):
@@ -180,8 +183,13 @@ class _RowAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sinks, scale, phase, layer, rule=None):
         rule = rule.within(phase.longest) if rule else None
-        ctx.rows = kernels_for(q, v) if rule is None and not phase.mutual else rows_by_blocks
-        ctx.more = (scale, phase.sets, layer) + ((rule, phase.mutual) if ctx.rows is rows_by_blocks else ())
+        if phase.mutual:
+            ctx.rows, more = rows_by_blocks, (rule, phase.mutual)
+        elif rule is None:
+            ctx.rows, more = kernels_for(q, v), ()
+        else:
+            ctx.rows, more = rows_by_gather if rows_by_gather.serves(q, v, rule) else rows_by_blocks, (rule,)
+        ctx.more = (scale, phase.sets, layer, *more)
         out, lse = ctx.rows.forward(q, k, v, *ctx.more)
         if sinks is not None:
             heads_last = lse.reshape(q.shape[1], -1).T  # [T, H]
@@ -215,6 +223,8 @@ def _within(module, query, key, value, mask, phase, scaling=None, dropout=0.0, s
     """One layer's attention in a phase."""
     by_context, phase = phase is None, phase if phase is not None else current()
     where = f"attention layer {module.layer_idx}"
+    if by_context:
+        told_by_context.add(module)
     if by_context and phase.checkpointed:
         raise Unsupported(where, "keyword arguments of the model's call, where layers are checkpointed", "a layer that drops them",
                           "model.gradient_checkpointing_disable()")
@@ -246,9 +256,22 @@ def _phase_attention(module, query, key, value, scaling, dropout, sliding_window
         return _RowAttention.apply(query, key, value, kwargs.get("s_aux"), scale, phase, module.layer_idx, rule), None
 
 
+def _without_packing(find):
+    """transformers looks for packed sequences in the position ids of every call, for its masks, and waits for the answer. A phase has no mask."""
+    @functools.wraps(find)
+    def found(*args, **kwargs):
+        if not torch.compiler.is_compiling() and _current.get() is not None:
+            return None
+        return find(*args, **kwargs)
+
+    return found
+
+
 def register():
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, _mask)
+    if hasattr(masking_utils, "find_packed_sequence_indices"):
+        masking_utils.find_packed_sequence_indices = _without_packing(masking_utils.find_packed_sequence_indices)
 
 
 register()

@@ -51,6 +51,18 @@ def attention_layers(model):
     return found
 
 
+def decoder_layers(base):
+    """The decoder's layers: the list of them that an attention layer stands in."""
+    modules = dict(base.named_modules())
+    for _, (name, _) in sorted(attention_layers(base).items()):
+        parts = name.split(".")
+        for at, part in enumerate(parts):
+            above = modules.get(".".join(parts[:at]))
+            if part.isdigit() and isinstance(above, torch.nn.ModuleList) and len(above) >= decoder_config(base).num_hidden_layers:
+                return list(above)[:decoder_config(base).num_hidden_layers]
+    return []
+
+
 def check(model, *, longest=None, by_regime=False, probing=True):
     """Raises `espalier.Unsupported` with the name of any property of this model that phased_step does not support. Once for each model
     it also runs short sequences, alone and shared, and compares their logits (probe.py).

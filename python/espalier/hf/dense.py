@@ -2,12 +2,14 @@
 
 import contextlib
 
+import numpy as np
 import torch
 
 from espalier.hf import implementation, ranks, routes
 from espalier.hf.head import TokenStatistics
 from espalier.hf.routers import logits_of
 from espalier.hf.step import Wave, backward
+from espalier.hf.transfer import Total, to_device
 
 
 def run(model, rollouts, loss, temperature, batches, router=None):
@@ -39,7 +41,11 @@ class DenseRun:
         self.model, self.router = ranks.without_replicas(model), router
         self.rollouts, self.loss, self.temperature = rollouts, loss, temperature
         self.device = ranks.device_of(self.model)
-        self.total, self.rows, self.waves, self.pending = 0.0, 0, 0, None
+        self.losses, self.rows, self.waves, self.pending = Total(), 0, 0, None
+
+    @property
+    def total(self):
+        return float(self.losses)
 
     def _call(self, batch):
         """Padded on the right; a causal model's earlier rows do not see the padding. Also the rows of each rollout, and from which
@@ -47,9 +53,9 @@ class DenseRun:
         r = self.rollouts
         longest = max(int(r.lengths[i]) for i in batch)
         first = min(len(r.prompts[i]) for i in batch) - 1
-        ids = torch.zeros(len(batch), longest, dtype=torch.long)
+        ids = np.zeros((len(batch), longest), np.int64)
         for row, i in enumerate(batch):
-            ids[row, :int(r.lengths[i])] = torch.from_numpy(r.tokens(i, 0, int(r.lengths[i])).astype("int64"))
+            ids[row, :int(r.lengths[i])] = r.tokens(i, 0, int(r.lengths[i]))
         more = {"output_router_logits": True} if self.router else {}
         if r.images is not None:  # such a batch is one rollout
             more.update(r.images.dense_inputs(batch[0], longest))
@@ -58,7 +64,7 @@ class DenseRun:
             parts = [part for i in batch for part in ((i, 0, int(r.lengths[i])), (None, int(r.lengths[i]), longest))]
             record = more[routes.KEYWORD] = r.routes.rows(parts, self.device)
         with record.forward() if record is not None else contextlib.nullcontext():
-            result = self.model(input_ids=ids.to(self.device), use_cache=False, logits_to_keep=longest - first, **more)
+            result = self.model(input_ids=to_device(self.device, ids)[0], use_cache=False, logits_to_keep=longest - first, **more)
         return result, [(row * longest, row * longest + int(r.lengths[i]), [i]) for row, i in enumerate(batch)], first
 
     @torch.no_grad()
@@ -80,12 +86,12 @@ class DenseRun:
             target += r.responses[i].tolist()
             owner += [i] * length
             position += list(range(length))
-        place, target, owner, position = (torch.tensor(x, dtype=torch.long, device=self.device) for x in (place, target, owner, position))
+        place, target, owner, position = to_device(self.device, place, target, owner, position)
         values = TokenStatistics.apply(logits.flatten(0, 1), place, target, float(self.temperature), True)
         out = logits.sum() * 0
         if members:
             loss = self.loss(Wave(members, owner, position, *values))
-            self.total += float(loss.detach())
+            self.losses.add(loss)
             out = out + loss
         if self.router:
             out = out + self.router.term(logits_of(result), runs)

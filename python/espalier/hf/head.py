@@ -4,15 +4,36 @@ With z = logits / temperature: log-prob z_t - lse(z), entropy lse(z) - sum_v p_v
 target). Sums run in float32 (float64 in float64). Backward: dz = sum_e g_e (1_t - p) - sum_e h_e p (log p + H).
 """
 
+import contextlib
+import contextvars
+
 import torch
 
 from espalier.ops.kernels import accumulator
 
-_CHUNK = 1 << 22  # logits that stand in the accumulator type at once
+_CHUNK, _CHUNK_ON_A_GPU = 1 << 22, 1 << 26  # logits that stand in the accumulator type at once: few launches on a GPU, few bytes on a CPU
+
+
+_rows_at_once: contextvars.ContextVar = contextvars.ContextVar("espalier_chunk_rows", default=0)
+
+
+@contextlib.contextmanager
+def in_chunks(rows):
+    """Within, chunks have `rows` rows: a small step then has as many chunks as a large one (memory_estimate.py)."""
+    before = _rows_at_once.set(rows)
+    try:
+        yield
+    finally:
+        _rows_at_once.reset(before)
+
+
+def chunk_rows(logits):
+    """Rows of logits in the accumulator type at once."""
+    return _rows_at_once.get() or max(1, (_CHUNK if logits.device.type == "cpu" else _CHUNK_ON_A_GPU) // logits.shape[1])
 
 
 def _chunks(logits):
-    rows = max(1, _CHUNK // logits.shape[1])
+    rows = chunk_rows(logits)
     return [slice(at, at + rows) for at in range(0, logits.shape[0], rows)]
 
 

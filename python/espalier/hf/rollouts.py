@@ -75,7 +75,8 @@ class Rollouts:
 
     def plan(self, model, *, wave_tokens, trunk_state, gradients):
         parameter = next(model.parameters())
-        return native.Plan(self.keys, self.response_keys, shape_of(model), wave_tokens=wave_tokens, trunk_state=trunk_state,
+        return native.Plan(self.keys, self.response_keys, shape_of(model), wave_tokens=wave_tokens,
+                           trunk_state="recompute" if trunk_state == "recompute" else "keep",
                            dtype=_DTYPES.get(parameter.dtype, "float32"), gradients=gradients,
                            device="cuda" if parameter.device.type == "cuda" else "cpu", threads=torch.get_num_threads(),
                            seconds_per_call=_SECONDS_PER_CALL)

@@ -15,6 +15,7 @@ import torch
 
 from espalier.errors import Error, Unsupported
 from espalier.hf.checks import decoder_config
+from espalier.hf.transfer import to_device
 from espalier.ops.kernels import accumulator
 
 SCOPES = ("rollout", "minibatch")
@@ -81,10 +82,10 @@ class RouterLoss:
         if self.counts is None:
             self.counts, self.sums = torch.zeros(2, len(self.lengths), logits[0].shape[-1], dtype=wide, device=logits[0].device)
             self.layers = len(logits)
+        places = to_device(logits[0].device, *(rollouts for _, _, rollouts in runs))
         for layer in logits:
             p, taken = probabilities(layer, self.chosen)
-            for begin, end, rollouts in runs:
-                at = torch.as_tensor(rollouts, dtype=torch.long, device=p.device)
+            for (begin, end, _), at in zip(runs, places):
                 self.counts[at] += taken[begin:end].sum(0)
                 self.sums[at] += p[begin:end].to(wide).sum(0)
         for begin, end, rollouts in runs:
@@ -106,8 +107,8 @@ class RouterLoss:
         """coef times the part of A of these rows, differentiable."""
         wide, out = self.weights.dtype, 0.0
         weights = torch.zeros(logits[0].shape, dtype=wide, device=logits[0].device)
-        for begin, end, rollouts in runs:
-            weights[begin:end] = self.weights[torch.as_tensor(rollouts, dtype=torch.long, device=weights.device)].sum(0)
+        for (begin, end, _), at in zip(runs, to_device(weights.device, *(rollouts for _, _, rollouts in runs))):
+            weights[begin:end] = self.weights[at].sum(0)
         for layer in logits:
             out = out + (layer.softmax(-1).to(wide) * weights).sum()
         return self.coef * out

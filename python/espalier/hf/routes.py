@@ -19,7 +19,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from espalier.errors import Error, Unsupported
-from espalier.hf.checks import attention_layers, base_model, decoder_config
+from espalier.hf.checks import base_model, decoder_config, decoder_layers
+from espalier.hf.transfer import queued
 
 FIELD = "routed_experts"
 KEYWORD = "espalier_routes"
@@ -41,7 +42,7 @@ class Routes:
         config = decoder_config(model)
         size = lambda *names: next((int(n) for name in names if isinstance(n := getattr(config, name, None), int) and n), 0)
         self.experts, self.hidden_layers = size("num_experts", "num_local_experts", "n_routed_experts"), config.num_hidden_layers
-        self.layers = [index for index, layer in enumerate(_decoder_layers(base_model(model))) if _chooses(layer)] if self.experts else []
+        self.layers = [index for index, layer in enumerate(decoder_layers(base_model(model))) if _chooses(layer)] if self.experts else []
         self.chosen = size("num_experts_per_tok", "top_k_experts", "moe_topk")
         self.of_rollout = [self._array(record, f"rollouts[{i}][{FIELD!r}]", int(length))
                            for i, (record, length) in enumerate(zip(prepared.records, prepared.lengths))]
@@ -99,7 +100,7 @@ class Routes:
         """CallRoutes of rows that are, one after the other, `parts`: (rollout, begin, end), or (None, 0, n) for n rows of padding."""
         nothing = lambda n: np.full((n, len(self.layers), self.chosen), -1, np.int16)
         found = [nothing(end - begin) if rollout is None else self.of_rollout[rollout][begin:end] for rollout, begin, end in parts]
-        return CallRoutes(torch.from_numpy(np.concatenate(found)).to(device), self.layers, self.experts)
+        return CallRoutes(queued(torch.from_numpy(np.concatenate(found)), device), self.layers, self.experts)
 
 
 class CallRoutes:
@@ -152,7 +153,7 @@ def installed(model, on=True):
     with _lock:
         held = _replaced.setdefault(id(base), [0, ()])
         if held[0] == 0:
-            held[1] = [_replace_forward(index, layer) for index, layer in enumerate(_decoder_layers(base))]
+            held[1] = [_replace_forward(index, layer) for index, layer in enumerate(decoder_layers(base))]
         held[0] += 1
     try:
         yield
@@ -196,18 +197,6 @@ def _replace_forward(index, layer):
                 setattr(layer, name, held[name])
 
     return undo
-
-
-def _decoder_layers(base):
-    """The decoder's layers: the list of them that an attention layer stands in."""
-    modules = dict(base.named_modules())
-    for _, (name, _) in sorted(attention_layers(base).items()):
-        parts = name.split(".")
-        for at, part in enumerate(parts):
-            above = modules.get(".".join(parts[:at]))
-            if part.isdigit() and isinstance(above, torch.nn.ModuleList) and len(above) >= decoder_config(base).num_hidden_layers:
-                return list(above)[:decoder_config(base).num_hidden_layers]
-    return []
 
 
 def _chooses(layer):

@@ -55,7 +55,7 @@ class TwoPass:
         with torch.enable_grad():
             loss = self.loss(Wave(members, rollout, position, *leaves))
             grads = torch.autograd.grad(loss, leaves, allow_unused=True)
-        self.total += float(loss.detach())
+        self.total = self.total + loss.detach()
         parts = [[None] * len(members) if grad is None else grad.split(lengths) for grad in grads]
         self.weights.update({i: weights for i, *weights in zip(members, *parts)})
 

@@ -10,11 +10,12 @@ import numpy as np
 import torch
 
 from espalier.errors import Error
-from espalier.hf import images, ranks, routes
+from espalier.hf import images, ranks, routes, trunk_state as states
 from espalier.hf.attention import Phase, Trunk
 from espalier.hf.checks import check_captured, check_live
 from espalier.hf.head import TokenStatistics
 from espalier.hf.routers import logits_of, runs_of
+from espalier.hf.transfer import Total, to_device
 
 
 class Wave:
@@ -70,18 +71,26 @@ class OpenTrunk:
 class Executor:
     """Runs a plan on a model. `loss(wave)` once for each wave with finished responses; None: forward only, `seen(wave)` gets it.
 
+    `trunk_state`: what a trunk's forward leaves for its backward (trunk_state.py).
     `router`: a RouterLoss, which is counted where there is no `loss`, else its terms are added. `through_everything`: a trunk's backward also passes every layer and the head with zeros, so that hooks of a sharding wrapper
     fire in every module.
     """
 
-    def __init__(self, model, rollouts, plan, *, loss=None, seen=None, temperature=1.0, through_everything=False, router=None):
+    def __init__(self, model, rollouts, plan, *, loss=None, seen=None, temperature=1.0, through_everything=False, router=None,
+                 trunk_state="keep"):
         self.model, self.rollouts, self.plan, self.router = model, rollouts, plan, router
         self.loss, self.seen, self.temperature = loss, seen, temperature
         self.through_everything = through_everything
+        self.offloads, self.by_layers = trunk_state == "offload", trunk_state == "recompute" and states.by_layers(model)
         self.device = ranks.device_of(model)
         self.regime = int(rollouts.lengths.max())
         self.tower = images.Tower(rollouts.images, loss is not None) if rollouts.images is not None else None
-        self.open, self.total, self.rows, self.waves, self.pending = [], 0.0, 0, 0, None
+        self.open, self.losses, self.rows, self.waves, self.pending = [], Total(), 0, 0, None
+
+    @property
+    def total(self):
+        """The sum of the waves' losses. The host waits for the device here and in no wave."""
+        return float(self.losses)
 
     def program(self, with_towers=False):
         """(letter, action) in order: F a forward, B a backward. Ranks that share layers run the same letters (ranks.py). `with_towers`:
@@ -94,7 +103,7 @@ class Executor:
 
         def close():
             index = above.pop()
-            if gradients and self.plan.items[index].recompute:
+            if gradients and self._runs_again(self.plan.items[index]):
                 out.append(("F", self.forward_again))
             if gradients:
                 out.append(("B", self.backward_trunk))
@@ -123,8 +132,9 @@ class Executor:
 
     # ---- one call of the model ------------------------------------------------------------------------------------------
 
-    def _call(self, item, edges, trunks, captures=None):
-        """Logits of the rows with edges [O, V] (one row where there are none), each edge's place among them, and the router's term."""
+    def _call(self, item, edges, trunks, captures=None, more_arrays=()):
+        """Logits of the rows with edges [O, V] (one row where there are none), each edge's place among them and its target, the router's term,
+        and `more_arrays` on the device."""
         ids = np.concatenate([self.rollouts.tokens(r, begin, end) for r, begin, end, *_ in item.segments.tolist()])
         positions, more = self._positions(item), {"output_router_logits": True} if self.router else {}
         parts = self._image_rows(item)
@@ -138,10 +148,11 @@ class Executor:
         if record is not None:
             more[routes.KEYWORD] = record
         phase = Phase.of_segments(item.segments, trunks, longest, captures, self.regime, self._image_blocks(item))
-        as_tensor = lambda array: torch.as_tensor(array, dtype=torch.long, device=self.device)
+        ids, positions, outputs, place, targets, *more_arrays = to_device(
+            self.device, ids, positions, outputs, place, self._targets(edges), *more_arrays)
         with phase.forward(self.model), record.forward() if record is not None else contextlib.nullcontext():
-            logits, result = call_model(self.model, as_tensor(ids)[None], as_tensor(positions)[..., None, :], phase, as_tensor(outputs), **more)
-        return logits, as_tensor(place), as_tensor(self._targets(edges)), self._router_term(result, item)
+            logits, result = call_model(self.model, ids[None], positions[..., None, :], phase, outputs, **more)
+        return logits, place, targets, self._router_term(result, item), more_arrays
 
     def _targets(self, edges):
         return edges[:, 1] if self.rollouts.routes is None else self.rollouts.routes.targets(edges[:, 1])
@@ -212,25 +223,35 @@ class Executor:
     def forward_trunk(self, index):
         item = self.plan.items[index]
         trunk = OpenTrunk(index, item, Trunk(item.rows), self.plan.edges(index))
-        self._run_trunk(trunk, torch.is_grad_enabled() and self.loss is not None and not item.recompute)
+        self._run_trunk(trunk, torch.is_grad_enabled() and self.loss is not None and not self._runs_again(item))
         check_captured(self.model, trunk.kv)
         self.rows += item.rows
         self.open.append(trunk)
         if len(item.finished):
-            wave, leaves = self._wave(index, trunk.edges[:0], None, None)
+            wave, leaves = self._wave(item, to_device(self.device, *self._tokens(item, trunk.edges[:0])), None, None)
             self._deliver(wave, leaves)
+
+    def _runs_again(self, item):
+        """Whether a trunk's whole forward runs once more, before its backward."""
+        return item.recompute and not self.by_layers
+
+    def _saving(self, trunk, gradients):
+        """Around a trunk's call: what autograd keeps of it."""
+        if not gradients or not (self.offloads or self.by_layers):
+            return contextlib.nullcontext()
+        return states.Offload(self.model, trunk.kv) if self.offloads else states.layers_checkpointed(self.model)
 
     def forward_again(self):
         self._run_trunk(self.open[-1], True)
 
     def _run_trunk(self, trunk, gradients):
         above = [t.kv for t in self.open if t is not trunk]
-        with torch.set_grad_enabled(gradients):
-            logits, place, target, trunk.router_term = self._call(trunk.item, trunk.edges, above, trunk.kv)
+        with torch.set_grad_enabled(gradients), self._saving(trunk, gradients):
+            logits, place, target, trunk.router_term, _ = self._call(trunk.item, trunk.edges, above, trunk.kv)
             statistics = self._statistics(logits, place, target, True) if len(target) else (None, None)
         if gradients:
             check_live(self.model, trunk.kv)
-        trunk.keep(logits, *statistics)
+        trunk.keep(logits if self.through_everything else None, *statistics)  # rows above the last keys and values that nobody scores go at once
 
     def backward_trunk(self):
         trunk = self.open.pop()
@@ -251,11 +272,11 @@ class Executor:
 
     def forward_wave(self, index):
         item, edges = self.plan.items[index], self.plan.edges(index)
-        logits, place, target, router_term = self._call(item, edges, [t.kv for t in self.open])
+        logits, place, target, router_term, tokens = self._call(item, edges, [t.kv for t in self.open], None, self._tokens(item, edges))
         self.rows += item.rows
         self.waves += 1
         own = self._statistics(logits, place, target, False)[0] if len(edges) else None
-        wave, leaves = self._wave(index, edges, own, lambda: self._statistics(logits, place, target, True)[1])
+        wave, leaves = self._wave(item, tokens, own, lambda: self._statistics(logits, place, target, True)[1])
         self._deliver(wave, leaves, logits, router_term)
 
     def backward_wave(self):
@@ -266,21 +287,23 @@ class Executor:
             if leaf.grad is not None:
                 trunk.grads += leaf.grad
 
-    def _wave(self, index, edges, own, own_entropies):
-        """The finished rollouts' tokens, in order: from this item's rows and from those of the open trunks."""
-        finished = np.sort(self.plan.items[index].finished)
-        above = [t for t in self.open if t.values is not None]
-        leaves = [(t, t.values.clone().requires_grad_(self.loss is not None)) for t in above]
-        keys = np.concatenate([t.edges for t in above] + [edges])
-        chosen = np.flatnonzero(np.isin(keys[:, 2], finished))
+    def _tokens(self, item, edges):
+        """The finished rollouts' tokens, in order: where their values stand among those of the open trunks and this item's, which rollout each
+        belongs to, and its position there."""
+        keys = np.concatenate([t.edges for t in self.open if t.values is not None] + [edges])
+        chosen = np.flatnonzero(np.isin(keys[:, 2], item.finished))
         chosen = chosen[np.lexsort((keys[chosen, 3], keys[chosen, 2]))]
-        as_tensor = lambda array: torch.as_tensor(array, dtype=torch.long, device=self.device)
-        order = as_tensor(chosen)
+        return chosen, self.rollouts.places(keys[chosen, 2]), keys[chosen, 3]
+
+    def _wave(self, item, tokens, own, own_entropies):
+        """The finished rollouts' tokens (`_tokens`, on the device), from this item's rows and from those of the open trunks."""
+        order, rollout, position = tokens
+        leaves = [(t, t.values.clone().requires_grad_(self.loss is not None)) for t in self.open if t.values is not None]
         values = lambda which, mine: torch.cat([leaf[which] for _, leaf in leaves] + ([mine] if mine is not None else [])) if (
             leaves or mine is not None) else torch.zeros(0, device=self.device)
         entropies = lambda: values(1, own_entropies() if own is not None else None)[order]
-        places = self.rollouts.places
-        return Wave(places(finished).tolist(), as_tensor(places(keys[chosen, 2])), as_tensor(keys[chosen, 3]), values(0, own)[order], entropies), leaves
+        finished = self.rollouts.places(np.sort(item.finished)).tolist()
+        return Wave(finished, rollout, position, values(0, own)[order], entropies), leaves
 
     def _deliver(self, wave, leaves, logits=None, router_term=None):
         if self.loss is None:
@@ -293,7 +316,7 @@ class Executor:
             loss = self.loss(wave)
             if not torch.is_tensor(loss) or loss.numel() != 1:
                 raise Error("input", "loss(wave)", "a scalar tensor", f"{type(loss).__name__} {tuple(getattr(loss, 'shape', ()))}", "", 2)
-            self.total += float(loss.detach())
+            self.losses.add(loss)
             zero = loss if zero is None else loss + zero
         if zero is None or not zero.requires_grad:
             zero = None

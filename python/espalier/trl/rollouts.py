@@ -15,6 +15,7 @@ from espalier.hf.checks import base_model, check_captured, check_live
 from espalier.hf.images import Tower
 from espalier.hf.routers import RowSums, experts_per_token, load_balancing, logits_of
 from espalier.hf.step import Seed, backward
+from espalier.hf.transfer import to_device
 from espalier.trl import images
 from espalier.trl.sharing import Sharing
 
@@ -237,28 +238,27 @@ class _Rows:
         self.split = input_ids.shape[1] - logits_to_keep
         self.shape = (len(input_ids), logits_to_keep)
         self.ids = input_ids
-        mask = attention_mask.bool().cpu().numpy()
+        self.host, mask = torch.stack([input_ids, attention_mask.to(input_ids.dtype)]).cpu().numpy()  # the only time that the host waits
+        mask = mask != 0
         prompts, responses = mask[:, :self.split], mask[:, self.split:]
         self.first = self.split - prompts.sum(1)
         self.live = responses.sum(1)
         gaps = (np.diff(prompts.astype(np.int8), axis=1) < 0).any() or (np.diff(responses.astype(np.int8), axis=1) > 0).any()
         self.can_share = not gaps and bool((self.first < self.split).all())
-        host = input_ids.cpu().numpy()
-        self.groups = native.group([host[i, self.first[i]:self.split] for i in range(len(host))]) if self.can_share else None
-
+        self.groups = native.group([self.host[i, self.first[i]:self.split] for i in range(len(mask))]) if self.can_share else None
         self.pictures = None
 
     def key(self, row):
         """Equal for rows with equal prompts and images."""
         of_rows = self.pictures and self.pictures.images
         which = of_rows and of_rows.which[row]
-        return tuple(self.prompt(row).tolist()), None if which is None else of_rows.names[which]
+        return tuple(self.host[row, self.first[row]:self.split].tolist()), None if which is None else of_rows.names[which]
 
     def positions(self, row, begin, end):
         """[T], or [3, T] with M-RoPE."""
         if self.pictures is None:
             return torch.arange(begin, end, device=self.ids.device)
-        counted = torch.as_tensor(self.pictures.images.positions(row, begin, end), dtype=torch.long, device=self.ids.device)
+        counted, = to_device(self.ids.device, self.pictures.images.positions(row, begin, end))
         return counted if len(counted) > 1 else counted[0]
 
     def prompt(self, row):

@@ -7,6 +7,8 @@ neighbour. So the tree's rows are those parts, one after the other.
 import numpy as np
 import torch
 
+from espalier.hf.transfer import to_device
+
 
 class Tree:
     """The unique rows of a batch [B, T]: `ids`, `positions` [R] of the unique rows; `place` [B, T], the row of each token (0 for padding); `runs` as a
@@ -30,16 +32,16 @@ class Tree:
             positions.append(np.arange(common, len(own)))
             rows += new
         _close(open_runs, runs, 0, rows)
-        as_tensor = lambda x: torch.as_tensor(x, dtype=torch.long, device=device)
-        self.ids, self.positions, self.place = as_tensor(np.concatenate(parts)), as_tensor(np.concatenate(positions)), as_tensor(place)
+        self.ids, self.positions, self.place = to_device(device, np.concatenate(parts), np.concatenate(positions), place)
         self.runs, self.rows = sorted(runs), rows
         self.tokens, self.longest = sum(map(len, sequences)), max(map(len, sequences))
 
     @classmethod
     def of(cls, input_ids, attention_mask):
         """None where a sequence is empty or has a gap in its mask."""
-        ids = input_ids.cpu().numpy()
-        mask = np.ones(ids.shape, np.int8) if attention_mask is None else (attention_mask != 0).cpu().numpy().astype(np.int8)
+        given = [input_ids] if attention_mask is None else [input_ids, (attention_mask != 0).to(input_ids.dtype)]
+        ids, *mask = torch.stack(given).cpu().numpy()  # the only time that the host waits
+        mask = mask[0].astype(np.int8) if mask else np.ones(ids.shape, np.int8)
         lengths, begins = mask.sum(1, dtype=np.int64), mask.argmax(1)
         if not lengths.all() or (np.diff(mask, axis=1) > 0).sum(1).max(initial=0) > 1 or any(
                 not mask[b, begin:begin + length].all() for b, (begin, length) in enumerate(zip(begins, lengths))):

@@ -123,7 +123,7 @@ class SharedPromptsEngine(FSDPEngineWithLMHead):
                 output["entropy"] = layout(wave.entropies)
             value, metrics = self._loss(loss_function, output, batch, wave.rollouts)
             if seen.isdisjoint(wave.rollouts):  # a verification's own waves come again
-                done.append((float(value.detach()), metrics))
+                done.append((value.detach(), metrics))
             if returned and seen.isdisjoint(wave.rollouts):
                 outputs.append((wave.rollouts, {name: values.detach() for name, values in output.items()}))
             seen.update(wave.rollouts)

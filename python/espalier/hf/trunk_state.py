@@ -1,0 +1,138 @@
+"""A trunk's state between its forward and its backward: everything (`keep`), the inputs of its layers (`recompute`), or everything in the host's memory
+(`offload`).
+
+`recompute`: each decoder layer is a non-reentrant checkpoint of torch's: it keeps its inputs, and the backward runs it once more just before its own
+backward, so that one layer's activations exist at a time. Keys and values that waves send gradients to are inside of a layer; torch's checkpoint
+keeps their graph and makes only its tensors anew. A model whose layers cannot run so is run again whole before the backward (`by_layers`).
+`offload`: tensors that autograd saves are copied to the host's memory, pinned where there is a GPU, and come back when the backward asks for them.
+Copies are queued on the stream of the computation: the host waits for none of them.
+"""
+
+import contextlib
+import functools
+import weakref
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils.checkpoint import checkpoint
+from torch.utils.weak import WeakIdKeyDictionary
+
+from espalier.errors import Error
+from espalier.hf import attention, ranks
+from espalier.hf.checks import attention_layers, base_model, decoder_layers
+from espalier.hf.mixers import mixers
+
+_SMALL = 1 << 12  # bytes; smaller tensors stay on the device
+
+
+def by_layers(model):
+    """Whether "recompute" checkpoints layers. Not under FSDP, whose hooks count forwards; not of compiled layers, of layers with a state, of
+    layers that drop keyword arguments, which would not know their phase when they run again; and not where the user checkpoints them already."""
+    base = base_model(model)
+    if ranks.sharded(model) or hasattr(model, "_orig_mod") or mixers(base) or not decoder_layers(base):
+        return False
+    if any(hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None for module in base.modules()):
+        return False
+    if any(getattr(module, "gradient_checkpointing", False) and module.training for module in base.modules()):
+        return False
+    return not any(module in attention.told_by_context for _, module in attention_layers(base).values())
+
+
+@contextlib.contextmanager
+def layers_checkpointed(model):
+    """Around a call of the model."""
+    undo = [_checkpoint(layer) for layer in decoder_layers(base_model(model))]
+    try:
+        yield
+    finally:
+        for action in undo:
+            action()
+
+
+def _checkpoint(layer):
+    plain, before = layer.forward, layer.__dict__.get("forward")
+    layer.forward = functools.partial(checkpoint, plain, use_reentrant=False, preserve_rng_state=False, context_fn=_contexts)
+
+    def undo():
+        if before is None:
+            del layer.forward
+        else:
+            layer.forward = before
+
+    return undo
+
+
+def _contexts():
+    """Around a layer's first run nothing, around its second the function modes of the first, which a backward has not."""
+    modes = contextlib.ExitStack()
+    return contextlib.nullcontext(), _Entered(modes, _get_current_function_mode_stack())
+
+
+class _Entered(contextlib.AbstractContextManager):
+    def __init__(self, stack, modes):
+        self.stack, self.modes = stack, modes
+
+    def __enter__(self):
+        for mode in self.modes:
+            self.stack.enter_context(mode)
+
+    def __exit__(self, *error):
+        return self.stack.__exit__(*error)
+
+
+def check_offload(model):
+    if ranks.device_of(model).type == "cpu":
+        raise Error("option", "trunk_state", "'keep' or 'recompute' of a model on a CPU", "'offload', which moves activations to the host's memory",
+                    "trunk_state='recompute' saves memory on any device", 2)
+    if ranks.sharded(model):
+        raise Error("option", "trunk_state", "'keep' or 'recompute' of a model that FSDP shards", "'offload', which would move gathered weights",
+                    "trunk_state='recompute'", 2)
+
+
+class Offload(torch.autograd.graph.saved_tensors_hooks):
+    """Around a call of the model: what autograd saves waits in the host's memory. Parameters and buffers stay, and so does what is in use anyway
+    (`held`, a Trunk's keys and values). `bytes`: on the host."""
+
+    def __init__(self, model, held):
+        self.stays = {_storage(x) for x in (*model.parameters(), *model.buffers())}
+        self.held, self.copies, self.bytes = held, WeakIdKeyDictionary(), 0
+        super().__init__(self._pack, self._unpack)
+
+    def _pack(self, x):
+        if x.numel() * x.element_size() <= _SMALL or _storage(x) in self.stays or _storage(x) in {
+                _storage(kept) for of_layers in (self.held.k, self.held.v) for kept in of_layers.values()}:
+            return x
+        copies = self.copies.setdefault(x.untyped_storage(), {})
+        place = (x.storage_offset(), x.shape, x.stride(), x.dtype, x._version)
+        if place not in copies:  # what several operations save is one copy
+            copies[place] = _Copy(x)
+            self.bytes += x.numel() * x.element_size()
+        return copies[place]
+
+    @staticmethod
+    def _unpack(packed):
+        return packed.on_device() if isinstance(packed, _Copy) else packed
+
+
+class _Copy:
+    """A tensor in the host's memory, and on the device again as long as somebody of the backward has it."""
+
+    def __init__(self, x):
+        self.device, self.back = x.device, lambda: None
+        self.host = _host_buffer(x)
+        self.host.copy_(x, non_blocking=True)
+
+    def on_device(self):
+        found = self.back()
+        if found is None:
+            found = self.host.to(self.device, non_blocking=True)
+            self.back = weakref.ref(found)
+        return found
+
+
+def _host_buffer(x):
+    return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.device.type != "cpu" and torch.cuda.is_available())
+
+
+def _storage(x):
+    return x.untyped_storage()._cdata
