@@ -352,6 +352,7 @@ int run_plan(Context& context) {
   std::vector<HeldModel> held{{shape, {}}};
   if (const auto critic = trained_critic(options)) held.push_back({read_critic_shape(*critic), {}});
   RolloutFile file = read_for(context, split_paths(options.rollouts), shape.vocabulary, "", text_rows_of(options));
+  for (const std::string& note : position_notes(file.rollouts, shape)) context.progress.note("note: " + note);
   fit_recorded_experts(file.rollouts, shape);
   if (options.objective == ObjectiveKind::reward) end_with_scores(file.rollouts);
   const MachineProfile profile = machine_of(context, plan_options);

@@ -38,6 +38,7 @@ struct Tensors {
   // tensors of the rest.
   std::string text_prefix;
   std::vector<const SafetensorsEntry*> beside;
+  std::int64_t further = 0;  // of them those of layers that predict further tokens
 };
 
 void open_file(const fs::path& path, Tensors& tensors) {
@@ -183,14 +184,19 @@ void split_fused_matrices(Tensors& tensors) {
   }
 }
 
-// What is no part of the text model: towers and projectors of images, and layers that predict further tokens, which
-// transformers leaves out as well. Some families store such a layer behind the others (GLM-4.5, DeepSeek-V3): it alone
-// has a matrix eh_proj. `prefixes`: of those layers.
-bool is_beside_text(std::string_view name, const std::vector<std::string>& prefixes) {
+// Towers and projectors of images.
+bool is_of_vision(std::string_view name) {
   for (const std::string_view prefix : {"visual.", "model.visual.", "vision_tower.", "model.vision_tower.",
-                                        "multi_modal_projector.", "model.multi_modal_projector.", "mtp."})
+                                        "multi_modal_projector.", "model.multi_modal_projector."})
     if (name.starts_with(prefix)) return true;
-  return std::ranges::any_of(prefixes, [&](const std::string& prefix) { return name.starts_with(prefix); });
+  return false;
+}
+
+// Layers that predict further tokens, which transformers leaves out as well. Some families store such a layer behind
+// the others (GLM-4.5, DeepSeek-V3): it alone has a matrix eh_proj. `prefixes`: of those layers.
+bool is_further(std::string_view name, const std::vector<std::string>& prefixes) {
+  return name.starts_with("mtp.") ||
+         std::ranges::any_of(prefixes, [&](const std::string& prefix) { return name.starts_with(prefix); });
 }
 
 // Leaves the text model's tensors alone under the names that it has on its own.
@@ -204,7 +210,9 @@ void set_apart_the_rest(Tensors& tensors) {
     if (std::ranges::any_of(tensors.by_name, [&](const auto& item) { return item.first.starts_with(prefix); }))
       tensors.text_prefix = prefix;
   for (const auto& [name, entry] : tensors.by_name) {
-    if (is_beside_text(name, further))
+    const bool is_further_layer = is_further(name, further);
+    tensors.further += is_further_layer ? 1 : 0;
+    if (is_further_layer || is_of_vision(name))
       tensors.beside.push_back(entry);
     else if (!tensors.text_prefix.empty() && name.starts_with(tensors.text_prefix))
       of_text.emplace(kPrefix + name.substr(tensors.text_prefix.size()), entry);
@@ -446,6 +454,11 @@ std::optional<DType> stored_dtype(const fs::path& directory) {
   }
   if (numbers.empty()) return std::nullopt;
   return std::ranges::max_element(numbers, {}, [](const auto& item) { return item.second; })->first;
+}
+
+std::int64_t further_layer_tensors(const fs::path& directory) {
+  if (!fs::exists(directory / "model.safetensors") && !fs::exists(directory / "model.safetensors.index.json")) return 0;
+  return open_model(directory).further;
 }
 
 void load_named_tensors(const fs::path& file, const ParameterTable& table, DType dtype, void* flat,

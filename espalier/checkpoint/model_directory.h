@@ -52,6 +52,11 @@ void write_nf4(const nf4::Matrix& matrix, const Parameter& parameter, void* flat
 // differ. Reads only headers. Errors: as load_parameters for damaged or missing files.
 std::optional<DType> stored_dtype(const std::filesystem::path& directory);
 
+// Tensors of layers that predict further tokens (MTP: GLM-4.5, DeepSeek-V3, Qwen3-Next). They do not run, and a model
+// that is written holds them as they are. 0 without weights. Errors: as load_parameters for damaged or missing files.
+std::int64_t further_layer_tensors(const std::filesystem::path& directory);
+inline bool has_further_layers(const std::filesystem::path& directory) { return further_layer_tensors(directory) > 0; }
+
 // load_parameters from one safetensors file of any name, such as a checkpoint of a trace.
 void load_named_tensors(const std::filesystem::path& file, const ParameterTable& table, DType dtype, void* flat,
                         const ElementProgress& progress = {});
@@ -71,7 +76,8 @@ class StoredTensors {
   // Errors: InputError where the directory has no such tensor any more.
   const SafetensorsEntry& at(const std::string& name) const;
 
-  // For a model with a vision tower: the tensors outside its text model, and the file name of a text model's tensor.
+  // The tensors outside the text model: those of a vision tower, and of layers that predict further tokens. The file
+  // name of a text model's tensor, which differs from its own beside a tower.
   // Everywhere else tensors have the names of a plain text model.
   const std::vector<const SafetensorsEntry*>& beside_text() const;
   std::string file_name(const std::string& name) const;

@@ -71,8 +71,8 @@ std::vector<FileTensor> file_tensors(const ParameterTable& table, const WriteOpt
   return tensors;
 }
 
-// Under the names of a model with a vision tower, and with its other tensors.
-void put_beside_vision(std::vector<FileTensor>& tensors, const StoredTensors& source) {
+// Under the names of a model with a vision tower, and with the tensors that are no part of the text model.
+void put_beside_text(std::vector<FileTensor>& tensors, const StoredTensors& source) {
   for (FileTensor& tensor : tensors) tensor.name = source.file_name(tensor.name);
   for (const SafetensorsEntry* entry : source.beside_text())
     tensors.push_back({entry->name, 0, 0, entry->shape, entry->count, entry});
@@ -168,7 +168,7 @@ void write_tensors(OutputFile& output, const ParameterTable& table, std::span<co
 void write_weights(const fs::path& target, const ParameterTable& table, DType from, const ParameterValues& values,
                    DType to, const WriteOptions& options, const StoredTensors* beside) {
   std::vector<FileTensor> tensors = file_tensors(table, options);
-  if (beside != nullptr) put_beside_vision(tensors, *beside);
+  if (beside != nullptr) put_beside_text(tensors, *beside);
   const std::vector<FileShard> shards = cut_shards(tensors, to, options.shard_bytes);
   Json weight_map = Json::object();
   for (std::size_t i = 0; i < shards.size(); ++i) {
@@ -310,9 +310,11 @@ void write_model_directory(const fs::path& target, const fs::path& source, const
   if (::mkdir(target.c_str(), 0777) != 0 && errno != EEXIST) throw_output_error(target, "create this directory", errno);
   std::error_code ignored;
   ESPALIER_INTERNAL(!fs::equivalent(source, target, ignored), "a model cannot be written over its own source");
-  copy_other_files(source, target, to, table.contains(kValueWeight), options.of_sequences);
+  const bool critic = table.contains(kValueWeight);
+  copy_other_files(source, target, to, critic, options.of_sequences);
   std::optional<StoredTensors> beside;
-  if (is_beside_vision(read_json_object(source / "config.json"))) beside.emplace(source);
+  if (is_beside_vision(read_json_object(source / "config.json")) || (!critic && has_further_layers(source)))
+    beside.emplace(source);
   write_weights(target, table, from, values, to, options, beside ? &*beside : nullptr);
 }
 

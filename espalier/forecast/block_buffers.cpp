@@ -33,6 +33,9 @@ std::int64_t low_rank_bytes(const BlockShape& b, std::int64_t rows) {
 }
 const AdaptedLayer& adapted(const BlockShape& b) { return b.shape.trained.adapter.somewhere; }
 
+// Whether router logits are wider than rows.
+bool wide_router(const BlockShape& b) { return b.shape.router.wide && b.bytes.activation != b.bytes.accumulator; }
+
 std::int64_t mlp_backward_bytes(const BlockShape& b, const BlockRows& rows) {
   return rows.experts ? ExpertBackwardBuffers(b, rows.continuing).peak()
                       : DenseBackwardBuffers(b, rows.continuing).peak();
@@ -112,7 +115,7 @@ MlpSavedBuffers::MlpSavedBuffers(const BlockShape& b, const BlockRows& rows) : B
     return;
   }
   gate_up_RW = add("gate and up of experts", R * k, 2 * s.expert_inner);
-  router_logits_RE = add("router logits", R, s.experts);
+  router_logits_RE = add("router logits", R, s.experts, wide_router(b) ? kAccumulator : kActivation);
   router_choice_RK = add("chosen experts", R, k, kInt32);
   router_weight_RK = add("weights of experts", R, k, kAccumulator);
   if (s.shared_expert.inner == 0) return;
@@ -146,7 +149,11 @@ DenseBackwardBuffers::DenseBackwardBuffers(const BlockShape& b, std::int64_t row
 ExpertForwardBuffers::ExpertForwardBuffers(const BlockShape& b, std::int64_t rows, bool with_output)
     : BufferList(b.bytes) {
   const std::int64_t M = b.shape.hidden;
-  normed_RM = add("normalised rows", rows, M, kActivation, Stage::experts, Stage::shared);
+  normed_RM = add("normalised rows", rows, M, kActivation, Stage::router, Stage::shared);
+  if (wide_router(b)) {
+    wide_normed_RM = add("widened rows", rows, M, kAccumulator, Stage::router);
+    wide_router_EM = add("widened router", b.shape.experts, M, kAccumulator, Stage::router);
+  }
   if (with_output) sum_RM = add("sum over experts", rows, M, kAccumulator, Stage::experts, Stage::shared);
   expert_rows_RM = add("rows of an expert", rows, M, kActivation, Stage::experts, Stage::shared);
   if (with_output) act_RF = add("activation of an expert", rows, b.shape.expert_inner, kActivation, Stage::experts);
@@ -174,8 +181,13 @@ ExpertBackwardBuffers::ExpertBackwardBuffers(const BlockShape& b, std::int64_t r
     grad_shared_gate_up_RW = add("gradient of gate and up of the shared expert", rows, W, kActivation, Stage::shared);
     shared_product = add_product(*this, b, "product for the shared expert", W, M, Stage::shared);
   }
-  grad_logits_RE = add("gradient of router logits", rows, E, kActivation, Stage::router);
-  router_product = add_product(*this, b, "product for the router", E, M, Stage::router);
+  grad_logits_RE = add("gradient of router logits", rows, E, wide_router(b) ? kAccumulator : kActivation, Stage::router);
+  if (wide_router(b)) {
+    wide_normed_RM = add("widened rows", rows, M, kAccumulator, Stage::router);
+    wide_router_EM = add("widened router", E, M, kAccumulator, Stage::router);
+  } else {
+    router_product = add_product(*this, b, "product for the router", E, M, Stage::router);
+  }
   if (!shared.gate) return;
   grad_shared_logit_R1 = add("gradient of logits of the shared expert's gate", rows, 1, kActivation, Stage::router);
   shared_gate_product = add_product(*this, b, "product for the shared expert's gate", 1, M, Stage::router);

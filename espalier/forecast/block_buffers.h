@@ -103,9 +103,10 @@ struct DenseBackwardBuffers : BufferList {
 
 // An expert's scratch covers all rows, because all rows may choose the same expert.
 struct ExpertForwardBuffers : BufferList {
-  enum class Stage { experts, shared };
+  enum class Stage { router, experts, shared };
   ExpertForwardBuffers(const BlockShape& block, std::int64_t rows, bool with_output);
   Place normed_RM, sum_RM, expert_rows_RM, act_RF, shared_act_RF;
+  Place wide_normed_RM, wide_router_EM;  // where logits are wider than rows (RouterKind::wide)
 };
 
 struct ExpertBackwardBuffers : BufferList {
@@ -115,6 +116,7 @@ struct ExpertBackwardBuffers : BufferList {
   Place expert_rows_RM, act_RF, grad_gate_up_RW, expert_product;
   Place shared_act_RF, grad_shared_gate_up_RW, shared_product, grad_shared_weight_R1;
   Place grad_logits_RE, router_product, grad_shared_logit_R1, shared_gate_product;
+  Place wide_normed_RM, wide_router_EM;
 };
 
 struct LayerForwardBuffers : BufferList {

@@ -15,6 +15,7 @@
 #include "espalier/generate/prompts_file.h"
 #include "espalier/parallel/agreement.h"
 #include "espalier/rollout/writer.h"
+#include "espalier/shape/rope_config.h"
 #include "espalier/step/held_models.h"
 #include "espalier/step/model_state.h"
 #include "espalier/step/planning.h"
@@ -151,7 +152,12 @@ GeneratedRecords generate_records(const Options& options, Progress& progress, co
   std::optional<RolloutWriter> writer;  // before the work, so that an unwritable place costs nothing
   if (mesh.writes()) writer.emplace(options.out);
   plan_memory(model->decoder.local(), options, settings, mesh);
-  model->decoder.reserve_positions(positions_needed(model->shape, file.prompts, settings));
+  const std::int64_t positions = positions_needed(model->shape, file.prompts, settings);
+  model->decoder.reserve_positions(positions);
+  if (const std::string note = long_factors_note(
+          model->shape, positions, text_of("prompts and --max-response-length reach ", positions, " tokens"));
+      !note.empty())
+    progress.note(note);
 
   Arena arena(arena_limit(options));
   GeneratedRecords out;

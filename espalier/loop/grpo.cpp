@@ -21,6 +21,7 @@
 #include "espalier/report/plan_picture.h"
 #include "espalier/rollout/mini_batches.h"
 #include "espalier/rollout/writer.h"
+#include "espalier/shape/rope_config.h"
 #include "espalier/step/step.h"
 #include "espalier/step/step_json.h"
 #include "espalier/step/trained_choice.h"
@@ -218,7 +219,12 @@ void Loop::prepare() {
   actor_.emplace(*model_, options_, start_.machine, &*optimizer_);
   sampling_.emplace(options_, *start_.questions, model_->decoder, models_of_loop(model_->shape, options_, mesh_),
                     actor_->workspace.arena, parts_);
-  model_->decoder.reserve_positions(sampling_->longest_rollout());
+  const std::int64_t longest = sampling_->longest_rollout();
+  model_->decoder.reserve_positions(longest);
+  if (const std::string note = long_factors_note(
+          model_->shape, longest, text_of("prompts and --max-response-length reach ", longest, " tokens"));
+      !note.empty())
+    progress_.note(note);
   optimizer_->set_last_step(last_step_);
   if (!options_.critic.empty()) prepare_critic();
   if (saved_at_ < 0) {

@@ -33,6 +33,35 @@ RouterRule rule_of(const LayerContext& c) {
   return rule;
 }
 
+// Of the router, whose logits may be wider than the model's rows: then both factors are widened first.
+struct WideRouter {
+  at::Tensor normed_RM, weight_EM;
+
+  bool used() const { return normed_RM.defined(); }
+  void fill(const LayerContext& c, const at::Tensor& narrow_RM) const {
+    c.ops.convert(narrow_RM, normed_RM);
+    c.ops.convert(c.weights.router.weight, weight_EM);
+  }
+};
+
+void router_logits(const LayerContext& c, const at::Tensor& normed_RM, const WideRouter& wide,
+                   const at::Tensor& logits_RE) {
+  if (!wide.used()) return c.products.linear(logits_RE, normed_RM, c.weights.router);
+  wide.fill(c, normed_RM);
+  const TimedPart timed(c.timer, part::kProducts);
+  c.ops.linear(logits_RE, wide.normed_RM, wide.weight_EM, at::Tensor());
+}
+
+// From dL/dlogits: adds the gradient of the router's weight, and dL/dx to what is wide enough for it.
+void add_wide_router_backward(const LayerContext& c, const at::Tensor& grad_logits_RE, const at::Tensor& normed_RM,
+                              const WideRouter& wide, const Projection& grads, const at::Tensor& grad_normed_sum_RM) {
+  wide.fill(c, normed_RM);
+  const TimedPart timed(c.timer, part::kProducts);
+  if (grads.weight.defined())
+    c.ops.add_linear_grad_weight(grads.weight, at::Tensor(), grad_logits_RE, wide.normed_RM, at::Tensor());
+  c.ops.add_linear_grad_input(grad_normed_sum_RM, grad_logits_RE, wide.weight_EM);
+}
+
 // dL/dlogits from dL/dw and the router losses.
 void router_backward(const LayerContext& c, const LayerSaved& saved, const at::Tensor& grad_weight_RK,
                      const at::Tensor& grad_logits_RE) {
@@ -112,10 +141,12 @@ void expert_mlp_forward(const LayerContext& c, LayerSaved& saved, const at::Tens
   const ExpertForwardBuffers declared(c.block(), saved.stream_mid_RM.size(0), stream_out_RM.defined());
   using Stage = ExpertForwardBuffers::Stage;
   HeldBuffers held(c.arena, declared, c.dtype());
-  held.enter(Stage::experts);
-  const at::Tensor &normed_RM = held[declared.normed_RM], &sum_RM = held[declared.sum_RM];
+  held.enter(Stage::router);
+  const at::Tensor& normed_RM = held[declared.normed_RM];
   c.ops.norm(saved.stream_mid_RM, c.mlp_norm(c.weights), c.shape.rms_norm_eps, normed_RM, saved.mlp_rstd_R);
-  c.products.linear(saved.router_logits_RE, normed_RM, c.weights.router);
+  router_logits(c, normed_RM, {held[declared.wide_normed_RM], held[declared.wide_router_EM]}, saved.router_logits_RE);
+  held.enter(Stage::experts);
+  const at::Tensor& sum_RM = held[declared.sum_RM];
   c.ops.choose_experts(saved.router_logits_RE, given_experts(c), rule_of(c), saved.router_choice_RK,
                        saved.router_weight_RK);
   if (sum_RM.defined()) c.ops.zero(sum_RM);
@@ -160,15 +191,19 @@ void add_expert_mlp_backward(const LayerContext& c, LayerSaved& saved, const at:
   held.enter(Stage::router);
   const at::Tensor& grad_logits_RE = held[declared.grad_logits_RE];
   router_backward(c, saved, grad_weight_RK, grad_logits_RE);
-  c.products.add_linear_grad_weight(grads.router, c.weights.router, grad_logits_RE, normed_RM,
-                                    held[declared.router_product]);
+  const WideRouter wide{held[declared.wide_normed_RM], held[declared.wide_router_EM]};
+  if (wide.used())
+    add_wide_router_backward(c, grad_logits_RE, normed_RM, wide, grads.router, grad_normed_sum_RM);
+  else
+    c.products.add_linear_grad_weight(grads.router, c.weights.router, grad_logits_RE, normed_RM,
+                                      held[declared.router_product]);
   const at::Tensor& grad_shared_logit_R1 = held[declared.grad_shared_logit_R1];
   if (shared.gate)
     add_shared_gate_backward(c, saved, grad_shared_weight_R1, normed_RM, grads, grad_shared_logit_R1,
                              held[declared.shared_gate_product]);
   const at::Tensor& grad_normed_RM = normed_RM;  // its values are no longer needed
   c.ops.round_sum(at::Tensor(), grad_normed_sum_RM, grad_normed_RM);
-  c.products.add_linear_grad_input(grad_normed_RM, grad_logits_RE, c.weights.router);
+  if (!wide.used()) c.products.add_linear_grad_input(grad_normed_RM, grad_logits_RE, c.weights.router);
   if (shared.gate) c.products.add_linear_grad_input(grad_normed_RM, grad_shared_logit_R1, c.weights.shared_expert_gate);
   c.ops.add_norm_backward(saved.stream_mid_RM, c.mlp_norm(c.weights), saved.mlp_rstd_R, grad_normed_RM, grad_stream_RM,
                           c.mlp_norm(grads));

@@ -6,8 +6,6 @@
 #include <cmath>
 #include <numbers>
 
-#include "espalier/base/error.h"
-
 namespace espalier {
 namespace {
 
@@ -53,15 +51,8 @@ at::Tensor scaled(const at::Tensor& inv_freq, const Rope& rope, std::int64_t pos
     case RopeType::yarn:
       return blend(inv_freq, rope);
     case RopeType::longrope:
-      if (positions > scaling.original_max_position_embeddings)
-        throw UnsupportedError(
-            {"rope_type longrope",
-             text_of("rollouts of at most ", scaling.original_max_position_embeddings,
-                     " tokens (original_max_position_embeddings), which use short_factor"),
-             text_of("one of ", positions, " tokens"),
-             "leave longer rollouts out: transformers uses long_factor for all their positions, also for "
-             "the prompt"});
-      return inv_freq / at::tensor(scaling.short_factor, inv_freq.options());
+      return inv_freq / at::tensor(scaling.is_long(positions) ? scaling.long_factor : scaling.short_factor,
+                                   inv_freq.options());
   }
   return inv_freq;
 }

@@ -5,8 +5,9 @@
 //   linear: all are divided by `factor`
 //   yarn: frequency i is divided by `factor` by as much as the ramp of i between the channels that turn beta_fast and
 //         beta_slow times in the original context says; a is the attention factor
-//   longrope: frequency i is divided by short_factor_i; a is the attention factor. Positions beyond the original
-//         context would have long_factor_i in a whole pass: they are refused.
+//   longrope: frequency i is divided by short_factor_i, or by long_factor_i if there are more positions than the
+//         original context has; a is the attention factor. One table serves all rows of a step, so that a prompt's rows
+//         are equal in all of its rollouts.
 // Shapes: N positions, K channels of a head that rotate. float64 models compute everything in float64; others follow
 // Hugging Face (float32).
 #pragma once
@@ -18,7 +19,7 @@
 
 namespace espalier {
 
-// In host memory. Errors: UnsupportedError for more positions than the original context of longrope.
+// In host memory.
 RotaryTables make_rotary_tables(const Rope& rope, std::int64_t rotary_dim, std::int64_t positions,
                                 at::ScalarType accumulator);
 

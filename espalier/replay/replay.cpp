@@ -81,7 +81,7 @@ ReplayReport replay(const std::filesystem::path& directory, const Options& given
   for (std::int64_t i = 0; i < steps; ++i) fit.add(held, options, machine, data.mini_batch(i).rollouts, false, mesh);
   fit.require();
   const auto model = load_model(trace.model, options.dtype, progress, mesh, trained_choice(options));
-  model->decoder.reserve_positions(data.longest());
+  model->decoder.reserve_positions(std::max<std::int64_t>(data.longest(), trace.positions));
   Device& device = model->decoder.device();
   AdamW optimizer(model->table, model->weights, AdamWSettings::from(options), device, {.world = mesh.world});
   optimizer.set_last_step(steps);

@@ -28,10 +28,13 @@ void refuse_routing(const Members& config, const Family& family) {
   if (config.has("moe_router_load_balancing_type") && config.at("moe_router_load_balancing_type") == Json("sinkhorn"))
     refuse("moe_router_load_balancing_type", "tokens that choose experts independently of each other");
   const Experts& experts = family.experts;
-  for (const char* name : {"shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts"})
+  for (const char* name :
+       {"shared_expert_intermediate_size", "shared_intermediate_size", "n_shared_experts", "num_shared_experts"})
     if (set(name) && experts.shared_member != std::string_view(name) &&
         experts.shared_count_member != std::string_view(name))
       refuse(name, "layers without shared experts");
+  if (config.has("moe_layer_freq") && config.at("moe_layer_freq") != Json(1))
+    refuse("moe_layer_freq", "experts in every layer behind the dense ones");
   const char* const scores = experts.sigmoid ? "sigmoid" : "softmax";
   for (const char* name : {"scoring_func", "moe_router_score_function"})
     if (config.has(name) && config.at(name) != Json(scores)) refuse(name, text_of("scores by ", scores).c_str());
@@ -93,6 +96,7 @@ void read_experts(const Members& config, const Family& family, ModelShape& shape
                          (experts.renormalises != Renormalises::never &&
                           config.flag("norm_topk_prob", experts.renormalises == Renormalises::member_on));
   shape.router.sigmoid = experts.sigmoid;
+  shape.router.wide = experts.wide;
   shape.router.correction_bias = experts.correction_bias;
   shape.router.bias = shape.expert_bias = experts.biases;
   if (experts.groups) read_groups(config, experts, shape);

@@ -41,6 +41,7 @@ struct Experts {
   const char* inner_member = "moe_intermediate_size";
   Renormalises renormalises = Renormalises::member;
   bool sigmoid = false, correction_bias = false;
+  bool wide = false;     // RouterKind::wide
   bool biases = false;   // of the router, and of gate, up and down
   bool clamped = false;  // Activation::clamped, with swiglu_limit
   // n_group, topk_group and routed_scaling_factor are read; other families have one group and no factor. Absent ones

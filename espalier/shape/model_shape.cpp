@@ -336,11 +336,16 @@ void read_quantisation(const Members& config, const Family& family, ModelShape& 
     shape.stored_nf4 = read_nf4(config, stated);
     return;
   }
-  const bool mxfp4 = stated.is_object() && stated.value("quant_method", Json()) == Json("mxfp4");
-  if (mxfp4 && family.names.packed_experts) return;
-  config.refuse(mxfp4 ? "quantization_config of method mxfp4" : "quantization_config",
-                family.names.packed_experts ? "weights that are not quantised, or experts in mxfp4"
-                                            : "weights that are not quantised, or bitsandbytes' NF4");
+  const Json method = stated.is_object() ? stated.value("quant_method", Json()) : Json();
+  if (method == Json("mxfp4") && family.names.packed_experts) return;
+  const std::string found = method.is_string() ? "quantization_config of method " + method.get<std::string>()
+                                               : std::string("quantization_config");
+  const char* const expected = family.names.packed_experts ? "weights that are not quantised, or experts in mxfp4"
+                                                           : "weights that are not quantised, or bitsandbytes' NF4";
+  if (method != Json("fp8")) config.refuse(found, expected);
+  throw UnsupportedError({config.where(), expected, found,
+                          "Widen the weights once: transformers' from_pretrained(MODEL, dtype=\"bfloat16\", "
+                          "quantization_config=FineGrainedFP8Config(dequantize=True)), then save_pretrained(OUT)"});
 }
 
 ModelShape shape_of_family(const Members& config, const Family& family) {

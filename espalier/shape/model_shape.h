@@ -24,6 +24,9 @@ struct RopeScaling {
   double beta_fast = 32, beta_slow = 1;                     // yarn
   bool truncate = true;                                     // yarn: the ramp's ends are whole numbers
   std::vector<double> short_factor = {}, long_factor = {};  // longrope, one per frequency
+
+  // Of longrope: whether rows of a step rotate by long_factor. Its longest rollout, of so many tokens, decides for all.
+  bool is_long(std::int64_t longest) const { return longest > original_max_position_embeddings; }
 };
 
 // The rotation of some layers.
@@ -72,6 +75,7 @@ struct RouterKind {
   bool correction_bias = false;             // is added to the scores for the choice alone; held, never trained
   bool after_choice = false;                // the softmax is over the chosen logits alone
   bool bias = false;                        // of the router's projection
+  bool wide = false;                        // logits, and weights, are float32 in bfloat16 models too
   std::int64_t groups = 1, top_groups = 1;  // experts are chosen from the best groups
   double scaling = 1;                       // of the weights
 };

@@ -119,6 +119,13 @@ void read_rotary_dim(const Members& config, const Members& rope, const Family& f
 
 }  // namespace
 
+std::string long_factors_note(const ModelShape& shape, std::int64_t longest, const std::string& what) {
+  const RopeScaling& scaling = shape.rope_scaling;
+  if (!shape.has_rope_scaling || scaling.type != RopeType::longrope || !scaling.is_long(longest)) return "";
+  return text_of(what, ", more than original_max_position_embeddings = ", scaling.original_max_position_embeddings,
+                 ": all rows rotate by long_factor of longrope, those of shorter rollouts too");
+}
+
 void read_rope(const Members& config, const Family& family, ModelShape& shape) {
   static const Json none = Json::object();
   const Holder whole = holder_of(config), full = part_of(config, whole, "full_attention"),

@@ -58,6 +58,8 @@ Trace read_trace(const std::filesystem::path& directory) {
   Trace trace;
   trace.model = path_member(directory, json, "model", where);
   trace.rollouts = path_member(directory, json, "rollouts", where);
+  if (json.contains("positions") && json["positions"].is_number_integer())
+    trace.positions = json["positions"].get<std::int64_t>();
   if (json.contains("adapter")) trace.adapter = path_member(directory, json, "adapter", where);
   try {
     trace.options = options_from_json(json.value("options", Json::object()), where);
@@ -144,6 +146,7 @@ void TraceRecorder::finish() {
   Json json{{"format", "trace"}, {"version", 1}};
   json["recorder"] = "espalier --record";
   json["dtype"] = name_of(model_.dtype);
+  json["positions"] = model_.decoder.positions();  // decides the factors of longrope
   json["model"] = "model";
   if (model_.shape.trained.adapter.rank > 0) json["adapter"] = kAdapter;
   json["rollouts"] = "rollouts.jsonl.gz";

@@ -32,6 +32,7 @@ struct Trace {
 
   std::filesystem::path model, rollouts;
   std::filesystem::path adapter;        // empty: none
+  std::int64_t positions = 0;           // that its rotary tables had; 0: not recorded
   Options options;                      // of the recorded run
   std::vector<Step> steps;              // ascending
   std::vector<Checkpoint> checkpoints;  // ascending

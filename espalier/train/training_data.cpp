@@ -16,6 +16,7 @@
 #include "espalier/rollout/mini_batches.h"
 #include "espalier/rollout/reader.h"
 #include "espalier/rollout/trajectories.h"
+#include "espalier/shape/rope_config.h"
 #include "espalier/step/trained_choice.h"
 
 namespace espalier {
@@ -106,15 +107,20 @@ void check_pairs(std::span<const Rollout> rollouts, const Options& options) {
   }
 }
 
-// As in transformers such positions run, but nothing was ever learned there.
-std::string positions_note(std::span<const Rollout> rollouts, const ModelShape& shape) {
-  const auto longest = std::ranges::max_element(rollouts, {}, &Rollout::length);
-  if (longest == rollouts.end() || shape.max_positions <= 0 || longest->length() <= shape.max_positions) return "";
-  return text_of(longest->where, " has ", longest->length(), " tokens, more than the model's ", shape.max_positions,
-                 " positions (max_position_embeddings)");
-}
-
 }  // namespace
+
+std::vector<std::string> position_notes(std::span<const Rollout> rollouts, const ModelShape& shape) {
+  const auto longest = std::ranges::max_element(rollouts, {}, &Rollout::length);
+  std::vector<std::string> notes;
+  if (longest == rollouts.end()) return notes;
+  const std::string what = text_of(longest->where, " has ", longest->length(), " tokens");
+  if (shape.max_positions > 0 && longest->length() > shape.max_positions)
+    notes.push_back(
+        text_of(what, ", more than the model's ", shape.max_positions, " positions (max_position_embeddings)"));
+  if (std::string note = long_factors_note(shape, longest->length(), what); !note.empty())
+    notes.push_back(std::move(note));
+  return notes;
+}
 
 // Sets of which the loss says less than their records may suggest.
 std::vector<std::string> notes_on_sets(std::span<const Rollout> rollouts, const Options& options) {
@@ -260,7 +266,7 @@ std::vector<Rollout> read_for_model(const std::string& paths, const ModelShape& 
   RolloutFile file = read_rollouts(split_paths(paths), options);
   if (begun) progress.end();
   for (const std::string& note : file.notes) progress.note(note);
-  if (const std::string note = positions_note(file.rollouts, shape); !note.empty()) progress.note(note);
+  for (const std::string& note : position_notes(file.rollouts, shape)) progress.note(note);
   if (experts_as_read)
     for (const Rollout& rollout : file.rollouts) experts_as_read->push_back(rollout.recorded_experts);
   for (const Rollout& rollout : file.rollouts) {

@@ -68,6 +68,9 @@ std::string fingerprint_of(std::span<const Rollout> rollouts);
 // Errors: UnsupportedError, with `where`, for a token that stands for an image or a video.
 void refuse_image_tokens(std::span<const std::int32_t> ids, const std::string& where, const ModelShape& shape);
 
+// Remarks on rollouts that are longer than the model's positions, or than those that short_factor of longrope serves.
+std::vector<std::string> position_notes(std::span<const Rollout> rollouts, const ModelShape& shape);
+
 // Reads `paths` as --rollouts names them, checking ids and recorded experts against the model; remarks go to progress.
 // `temperature`: of records that do not say theirs. `experts_as_read` (may be null) gets the recorded experts as they
 // came, before they are fitted to the model. `rows`: how rows of text are read.

@@ -49,6 +49,11 @@ FAMILIES = {
     "phi3": dict(kind="Phi3", tied=False, sharded=True, config=dict(
         num_key_value_heads=2, original_max_position_embeddings=256, rope_parameters=dict(
             rope_type="longrope", rope_theta=10000.0, partial_rotary_factor=0.5, short_factor=[1.0, 1.3, 2.0], long_factor=[2.0, 3.0, 4.0]))),
+    # Every rollout is longer than the original context: long_factor in all of them.
+    "phi3_long": dict(kind="Phi3", tied=True, sharded=False, config=dict(
+        num_key_value_heads=2, original_max_position_embeddings=1, rope_parameters=dict(
+            rope_type="longrope", rope_theta=10000.0, partial_rotary_factor=0.5, attention_factor=1.2, short_factor=[1.0, 1.3, 2.0],
+            long_factor=[2.0, 3.0, 4.0]))),
     "smollm3": dict(kind="SmolLM3", tied=True, sharded=False, config=dict(num_key_value_heads=2, no_rope_layers=[1, 0, 1])),
     "granite": dict(kind="Granite", tied=True, sharded=False, config=dict(
         num_key_value_heads=2, embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=1.7, attention_multiplier=0.2,
@@ -147,7 +152,15 @@ def make_model(family, directory, seed=1, head="ForCausalLM", **more):
     if head != "ForCausalLM":
         settings.update(num_labels=1, **({"classifier_dropout": 0.0} if head == "ForTokenClassification" else {}))
     config = getattr(transformers, row.get("config_kind", row["kind"]) + "Config")(**{**settings, **row["config"], **more})
-    model = getattr(transformers, row["kind"] + head)(config).float()
+    model = randomised(getattr(transformers, row["kind"] + head)(config).float(), seed)
+    shards = dict(max_shard_size="40KB") if row["sharded"] else {}
+    model.save_pretrained(directory, safe_serialization=True, **shards)
+    if row["sharded"] and not (Path(directory) / "model.safetensors.index.json").exists():
+        raise RuntimeError("the model was meant to be saved in several files")
+    return Path(directory)
+
+
+def randomised(model, seed):
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -169,11 +182,7 @@ def make_model(family, directory, seed=1, head="ForCausalLM", **more):
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
-    shards = dict(max_shard_size="40KB") if row["sharded"] else {}
-    model.save_pretrained(directory, safe_serialization=True, **shards)
-    if row["sharded"] and not (Path(directory) / "model.safetensors.index.json").exists():
-        raise RuntimeError("the model was meant to be saved in several files")
-    return Path(directory)
+    return model
 
 
 def make_rollouts(seed, groups=4, vocabulary=VOCABULARY, longest_prompt=40, longest_response=14):

@@ -33,7 +33,8 @@ def run(espalier, model, prompts, folder, *options):
 
 
 def greedy_of_transformers(model, prompt, longest, stop):
-    if model.config.model_type == "bamba":  # its generate() refuses the mask that says that token 0 is no padding
+    # Bamba's generate() refuses the mask that says that token 0 is no padding; longrope's factors change while it runs.
+    if model.config.model_type == "bamba" or (model.config.rope_parameters or {}).get("rope_type") == "longrope":
         return greedy_of_forwards(model, prompt, longest, stop)
     with torch.no_grad():
         ids = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), do_sample=False,
@@ -45,7 +46,8 @@ def greedy_of_forwards(model, prompt, longest, stop):
     ids = list(prompt)
     with torch.no_grad():
         while len(ids) < len(prompt) + longest and (len(ids) == len(prompt) or ids[-1] != stop):
-            ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+            # One more token changes nothing but the length, which decides the factors of longrope.
+            ids.append(int(model(torch.tensor([ids + [0]]), use_cache=False).logits[0, -2].argmax()))
     return ids[len(prompt):]
 
 

@@ -1,0 +1,201 @@
+"""config.json as model publishers write it, family by family: every field that their files carry, with tiny sizes and token ids.
+
+Fields that say nothing about the function (auto_map, transformers_version, use_cache ...) stand here too: a reader must pass over them.
+"""
+
+BOTH = dict(torch_dtype="float32", transformers_version="4.57.0", use_cache=True)
+SIZES = dict(hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4, vocab_size=97, max_position_embeddings=512,
+             initializer_range=0.02, bos_token_id=1, eos_token_id=2)
+YARN = dict(factor=4.0, original_max_position_embeddings=64)
+
+
+def config(architecture, model_type, **fields):
+    out = {"architectures": [architecture], "model_type": model_type, **SIZES, **BOTH, **fields}
+    return {name: value for name, value in out.items() if value is not ...}
+
+
+def auto_map(module, name):
+    return {"AutoConfig": f"configuration_{module}.{name}Config", "AutoModel": f"modeling_{module}.{name}Model",
+            "AutoModelForCausalLM": f"modeling_{module}.{name}ForCausalLM"}
+
+
+LATENT = dict(kv_lora_rank=20, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=10)
+DELTA = dict(linear_conv_kernel_dim=4, linear_key_head_dim=8, linear_value_head_dim=6, linear_num_key_heads=2, linear_num_value_heads=4)
+LONG_FACTORS = dict(short_factor=[1.0, 1.3, 2.0], long_factor=[2.0, 3.0, 4.0])
+
+DEEPSEEK = dict(
+    attention_bias=False, attention_dropout=0.0, aux_loss_alpha=0.001, ep_size=1, first_k_dense_replace=1, hidden_act="silu",
+    moe_intermediate_size=16, moe_layer_freq=1, num_experts_per_tok=3, num_key_value_heads=4, pretraining_tp=1, rms_norm_eps=1e-06,
+    rope_theta=10000, seq_aux=True, tie_word_embeddings=False, **LATENT)
+
+PUBLISHED = {
+    "llama_3_1": config(
+        "LlamaForCausalLM", "llama", attention_bias=False, attention_dropout=0.0, eos_token_id=[2, 3, 4], hidden_act="silu", mlp_bias=False,
+        num_key_value_heads=2, pretraining_tp=1, rms_norm_eps=1e-05, rope_theta=500000.0, tie_word_embeddings=False,
+        rope_scaling=dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64, rope_type="llama3")),
+    "llama_2": config(
+        "LlamaForCausalLM", "llama", _name_or_path="meta-llama/Llama-2-7b-hf", hidden_act="silu", num_key_value_heads=4, pretraining_tp=1,
+        rms_norm_eps=1e-05, rope_scaling=None, tie_word_embeddings=False),
+    "mistral_7b_v0_1": config(
+        "MistralForCausalLM", "mistral", hidden_act="silu", num_key_value_heads=2, rms_norm_eps=1e-05, rope_theta=10000.0, sliding_window=7,
+        tie_word_embeddings=False),
+    "mistral_nemo": config(
+        "MistralForCausalLM", "mistral", attention_dropout=0.0, head_dim=16, hidden_act="silu", num_key_value_heads=2, rms_norm_eps=1e-05,
+        rope_theta=1000000.0, sliding_window=None, tie_word_embeddings=False),
+    "mixtral": config(
+        "MixtralForCausalLM", "mixtral", attention_dropout=0.0, hidden_act="silu", num_experts_per_tok=2, num_key_value_heads=2,
+        num_local_experts=6, output_router_logits=False, rms_norm_eps=1e-05, rope_theta=1000000.0, router_aux_loss_coef=0.02,
+        sliding_window=None, tie_word_embeddings=False),
+    "qwen2_5": config(
+        "Qwen2ForCausalLM", "qwen2", attention_dropout=0.0, hidden_act="silu", max_window_layers=2, num_key_value_heads=2, rms_norm_eps=1e-06,
+        rope_theta=1000000.0, sliding_window=64, tie_word_embeddings=True, use_mrope=False, use_sliding_window=False),
+    "qwen1_5_moe": config(
+        "Qwen2MoeForCausalLM", "qwen2_moe", attention_dropout=0.0, decoder_sparse_step=1, hidden_act="silu", max_window_layers=2,
+        moe_intermediate_size=16, norm_topk_prob=False, num_experts=6, num_experts_per_tok=2, num_key_value_heads=4,
+        output_router_logits=False, rms_norm_eps=1e-06, rope_theta=1000000.0, router_aux_loss_coef=0.001,
+        shared_expert_intermediate_size=28, sliding_window=64, tie_word_embeddings=False, use_sliding_window=False),
+    "qwen3": config(
+        "Qwen3ForCausalLM", "qwen3", attention_bias=False, attention_dropout=0.0, head_dim=16, hidden_act="silu", max_window_layers=3,
+        num_key_value_heads=2, rms_norm_eps=1e-06, rope_scaling=None, rope_theta=1000000, sliding_window=None, tie_word_embeddings=True,
+        use_sliding_window=False),
+    "qwen3_with_yarn": config(  # as its model card has it for long contexts
+        "Qwen3ForCausalLM", "qwen3", attention_bias=False, attention_dropout=0.0, head_dim=16, hidden_act="silu", max_window_layers=3,
+        num_key_value_heads=2, rms_norm_eps=1e-06, rope_scaling=dict(rope_type="yarn", **YARN), rope_theta=1000000, sliding_window=None,
+        tie_word_embeddings=False, use_sliding_window=False),
+    "qwen3_moe": config(
+        "Qwen3MoeForCausalLM", "qwen3_moe", attention_bias=False, attention_dropout=0.0, decoder_sparse_step=1, head_dim=16,
+        hidden_act="silu", max_window_layers=3, mlp_only_layers=[], moe_intermediate_size=24, norm_topk_prob=True, num_experts=8,
+        num_experts_per_tok=2, num_key_value_heads=2, output_router_logits=False, rms_norm_eps=1e-06, rope_scaling=None,
+        rope_theta=1000000.0, router_aux_loss_coef=0.001, sliding_window=None, tie_word_embeddings=False, use_sliding_window=False),
+    "qwen3_next": config(
+        "Qwen3NextForCausalLM", "qwen3_next", attention_bias=False, attention_dropout=0.0, decoder_sparse_step=1, full_attention_interval=3,
+        head_dim=16, hidden_act="silu", **DELTA, mlp_only_layers=[], moe_intermediate_size=16, norm_topk_prob=True, num_experts=6,
+        num_experts_per_tok=2, num_key_value_heads=2, output_router_logits=False, partial_rotary_factor=0.25, rms_norm_eps=1e-06,
+        rope_scaling=None, rope_theta=10000000, router_aux_loss_coef=0.001, shared_expert_intermediate_size=28, tie_word_embeddings=False,
+        use_sliding_window=False),
+    "qwen3_5_text": config(
+        "Qwen3_5ForCausalLM", "qwen3_5_text", attention_bias=False, attention_dropout=0.0, attn_output_gate=True, full_attention_interval=3,
+        head_dim=16, hidden_act="silu", layer_types=["linear_attention", "linear_attention", "full_attention"], **DELTA,
+        mamba_ssm_dtype="float32", mlp_only_layers=[], mtp_num_hidden_layers=1, mtp_use_dedicated_embeddings=False, num_key_value_heads=2,
+        partial_rotary_factor=0.25, rms_norm_eps=1e-06, tie_word_embeddings=False, rope_parameters=dict(
+            mrope_interleaved=True, mrope_section=[1, 1, 0], partial_rotary_factor=0.25, rope_theta=10000000, rope_type="default")),
+    "gemma_2": config(
+        "Gemma2ForCausalLM", "gemma2", attention_bias=False, attention_dropout=0.0, attn_logit_softcapping=50.0, cache_implementation="hybrid",
+        final_logit_softcapping=30.0, head_dim=16, hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh",
+        num_key_value_heads=2, pad_token_id=0, query_pre_attn_scalar=20, rms_norm_eps=1e-06, rope_theta=10000.0, sliding_window=7),
+    "gemma_3_1b": config(
+        "Gemma3ForCausalLM", "gemma3_text", attention_bias=False, attention_dropout=0.0, attn_logit_softcapping=None,
+        cache_implementation="hybrid", eos_token_id=[1, 2], final_logit_softcapping=None, head_dim=16,
+        hidden_activation="gelu_pytorch_tanh", num_key_value_heads=2, pad_token_id=0, query_pre_attn_scalar=20, rms_norm_eps=1e-06,
+        rope_local_base_freq=10000, rope_scaling=None, rope_theta=1000000, sliding_window=7, sliding_window_pattern=3),
+    "olmo_2": config(
+        "Olmo2ForCausalLM", "olmo2", attention_bias=False, attention_dropout=0.0, hidden_act="silu", num_key_value_heads=4, pad_token_id=3,
+        rms_norm_eps=1e-06, rope_scaling=None, rope_theta=500000, tie_word_embeddings=False),
+    "olmo_3": config(
+        "Olmo3ForCausalLM", "olmo3", attention_bias=False, attention_dropout=0.0, hidden_act="silu",
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"], num_key_value_heads=4, pad_token_id=3, rms_norm_eps=1e-06,
+        rope_scaling=dict(attention_factor=1.2079441541679836, beta_fast=32.0, beta_slow=1.0, factor=8.0,
+                          original_max_position_embeddings=64, rope_type="yarn"),
+        rope_theta=500000, sliding_window=7, tie_word_embeddings=False),
+    "phi_3_mini_4k": config(
+        "Phi3ForCausalLM", "phi3", attention_bias=False, attention_dropout=0.0, auto_map=auto_map("phi3", "Phi3"), embd_pdrop=0.0,
+        hidden_act="silu", num_key_value_heads=4, original_max_position_embeddings=512, pad_token_id=3, resid_pdrop=0.0, rms_norm_eps=1e-05,
+        rope_scaling=None, rope_theta=10000.0, sliding_window=7, tie_word_embeddings=False),
+    "phi_3_mini_128k": config(
+        "Phi3ForCausalLM", "phi3", attention_bias=False, attention_dropout=0.0, auto_map=auto_map("phi3", "Phi3"), embd_pdrop=0.0,
+        hidden_act="silu", num_key_value_heads=4, original_max_position_embeddings=256, pad_token_id=3, resid_pdrop=0.0, rms_norm_eps=1e-05,
+        rope_scaling=dict(short_factor=[1.0, 1.3, 2.0, 2.1, 2.2, 2.4], long_factor=[2.0, 3.0, 4.0, 5.0, 6.0, 7.0], type="longrope"),
+        rope_theta=10000.0, sliding_window=262144, tie_word_embeddings=False),
+    "phi_4": config(
+        "Phi3ForCausalLM", "phi3", attention_bias=False, attention_dropout=0.0, embd_pdrop=0.0, hidden_act="silu", num_key_value_heads=2,
+        original_max_position_embeddings=512, pad_token_id=3, resid_pdrop=0.0, rms_norm_eps=1e-05, rope_scaling=None, rope_theta=250000,
+        sliding_window=None, tie_word_embeddings=False),
+    "phi_4_mini": config(
+        "Phi3ForCausalLM", "phi3", attention_bias=False, attention_dropout=0.0, auto_map=auto_map("phi3", "Phi3"), embd_pdrop=0.0,
+        full_attn_mod=1, hidden_act="silu", interpolate_factor=1, lm_head_bias=False, mlp_bias=False, num_key_value_heads=2,
+        original_max_position_embeddings=256, pad_token_id=3, partial_rotary_factor=0.5, resid_pdrop=0.0, rms_norm_eps=1e-05,
+        rope_scaling=dict(type="longrope", **LONG_FACTORS), rope_theta=10000.0, sliding_window=262144, tie_word_embeddings=True),
+    "smollm3": config(
+        "SmolLM3ForCausalLM", "smollm3", attention_bias=False, attention_dropout=0.0, hidden_act="silu",
+        layer_types=["full_attention", "full_attention", "full_attention"], max_window_layers=28, mlp_bias=False, no_rope_layer_interval=3,
+        no_rope_layers=[1, 1, 0], num_key_value_heads=2, pad_token_id=4, pretraining_tp=2, rms_norm_eps=1e-06, rope_scaling=None,
+        rope_theta=5000000.0, sliding_window=None, tie_word_embeddings=True, use_sliding_window=False),
+    "granite_3_3": config(
+        "GraniteForCausalLM", "granite", attention_bias=False, attention_dropout=0.0, attention_multiplier=0.2, embedding_multiplier=12.0,
+        hidden_act="silu", logits_scaling=8.0, mlp_bias=False, num_key_value_heads=2, pad_token_id=0, residual_multiplier=0.22,
+        rms_norm_eps=1e-05, rope_scaling=None, rope_theta=10000000.0, tie_word_embeddings=True),
+    "starcoder2_15b": config(
+        "Starcoder2ForCausalLM", "starcoder2", activation_function="gelu_pytorch_tanh", attention_dropout=0.0, attention_softmax_in_fp32=True,
+        embedding_dropout=0.0, hidden_act="gelu_pytorch_tanh", layer_norm_epsilon=1e-05, mlp_type="default", norm_epsilon=1e-05,
+        norm_type="layer_norm", num_key_value_heads=2, residual_dropout=0.0, rope_theta=100000, scale_attention_softmax_in_fp32=True,
+        scale_attn_weights=True, sliding_window=7, tie_word_embeddings=False, use_bias=True),
+    "glm_4": config(
+        "Glm4ForCausalLM", "glm4", attention_bias=False, attention_dropout=0.0, eos_token_id=[2, 3, 4], head_dim=16, hidden_act="silu",
+        num_key_value_heads=2, pad_token_id=5, partial_rotary_factor=0.5, rms_norm_eps=1e-05, rope_theta=10000.0, tie_word_embeddings=False),
+    "glm_4_5": config(
+        "Glm4MoeForCausalLM", "glm4_moe", attention_bias=True, attention_dropout=0.0, pad_token_id=5, eos_token_id=[2, 3, 4], head_dim=16,
+        hidden_act="silu", partial_rotary_factor=0.5, moe_intermediate_size=16, norm_topk_prob=True, num_key_value_heads=2, n_group=1,
+        topk_group=1, n_routed_experts=8, n_shared_experts=1, routed_scaling_factor=2.5, num_experts_per_tok=3, first_k_dense_replace=1,
+        num_nextn_predict_layers=1, rms_norm_eps=1e-05, rope_scaling=None, rope_theta=1000000, tie_word_embeddings=False, use_qk_norm=True),
+    "glm_4_5_air": config(
+        "Glm4MoeForCausalLM", "glm4_moe", attention_bias=True, attention_dropout=0.0, pad_token_id=5, eos_token_id=[2, 3, 4], head_dim=16,
+        hidden_act="silu", partial_rotary_factor=0.5, moe_intermediate_size=16, norm_topk_prob=True, num_key_value_heads=2, n_group=1,
+        topk_group=1, n_routed_experts=8, n_shared_experts=1, routed_scaling_factor=1.0, num_experts_per_tok=3, first_k_dense_replace=1,
+        num_nextn_predict_layers=1, rms_norm_eps=1e-05, rope_scaling=None, rope_theta=1000000, tie_word_embeddings=False, use_qk_norm=False),
+    "deepseek_v2_lite": config(
+        "DeepseekV2ForCausalLM", "deepseek_v2", **DEEPSEEK, auto_map=auto_map("deepseek", "DeepseekV2"), n_group=1, n_routed_experts=8,
+        n_shared_experts=2, norm_topk_prob=False, q_lora_rank=None, routed_scaling_factor=1.0, scoring_func="softmax", topk_group=1,
+        topk_method="greedy", rope_scaling=dict(beta_fast=32, beta_slow=1, mscale=0.707, mscale_all_dim=0.707, type="yarn", **YARN)),
+    "deepseek_v2": config(
+        "DeepseekV2ForCausalLM", "deepseek_v2", **DEEPSEEK, auto_map=auto_map("deepseek", "DeepseekV2"), n_group=4, n_routed_experts=8,
+        n_shared_experts=2, norm_topk_prob=False, q_lora_rank=24, routed_scaling_factor=16.0, scoring_func="softmax", topk_group=2,
+        topk_method="group_limited_greedy", rope_scaling=dict(beta_fast=32, beta_slow=1, mscale=0.707, mscale_all_dim=0.707, type="yarn", **YARN)),
+    "deepseek_v3_in_bfloat16": config(  # the published files are in fp8
+        "DeepseekV3ForCausalLM", "deepseek_v3", **DEEPSEEK, auto_map=auto_map("deepseek", "DeepseekV3"), n_group=4, n_routed_experts=8,
+        n_shared_experts=1, norm_topk_prob=True, num_nextn_predict_layers=1, q_lora_rank=24, routed_scaling_factor=2.5,
+        scoring_func="sigmoid", topk_group=2, topk_method="noaux_tc",
+        rope_scaling=dict(beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=1.0, type="yarn", **YARN)),
+    "moonlight": config(  # Kimi K2 without its quantisation has these fields too, with a latent of the queries
+        "DeepseekV3ForCausalLM", "deepseek_v3", **DEEPSEEK, auto_map=auto_map("deepseek", "DeepseekV3"), n_group=1, n_routed_experts=8,
+        n_shared_experts=2, norm_topk_prob=True, num_nextn_predict_layers=0, q_lora_rank=None, rope_scaling=None,
+        routed_scaling_factor=2.446, scoring_func="sigmoid", topk_group=1, topk_method="noaux_tc"),
+    "kimi_k2_in_bfloat16": config(
+        "DeepseekV3ForCausalLM", "kimi_k2", **DEEPSEEK, auto_map=auto_map("deepseek", "DeepseekV3"), n_group=1, n_routed_experts=8,
+        n_shared_experts=1, norm_topk_prob=True, num_nextn_predict_layers=0, q_lora_rank=24, routed_scaling_factor=2.827,
+        scoring_func="sigmoid", topk_group=1, topk_method="noaux_tc",
+        rope_scaling=dict(beta_fast=1.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0, type="yarn", **YARN)),
+    "minimax_m2_in_bfloat16": config(
+        "MiniMaxM2ForCausalLM", "minimax_m2", attention_dropout=0.0, attn_type_list=[1, 1, 1], auto_map=auto_map("minimax_m2", "MiniMaxM2"),
+        head_dim=12, hidden_act="silu", intermediate_size=24, layernorm_full_attention_beta=1.0, layernorm_linear_attention_beta=1.0,
+        layernorm_mlp_beta=1.0, mlp_intermediate_size=80, mtp_transformer_layers=1, num_experts_per_tok=2, num_key_value_heads=2,
+        num_local_experts=6, num_mtp_modules=3, output_router_logits=False, qk_norm_type="per_layer", rms_norm_eps=1e-06, rope_theta=5000000,
+        rotary_dim=6, router_aux_loss_coef=0.001, router_jitter_noise=0.0, scoring_func="sigmoid", shared_intermediate_size=0,
+        shared_moe_mode="sigmoid", sliding_window=None, tie_word_embeddings=False, use_mtp=True, use_qk_norm=True, use_routing_bias=True),
+    "gpt_oss": config(
+        "GptOssForCausalLM", "gpt_oss", attention_bias=True, attention_dropout=0.0, experts_per_token=2, head_dim=16, hidden_act="silu",
+        initial_context_length=64, intermediate_size=24, layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        num_experts_per_tok=2, num_key_value_heads=2, num_local_experts=6, output_router_logits=False, pad_token_id=3, rms_norm_eps=1e-05,
+        rope_scaling=dict(beta_fast=32.0, beta_slow=1.0, rope_type="yarn", truncate=False, **YARN), rope_theta=150000,
+        router_aux_loss_coef=0.9, sliding_window=7, swiglu_limit=7.0, tie_word_embeddings=False),
+    "bamba": config(
+        "BambaForCausalLM", "bamba", attention_bias=False, attention_dropout=0.0, attn_layer_indices=[1], attn_rotary_emb=6, hidden_act="silu",
+        mamba_chunk_size=16, mamba_conv_bias=True, mamba_d_conv=4, mamba_d_head=12, mamba_d_state=10, mamba_expand=2, mamba_n_groups=1,
+        mamba_n_heads=8, mamba_proj_bias=False, mlp_bias=False, num_key_value_heads=2, num_logits_to_keep=1, pad_token_id=0,
+        rms_norm_eps=1e-05, tie_word_embeddings=False),
+}
+
+FP8 = dict(activation_scheme="dynamic", fmt="e4m3", quant_method="fp8", weight_block_size=[128, 128])
+# As published, and what a message must name: the field, and what to do.
+REFUSED = {
+    "deepseek_v3": ({**PUBLISHED["deepseek_v3_in_bfloat16"], "quantization_config": FP8}, ["quantization_config", "fp8", "dequantize"]),
+    "kimi_k2": ({**PUBLISHED["kimi_k2_in_bfloat16"], "quantization_config": FP8}, ["quantization_config", "fp8", "dequantize"]),
+    "minimax_m2": ({**PUBLISHED["minimax_m2_in_bfloat16"], "quantization_config": {**FP8, "modules_to_not_convert": ["gate", "lm_head"]}},
+                   ["quantization_config", "fp8", "dequantize"]),
+    "qwen3_awq": ({**PUBLISHED["qwen3"], "quantization_config": dict(bits=4, group_size=128, quant_method="awq", zero_point=True)},
+                  ["quantization_config", "awq"]),
+    "starcoder2_3b": ({**PUBLISHED["starcoder2_15b"], "attention_dropout": 0.1, "residual_dropout": 0.1, "embedding_dropout": 0.1},
+                      ["attention_dropout", "set attention_dropout to 0"]),
+    "granite_3_0": ({**PUBLISHED["granite_3_3"], "attention_dropout": 0.1}, ["attention_dropout", "set attention_dropout to 0"]),
+    "deepseek_experts_in_some_layers": ({**PUBLISHED["deepseek_v2_lite"], "moe_layer_freq": 2}, ["moe_layer_freq"]),
+    "minimax_m2_shared_expert": ({**PUBLISHED["minimax_m2_in_bfloat16"], "shared_intermediate_size": 16}, ["shared_intermediate_size"]),
+}
