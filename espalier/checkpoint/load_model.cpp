@@ -10,6 +10,7 @@
 #include "espalier/base/error.h"
 #include "espalier/base/nf4.h"
 #include "espalier/checkpoint/convert.h"
+#include "espalier/checkpoint/half_block_names.h"
 #include "espalier/checkpoint/json_file.h"
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/checkpoint/nf4_tensors.h"
@@ -98,15 +99,21 @@ SafetensorsEntry part_of(const SafetensorsEntry& whole, std::string name, std::i
 }
 
 // Recent transformers may store the experts of a layer as two tensors, experts.gate_up_proj [E, 2F, M] (gate, then up)
-// and experts.down_proj [E, M, F]: they are read as their slices.
+// and experts.down_proj [E, M, F], as Granite 4's files do under other names: they are read as their slices.
 void split_fused_experts(Tensors& tensors) {
+  constexpr std::string_view kInput = ".block_sparse_moe.input_linear.weight",
+                             kOutput = ".block_sparse_moe.output_linear.weight";
   std::vector<const SafetensorsEntry*> fused;
   for (const auto& [name, entry] : tensors.by_name)
-    if ((name.ends_with(".experts.gate_up_proj") || name.ends_with(".experts.down_proj")) && entry->shape.size() == 3)
+    if ((name.ends_with(".experts.gate_up_proj") || name.ends_with(".experts.down_proj") || name.ends_with(kInput) ||
+         name.ends_with(kOutput)) &&
+        entry->shape.size() == 3)
       fused.push_back(entry);
   for (const SafetensorsEntry* entry : fused) {
-    const std::string experts = entry->name.substr(0, entry->name.rfind('.') + 1);
-    const bool down = entry->name.ends_with(".down_proj");
+    const bool granite = entry->name.ends_with(kInput) || entry->name.ends_with(kOutput);
+    const std::string module = granite ? entry->name.substr(0, entry->name.rfind(".weight")) : entry->name;
+    const std::string experts = module.substr(0, module.rfind('.') + 1) + (granite ? "experts." : "");
+    const bool down = module.ends_with(".down_proj") || entry->name.ends_with(kOutput);
     if (!down && entry->shape[1] % 2 != 0) continue;  // reported as unexpected
     tensors.by_name.erase(entry->name);
     for (std::int64_t e = 0; e < entry->shape[0]; ++e) {
@@ -149,17 +156,19 @@ SafetensorsEntry rows_of(const SafetensorsEntry& whole, std::string name, std::i
 }
 
 // Matrices that some families store as one (Phi-3, GLM-4): self_attn.qkv_proj, whose queries are as wide as what o_proj
-// reads, and mlp.gate_up_proj. What does not fit stays, and is reported as unexpected.
+// reads, and mlp.gate_up_proj, in Granite 4 shared_mlp.input_linear. What does not fit stays, and is reported as
+// unexpected.
 void split_fused_matrices(Tensors& tensors) {
-  constexpr std::string_view kQkv = ".self_attn.qkv_proj.weight", kGateUp = ".mlp.gate_up_proj.weight";
-  constexpr std::size_t kQkvEnd = kQkv.size() - std::string_view(".self_attn.").size(),
-                        kGateUpEnd = kGateUp.size() - std::string_view(".mlp.").size();
+  constexpr std::string_view kQkv = ".self_attn.qkv_proj.weight", kGateUp = ".mlp.gate_up_proj.weight",
+                             kInput = ".shared_mlp.input_linear.weight";
   std::vector<const SafetensorsEntry*> fused;
   for (const auto& [name, entry] : tensors.by_name)
-    if ((name.ends_with(kQkv) || name.ends_with(kGateUp)) && entry->shape.size() == 2) fused.push_back(entry);
+    if ((name.ends_with(kQkv) || name.ends_with(kGateUp) || name.ends_with(kInput)) && entry->shape.size() == 2)
+      fused.push_back(entry);
   for (const SafetensorsEntry* entry : fused) {
     const bool qkv = entry->name.ends_with(kQkv);
-    const std::string module = entry->name.substr(0, entry->name.size() - (qkv ? kQkvEnd : kGateUpEnd));
+    const std::string path = entry->name.substr(0, entry->name.rfind(".weight"));
+    const std::string module = path.substr(0, path.rfind('.') + 1);
     const std::int64_t rows = entry->shape[0];
     std::vector<std::pair<std::string, std::int64_t>> parts{{"gate_proj", rows / 2}, {"up_proj", rows / 2}};
     if (qkv) {
@@ -182,6 +191,22 @@ void split_fused_matrices(Tensors& tensors) {
       first += size;
     }
   }
+}
+
+// Nemotron-H's tensors get the names that they have here.
+void join_half_blocks(Tensors& tensors) {
+  const bool halves = std::ranges::any_of(
+      tensors.by_name, [](const auto& item) { return item.first.find(".mixer.") != item.first.npos; });
+  if (!halves) return;
+  std::vector<std::string> names;
+  for (const auto& [name, entry] : tensors.by_name) names.push_back(name);
+  std::map<std::string, const SafetensorsEntry*> renamed;
+  const std::map<std::string, std::string> own = names_of_blocks(names);
+  for (const auto& [name, entry] : tensors.by_name) {
+    const auto found = own.find(name);
+    renamed.emplace(found == own.end() ? name : found->second, entry);
+  }
+  tensors.by_name = std::move(renamed);
 }
 
 // Towers and projectors of images.
@@ -244,6 +269,7 @@ Tensors open_model(const fs::path& directory) {
   split_packed_experts(tensors.by_name, tensors.parts);
   split_fused_experts(tensors);
   split_fused_matrices(tensors);
+  join_half_blocks(tensors);
   set_apart_the_rest(tensors);
   return tensors;
 }

@@ -128,6 +128,7 @@ void append_further(const ModelShape& s, std::ostream& out) {
     if (s.window_rope.has_scaling) append_scaling(" window_rope_scaling=", s.window_rope.scaling, out);
   }
   if (!s.unrotated_layer.empty()) append_layers(" unrotated_layers=", s.unrotated_layer, out);
+  if (!s.without_mlp.empty()) append_layers(" without_mlp=", s.without_mlp, out);
   const auto number = [&](const char* name, double value, double usual) {
     if (value != usual) out << " " << name << "=" << value;
   };

@@ -9,13 +9,16 @@
 #include <cstdio>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "espalier/base/atomic_file.h"
 #include "espalier/base/error.h"
 #include "espalier/checkpoint/convert.h"
+#include "espalier/checkpoint/half_block_names.h"
 #include "espalier/checkpoint/json_file.h"
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/checkpoint/packed_experts.h"
@@ -39,6 +42,16 @@ struct FileTensor {
   std::int64_t bytes(DType to) const { return count * bytes_of(type(to)); }
 };
 
+// Experts of a layer end to end, in Granite 4's files: so many parameters, the shape of one of them. Empty: no such
+// tensor.
+std::vector<std::int64_t> stacked_shape(const std::string& name, std::size_t parts,
+                                        const std::vector<std::int64_t>& part) {
+  const auto count = static_cast<std::int64_t>(parts);
+  if (name.ends_with(".block_sparse_moe.output_linear.weight")) return {count, part[0], part[1]};
+  if (name.ends_with(".block_sparse_moe.input_linear.weight")) return {count / 2, 2 * part[0], part[1]};
+  return {};
+}
+
 std::vector<FileTensor> file_tensors(const ParameterTable& table, const WriteOptions& options) {
   std::vector<FileTensor> tensors;
   const std::vector<Parameter>& parameters = table.parameters();
@@ -57,7 +70,9 @@ std::vector<FileTensor> file_tensors(const ParameterTable& table, const WriteOpt
       FileTensor& last = tensors.back();
       last.count += p.count;
       ++last.end;
-      if (last.packed == Packed::none)
+      if (const auto stacked = stacked_shape(p.fused, last.end - last.begin, p.shape); !stacked.empty())
+        last.shape = stacked;
+      else if (last.packed == Packed::none)
         last.shape[0] += p.shape[0];
       else
         last.shape = packed_shape(last.packed, static_cast<std::int64_t>(last.end - last.begin), p.shape);
@@ -65,7 +80,8 @@ std::vector<FileTensor> file_tensors(const ParameterTable& table, const WriteOpt
       tensors.push_back({p.fused, i, i + 1, packed_shape(packed_as(p.fused), 1, p.shape), p.count});
       tensors.back().packed = packed_as(p.fused);
     } else {
-      tensors.push_back({p.fused.empty() ? p.name : p.fused, i, i + 1, p.shape, p.count});
+      const std::vector<std::int64_t> stacked = stacked_shape(p.fused, 1, p.shape);
+      tensors.push_back({p.fused.empty() ? p.name : p.fused, i, i + 1, stacked.empty() ? p.shape : stacked, p.count});
     }
   }
   return tensors;
@@ -165,9 +181,19 @@ void write_tensors(OutputFile& output, const ParameterTable& table, std::span<co
   writer.finish();
 }
 
+// Nemotron-H's files have other names.
+void name_half_blocks(std::vector<FileTensor>& tensors) {
+  std::vector<std::string> names;
+  for (const FileTensor& tensor : tensors) names.push_back(tensor.name);
+  const std::map<std::string, std::string> of_files = names_of_half_blocks(names);
+  for (FileTensor& tensor : tensors)
+    if (const auto found = of_files.find(tensor.name); found != of_files.end()) tensor.name = found->second;
+}
+
 void write_weights(const fs::path& target, const ParameterTable& table, DType from, const ParameterValues& values,
-                   DType to, const WriteOptions& options, const StoredTensors* beside) {
+                   DType to, const WriteOptions& options, const StoredTensors* beside, bool half_blocks) {
   std::vector<FileTensor> tensors = file_tensors(table, options);
+  if (half_blocks) name_half_blocks(tensors);
   if (beside != nullptr) put_beside_text(tensors, *beside);
   const std::vector<FileShard> shards = cut_shards(tensors, to, options.shard_bytes);
   Json weight_map = Json::object();
@@ -245,10 +271,15 @@ bool state_value_head(Json& config, bool of_sequences) {
   return true;
 }
 
-bool is_beside_vision(const Json& config) {
+std::string architecture_of(const Json& config) {
   const auto names = config.find("architectures");
-  return names != config.end() && names->is_array() && !names->empty() && (*names)[0].is_string() &&
-         (*names)[0].get<std::string>().ends_with("ForConditionalGeneration");
+  return names != config.end() && names->is_array() && !names->empty() && (*names)[0].is_string()
+             ? (*names)[0].get<std::string>()
+             : std::string();
+}
+bool is_beside_vision(const Json& config) { return architecture_of(config).ends_with("ForConditionalGeneration"); }
+bool has_half_blocks(const Json& config) {
+  return architecture_of(config) == "NemotronHForCausalLM" || config.value("model_type", Json()) == "nemotron_h";
 }
 
 // The config with its dtype set to that of the weights; untouched text where it already says so. transformers calls the
@@ -312,10 +343,10 @@ void write_model_directory(const fs::path& target, const fs::path& source, const
   ESPALIER_INTERNAL(!fs::equivalent(source, target, ignored), "a model cannot be written over its own source");
   const bool critic = table.contains(kValueWeight);
   copy_other_files(source, target, to, critic, options.of_sequences);
+  const Json config = read_json_object(source / "config.json");
   std::optional<StoredTensors> beside;
-  if (is_beside_vision(read_json_object(source / "config.json")) || (!critic && has_further_layers(source)))
-    beside.emplace(source);
-  write_weights(target, table, from, values, to, options, beside ? &*beside : nullptr);
+  if (is_beside_vision(config) || (!critic && has_further_layers(source))) beside.emplace(source);
+  write_weights(target, table, from, values, to, options, beside ? &*beside : nullptr, has_half_blocks(config));
 }
 
 void write_named_tensors(const fs::path& file, const ParameterTable& table, DType dtype, const void* flat) {

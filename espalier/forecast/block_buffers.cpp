@@ -37,6 +37,7 @@ const AdaptedLayer& adapted(const BlockShape& b) { return b.shape.trained.adapte
 bool wide_router(const BlockShape& b) { return b.shape.router.wide && b.bytes.activation != b.bytes.accumulator; }
 
 std::int64_t mlp_backward_bytes(const BlockShape& b, const BlockRows& rows) {
+  if (!rows.mlp) return 0;
   return rows.experts ? ExpertBackwardBuffers(b, rows.continuing).peak()
                       : DenseBackwardBuffers(b, rows.continuing).peak();
 }
@@ -44,6 +45,7 @@ std::int64_t mlp_backward_bytes(const BlockShape& b, const BlockRows& rows) {
 }  // namespace
 
 std::int64_t mlp_forward_bytes(const BlockShape& b, const BlockRows& rows, bool with_output) {
+  if (!rows.mlp) return 0;
   return rows.experts ? ExpertForwardBuffers(b, rows.continuing, with_output).peak()
                       : DenseForwardBuffers(b, rows.continuing, with_output).peak();
 }
@@ -106,6 +108,7 @@ AttentionSavedBuffers::AttentionSavedBuffers(const BlockShape& b, const BlockRow
 MlpSavedBuffers::MlpSavedBuffers(const BlockShape& b, const BlockRows& rows) : BufferList(b.bytes) {
   const ModelShape& s = b.shape;
   const std::int64_t R = rows.continuing, k = s.experts_per_token;
+  if (!rows.mlp) return;
   if (b.has_norms_before()) mlp_rstd_R = add("1/rms before the MLP", R, Buffer::kVector, kAccumulator);
   if (!rows.experts) {
     gate_up_RW = add("gate and up", R, s.gate_up_width());
@@ -114,12 +117,12 @@ MlpSavedBuffers::MlpSavedBuffers(const BlockShape& b, const BlockRows& rows) : B
     branch_rstd_R = add("1/rms of the MLP's output", R, Buffer::kVector, kAccumulator);
     return;
   }
-  gate_up_RW = add("gate and up of experts", R * k, 2 * s.expert_inner);
+  gate_up_RW = add("gate and up of experts", R * k, s.gate_up_width(s.expert_inner));
   router_logits_RE = add("router logits", R, s.experts, wide_router(b) ? kAccumulator : kActivation);
   router_choice_RK = add("chosen experts", R, k, kInt32);
   router_weight_RK = add("weights of experts", R, k, kAccumulator);
   if (s.shared_expert.inner == 0) return;
-  shared_gate_up_RW = add("gate and up of the shared expert", R, 2 * s.shared_expert.inner);
+  shared_gate_up_RW = add("gate and up of the shared expert", R, s.gate_up_width(s.shared_expert.inner));
   if (!s.shared_expert.gate) return;
   shared_logit_R1 = add("logits of the shared expert's gate", R, 1);
   shared_weight_R1 = add("weights of the shared expert", R, 1, kAccumulator);
@@ -173,15 +176,17 @@ ExpertBackwardBuffers::ExpertBackwardBuffers(const BlockShape& b, std::int64_t r
         add("gradient of the shared expert's weights", rows, 1, kAccumulator, Stage::experts, Stage::router);
   expert_rows_RM = add("rows of an expert", rows, M, kActivation, Stage::experts, Stage::shared);
   act_RF = add("activation of an expert", rows, F, kActivation, Stage::experts);
-  grad_gate_up_RW = add("gradient of gate and up of an expert", rows, 2 * F, kActivation, Stage::experts);
-  expert_product = add_product(*this, b, "product for an expert", 2 * F, M, Stage::experts);
+  grad_gate_up_RW =
+      add("gradient of gate and up of an expert", rows, b.shape.gate_up_width(F), kActivation, Stage::experts);
+  expert_product = add_product(*this, b, "product for an expert", b.shape.gate_up_width(F), M, Stage::experts);
   if (shared.inner > 0) {
-    const std::int64_t W = 2 * shared.inner;
+    const std::int64_t W = b.shape.gate_up_width(shared.inner);
     shared_act_RF = add("activation of the shared expert", rows, shared.inner, kActivation, Stage::shared);
     grad_shared_gate_up_RW = add("gradient of gate and up of the shared expert", rows, W, kActivation, Stage::shared);
     shared_product = add_product(*this, b, "product for the shared expert", W, M, Stage::shared);
   }
-  grad_logits_RE = add("gradient of router logits", rows, E, wide_router(b) ? kAccumulator : kActivation, Stage::router);
+  grad_logits_RE =
+      add("gradient of router logits", rows, E, wide_router(b) ? kAccumulator : kActivation, Stage::router);
   if (wide_router(b)) {
     wide_normed_RM = add("widened rows", rows, M, kAccumulator, Stage::router);
     wide_router_EM = add("widened router", E, M, kAccumulator, Stage::router);
@@ -281,6 +286,7 @@ DeltaForwardBuffers::DeltaForwardBuffers(const BlockShape& b, const BlockRows& r
   normed_TM = add("normalised rows", T, M, kActivation, Stage::projection);
   states_FN = add("states at forks", rows.forks, b.shape.delta_rule.state(), kAccumulator, Stage::rows);
   gated_TV = add("gated rows", T, V, kActivation, Stage::output);
+  if (b.finishes_branch()) branch_RM = add("addition to the stream", R, M, kActivation, Stage::output);
   if (!rows.narrow) return;
   gated_RV = add("gated rows of outputs", R, V, kActivation, Stage::output);
   residual_RM = add("stream of outputs", R, M, kActivation, Stage::output);
@@ -294,6 +300,8 @@ DeltaBackwardBuffers::DeltaBackwardBuffers(const BlockShape& b, const BlockRows&
   gated_TV = add("gated rows", T, V, kActivation, Stage::output);
   if (rows.narrow) gated_RV = add("gated rows of outputs", R, V, kActivation, Stage::output);
   if (rows.narrow) grad_gated_RV = add("gradient of gated rows of outputs", R, V, kActivation, Stage::output);
+  if (R > 0 && b.finishes_branch())
+    grad_branch_RM = add("gradient of the mixer's output", R, M, kActivation, Stage::output);
   output_product = add_product(*this, b, "product for the output", M, V, Stage::output);
   grad_projected_TW = add("gradient of projected rows", T, s.projected(), kActivation, Stage::rows, Stage::input);
   states_FN = add("states at forks", rows.forks, s.state(), kAccumulator, Stage::rows);

@@ -37,6 +37,7 @@ struct BlockRows {
   std::int64_t ranks = 1;  // ranks of cp; each has at most these rows of a sharded trunk
   Mixer mixer = Mixer::attention;
   std::int64_t forks = 0;  // recurrent states passed between runs of the set
+  bool mlp = true;         // false: the block ends with its mixer
 };
 
 // The states that a trunk leaves for everything below it, one for each recurrent layer, and the sums of their
@@ -149,14 +150,14 @@ struct LayerBackwardBuffers : BufferList {
 struct DeltaForwardBuffers : BufferList {
   enum class Stage { projection, rows, output };
   DeltaForwardBuffers(const BlockShape& block, const BlockRows& rows);
-  Place normed_TM, states_FN, gated_TV;
+  Place normed_TM, states_FN, gated_TV, branch_RM;
   Place gated_RV, residual_RM;  // where the block is narrow
 };
 
 struct DeltaBackwardBuffers : BufferList {
   enum class Stage { mlp, output, rows, input };
   DeltaBackwardBuffers(const BlockShape& block, const BlockRows& rows);
-  Place grad_mixed_TV, grad_gated_RV, gated_TV, gated_RV, output_product;
+  Place grad_mixed_TV, grad_gated_RV, gated_TV, gated_RV, grad_branch_RM, output_product;
   Place grad_projected_TW, states_FN, grad_states_FN;
   Place normed_TM, projected_product;
 };

@@ -273,7 +273,7 @@ class Communication::Walk {
     bring_path(turn, layer, rows_above(turn), phase);
     if (turn.item) gather_context(*turn.item, phase);
     give(tp_, Collective::sum, R * M * b_, phase.tp);
-    give(tp_, Collective::sum, R * M * (experts ? s_ : b_), phase.tp);
+    if (own_.has_mlp(layer)) give(tp_, Collective::sum, R * M * (experts ? s_ : b_), phase.tp);
     if (experts) exchange(turn, layer, M * b_, M * b_, phase);
   }
 
@@ -298,7 +298,7 @@ class Communication::Walk {
     if (again && recomputes) gather_context(*item, phase);
     if (recomputes) give(tp_, Collective::sum, R * M * b_, phase.tp);
     give(tp_, Collective::sum, T * M * b_, phase.tp);
-    give(tp_, Collective::sum, R * M * (experts ? s_ : b_), phase.tp);
+    if (own_.has_mlp(layer)) give(tp_, Collective::sum, R * M * (experts ? s_ : b_), phase.tp);
     if (item && is_divided(*item, cp_.ranks))
       give(cp_, Collective::scatter_sum, cp_.ranks * most_rows(*item) * key_value_width() * s_, phase.cp);
     if (!experts) return;

@@ -31,8 +31,6 @@ constexpr std::int64_t kStateBlockRows = 64;  // ops/cpu/delta_rule_ranges.h
 // Of experts: a slot's place among those sorted, and its choice in every layer (model/expert_mlp.cpp).
 constexpr std::int64_t kSortedBytesPerSlot = 12, kChoiceBytesPerSlot = 4;
 
-constexpr int kind_of(bool experts, Mixer mixer) { return (experts ? 1 : 0) + (mixer == Mixer::attention ? 0 : 2); }
-
 constexpr std::int64_t kPage = 4096;  // where something begins in a store
 constexpr std::int64_t whole_pages(std::int64_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
@@ -69,20 +67,17 @@ ActivationBytes::ActivationBytes(const LocalShape& local, DType dtype, const Ste
     held_ = held.kept + held.rooms;
   }
   const ModelShape& shape = shape_;
-  const auto experts = [&](std::int64_t layer) {
-    return !shape.expert_layer.empty() && shape.expert_layer[layer] != 0;
-  };
-  last_has_experts_ = shape.layers > 0 && experts(shape.layers - 1);
-  last_is_narrow_ = has_outputs_ && !(kind.all_rows_choose && last_has_experts_);
+  if (shape.layers > 0) last_mlp_ = mlp_of(shape.layers - 1);
+  last_is_narrow_ = has_outputs_ && !(kind.all_rows_choose && last_mlp_ == MlpKind::experts);
   if (shape.layers > 0) last_mixer_ = shape.mixer_of(shape.layers - 1);
-  std::array<std::int64_t, 4> of_kind{};
+  std::array<std::int64_t, 2 * kMlpKinds.size()> of_kind{};
   for (std::int64_t layer = 0; layer < shape.layers - (last_is_narrow_ ? 1 : 0); ++layer) {
     const Mixer mixer = shape.mixer_of(layer);
-    of_kind[static_cast<std::size_t>(kind_of(experts(layer), mixer))] += layer >= forward_only() ? 1 : 0;
-    std::erase_if(full_kinds_, [&](const FullKind& kind_before) {
-      return kind_before.experts == experts(layer) && kind_before.mixer == mixer;
-    });
-    full_kinds_.push_back({experts(layer), mixer, layer >= forward_only(), of_kind});
+    const MlpKind mlp = mlp_of(layer);
+    of_kind[kind_of(mlp, mixer)] += layer >= forward_only() ? 1 : 0;
+    std::erase_if(full_kinds_,
+                  [&](const FullKind& kind_before) { return kind_before.mlp == mlp && kind_before.mixer == mixer; });
+    full_kinds_.push_back({mlp, mixer, layer >= forward_only(), of_kind});
   }
 }
 
@@ -213,17 +208,17 @@ std::int64_t ActivationBytes::members(const BlockRows& rows, ItemState state, It
 std::int64_t ActivationBytes::full_members(const Work& work, const FullKind& upto, ItemState state,
                                            ItemState::Member place) const {
   std::int64_t sum = 0;
-  for (const bool experts : {false, true})
+  for (const MlpKind mlp : kMlpKinds)
     for (const Mixer mixer : {Mixer::attention, Mixer::delta_rule}) {
-      const std::int64_t layers = upto.of_kind[static_cast<std::size_t>(kind_of(experts, mixer))];
-      if (layers > 0) sum += layers * members(full(work, true, experts, mixer), state, place);
+      const std::int64_t layers = upto.of_kind[kind_of(mlp, mixer)];
+      if (layers > 0) sum += layers * members(full(work, true, mlp, mixer), state, place);
     }
   return sum;
 }
 
 void ActivationBytes::for_each_layer_kind(const Work& work, bool wave, auto&& visit) const {
   for (const FullKind& kind : full_kinds_)
-    if (kind.has_backward) visit(full(work, wave, kind.experts, kind.mixer));
+    if (kind.has_backward) visit(full(work, wave, kind.mlp, kind.mixer));
   if (last_is_narrow_ && saved_layers() > 0) visit(narrow(work, wave));
 }
 
@@ -276,7 +271,7 @@ std::int64_t ActivationBytes::forward_peak_of(const Work& work, ItemState state,
   };
   std::int64_t most = after + head(work, keeps && !kind_.whole_rollout);
   for (const FullKind& kind : full_kinds_)
-    most = std::max(most, in_layer(full(work, wave, kind.experts, kind.mixer), keeps && kind.has_backward,
+    most = std::max(most, in_layer(full(work, wave, kind.mlp, kind.mixer), keeps && kind.has_backward,
                                    kind.layers() + 1, full_members(work, kind, state, kKeep)));
   if (!last_is_narrow_) return most;
   return std::max(

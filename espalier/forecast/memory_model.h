@@ -8,6 +8,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <numeric>
 #include <vector>
 
 #include "espalier/base/dtype.h"
@@ -116,25 +117,37 @@ class ActivationBytes {
   std::int64_t forward_peak_of(const Work& work, ItemState state, bool wave, std::int64_t saved) const;
   std::int64_t backward_peak_of(const Work& work, ItemState state, bool wave, std::int64_t saved) const;
 
+  enum class MlpKind : std::uint8_t { dense, experts, none };
+  static constexpr std::array<MlpKind, 3> kMlpKinds{MlpKind::dense, MlpKind::experts, MlpKind::none};
+  MlpKind mlp_of(std::int64_t layer) const {
+    if (!shape_.has_mlp(layer)) return MlpKind::none;
+    return shape_.has_experts(layer) ? MlpKind::experts : MlpKind::dense;
+  }
+  static constexpr std::size_t kind_of(MlpKind mlp, Mixer mixer) {
+    return static_cast<std::size_t>(mlp) + (mixer == Mixer::attention ? 0 : kMlpKinds.size());
+  }
+
   // Layers in which all rows continue hold the same bytes if their MLPs are of one kind. The peak is in the last layer
   // of a kind, when this many layers of each kind are saved, itself included. Layers without a backward save nothing.
   struct FullKind {
-    bool experts;
+    MlpKind mlp;
     Mixer mixer;
     bool has_backward;                    // of some layer of the kind
-    std::array<std::int64_t, 4> of_kind;  // saved layers by kind: dense or experts, with attention or recurrent
+    std::array<std::int64_t, 6> of_kind;  // saved layers by kind: of their MLPs, with attention or recurrent
 
-    std::int64_t layers() const { return of_kind[0] + of_kind[1] + of_kind[2] + of_kind[3]; }
+    std::int64_t layers() const { return std::accumulate(of_kind.begin(), of_kind.end(), std::int64_t{0}); }
   };
 
   BlockShape block() const { return {shape_, element_bytes(dtype_), rounds_weight_gradients_}; }
   std::int64_t stream(std::int64_t rows) const { return StreamBuffer(block(), rows).peak(); }
-  BlockRows full(const Work& work, bool wave, bool experts, Mixer mixer) const {
-    return {work.rows, work.rows, false, !wave && cp_ == 1, experts, wave ? 1 : cp_, mixer, work.forks};
+  BlockRows full(const Work& work, bool wave, MlpKind mlp, Mixer mixer) const {
+    return {work.rows,      work.rows, false,      !wave && cp_ == 1,   mlp == MlpKind::experts,
+            wave ? 1 : cp_, mixer,     work.forks, mlp != MlpKind::none};
   }
   BlockRows narrow(const Work& work, bool wave) const {
-    return {work.rows,         work.outputs,   true,        !wave && cp_ == 1,
-            last_has_experts_, wave ? 1 : cp_, last_mixer_, work.forks};
+    BlockRows rows = full(work, wave, last_mlp_, last_mixer_);
+    rows.continuing = work.outputs, rows.narrow = true;
+    return rows;
   }
   std::int64_t forward_only() const { return shape_.trained.first_layer; }  // layers without a backward
   std::int64_t saved_layers() const { return shape_.layers - forward_only(); }
@@ -169,9 +182,10 @@ class ActivationBytes {
   bool has_outputs_;              // the last stage of pp
   bool widens_products_;          // bfloat16 products use float32 panels on this machine
   bool rounds_weight_gradients_;  // the matrix library multiplies bfloat16 with kernels that it compiles
-  bool last_has_experts_ = false, last_is_narrow_ = true;
+  MlpKind last_mlp_ = MlpKind::dense;
+  bool last_is_narrow_ = true;
   Mixer last_mixer_ = Mixer::attention;
-  std::vector<FullKind> full_kinds_;  // at most four; the kind of the last such layer is at the end
+  std::vector<FullKind> full_kinds_;  // at most six; the kind of the last such layer is at the end
   mutable std::array<Item, 8> asked_;
   mutable std::size_t next_asked_ = 0;
 };

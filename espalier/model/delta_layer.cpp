@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include "espalier/device/held_buffers.h"
+#include "espalier/model/branch.h"
 #include "espalier/model/mlp.h"
 
 namespace espalier {
@@ -16,6 +17,9 @@ DeltaRuleProblem problem_of(const LayerContext& c, const LayerSaved& saved, cons
 GatedNormProblem gate_of(const LayerContext& c, const LayerSaved& saved) {
   return {c.shape.delta_rule, c.shape.rms_norm_eps, saved.mixed_TV, saved.projected_TW, c.weights.mixed_norm};
 }
+
+// The half of a block that ends with the output's projection.
+Branch branch_of(const LayerContext& c) { return {{}, {}, {}, c.weights.output}; }
 
 }  // namespace
 
@@ -38,8 +42,8 @@ void delta_forward(const LayerContext& c, LayerSaved& saved) {
   held.enter(Stage::output);
   const at::Tensor gated_TV = held[declared.gated_TV];
   c.ops.gated_norm(gate_of(c, saved), gated_TV);
-  c.products.linear_onto(saved.stream_mid_RM, c.continuing_rows(saved.stream_in_TM, held[declared.residual_RM]),
-                         c.continuing_rows(gated_TV, held[declared.gated_RV]), c.weights.output);
+  add_branch(c, branch_of(c), c.continuing_rows(saved.stream_in_TM, held[declared.residual_RM]),
+             c.continuing_rows(gated_TV, held[declared.gated_RV]), held[declared.branch_RM], saved.stream_mid_RM);
 }
 
 void add_delta_backward(const LayerContext& c, LayerSaved& saved, const at::Tensor& grad_stream_RM,
@@ -56,15 +60,17 @@ void add_delta_backward(const LayerContext& c, LayerSaved& saved, const at::Tens
   if (c.narrow) c.ops.zero(grad_mixed_TV);
   held.enter(Stage::output);
   if (continues) {
+    const at::Tensor grad_branch_RM =
+        add_branch_backward(c, branch_of(c), grad_stream_RM, held[declared.grad_branch_RM], at::Tensor());
     const at::Tensor gated_TV = held[declared.gated_TV];
     if (grads.output.trains()) {
       c.ops.gated_norm(gate_of(c, saved), gated_TV);
-      c.products.add_linear_grad_weight(grads.output, c.weights.output, grad_stream_RM,
+      c.products.add_linear_grad_weight(grads.output, c.weights.output, grad_branch_RM,
                                         c.continuing_rows(gated_TV, held[declared.gated_RV]),
                                         held[declared.output_product]);
     }
     const at::Tensor& grad_gated_RV = c.narrow ? held[declared.grad_gated_RV] : grad_mixed_TV;
-    c.products.linear_grad_input(grad_gated_RV, grad_stream_RM, c.weights.output);
+    c.products.linear_grad_input(grad_gated_RV, grad_branch_RM, c.weights.output);
     if (c.narrow) {
       c.ops.add_scatter(grad_gated_RV, c.input.output_row_O, grad_mixed_TV);
       c.ops.add_scatter(grad_stream_RM, c.input.output_row_O, grad_in_TM);

@@ -21,13 +21,13 @@ ExpertWeights weights_of(const LayerContext& c, const LayerViews& views) {
 // Scratch of the products of one expert, taken once for all of them: each may have as many rows as arrive.
 ExpertScratch take_scratch(const LayerContext& c, const at::Tensor& stream_RM, bool with_act, bool with_gradient) {
   const at::ScalarType dtype = stream_RM.scalar_type();
-  const std::int64_t R = stream_RM.size(0), F = c.shape.expert_inner;
+  const std::int64_t R = stream_RM.size(0), F = c.shape.expert_inner, W = c.shape.gate_up_width(F);
   ExpertScratch scratch;
   scratch.rows_RM = c.arena.take(stream_RM.sizes(), dtype);
   if (with_act) scratch.act_RF = c.arena.take({R, F}, dtype);
   if (!with_gradient) return scratch;
-  scratch.grad_gate_up_RW = c.arena.take({R, 2 * F}, dtype);
-  if (c.ops.rounds_weight_gradients(dtype)) scratch.product = c.arena.take({2 * F * c.shape.hidden}, dtype);
+  scratch.grad_gate_up_RW = c.arena.take({R, W}, dtype);
+  if (c.ops.rounds_weight_gradients(dtype)) scratch.product = c.arena.take({W * c.shape.hidden}, dtype);
   return scratch;
 }
 
@@ -71,7 +71,8 @@ void add_forward(const LayerContext& c, const LayerSaved& saved, const at::Tenso
   const at::Tensor x_NM = exchange.rows_to_experts(exchange.run_of(normed_RM));
   {
     const ArenaScope products(c.arena);
-    const at::Tensor gate_up_NW = c.arena.take({exchange.arriving(), 2 * c.shape.expert_inner}, dtype);
+    const at::Tensor gate_up_NW =
+        c.arena.take({exchange.arriving(), c.shape.gate_up_width(c.shape.expert_inner)}, dtype);
     const at::Tensor sum_NM = c.arena.take(x_NM.sizes(), accumulator_type(dtype));
     c.ops.zero(sum_NM);
     const TimedPart timed(c.timer, part::kProducts);
@@ -97,7 +98,8 @@ void add_backward(const LayerContext& c, const LayerSaved& saved, const at::Tens
   c.ops.zero(grad_x_NM);
   {
     const ArenaScope products(c.arena);
-    const at::Tensor gate_up_NW = c.arena.take({exchange.arriving(), 2 * c.shape.expert_inner}, dtype);
+    const at::Tensor gate_up_NW =
+        c.arena.take({exchange.arriving(), c.shape.gate_up_width(c.shape.expert_inner)}, dtype);
     const ExpertScratch scratch = take_scratch(c, x_NM, true, true);
     const TimedPart timed(c.timer, part::kProducts);
     c.ops.add_experts(exchange.received(), weights_of(c, c.weights), x_NM, at::Tensor(), gate_up_NW, at::Tensor(),

@@ -11,6 +11,7 @@ BlockRows LayerContext::block_rows() const {
                  weights.router.weight.defined()};
   rows.mixer = shape.mixer_of(layer);
   rows.forks = kv.forks();
+  rows.mlp = shape.has_mlp(layer);
   return rows;
 }
 

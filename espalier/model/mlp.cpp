@@ -67,11 +67,17 @@ void add_dense_backward(const LayerContext& c, LayerSaved& saved, const at::Tens
 }  // namespace
 
 void mlp_forward(const LayerContext& c, LayerSaved& saved, const at::Tensor& stream_out_RM) {
+  if (!c.shape.has_mlp(c.layer)) {
+    if (stream_out_RM.defined() && !stream_out_RM.is_same(saved.stream_mid_RM))
+      c.ops.convert(saved.stream_mid_RM, stream_out_RM);
+    return;
+  }
   has_experts(c) ? expert_mlp_forward(c, saved, stream_out_RM) : dense_forward(c, saved, stream_out_RM);
 }
 
 void add_mlp_backward(const LayerContext& c, LayerSaved& saved, const at::Tensor& grad_stream_RM,
                       const LayerViews& grads) {
+  if (!c.shape.has_mlp(c.layer)) return;  // the gradient of what follows is that of the mixer's result
   has_experts(c) ? add_expert_mlp_backward(c, saved, grad_stream_RM, grads)
                  : add_dense_backward(c, saved, grad_stream_RM, grads);
 }

@@ -117,14 +117,18 @@ void view_experts(const Viewer& viewer, const LocalShape& shape, const LayerPara
   views.router = viewer.projection(layer_prefix(layer), {p.router});
   if (!p.correction_bias.sides.empty())
     views.correction_bias_E = viewer.one(layer_prefix(layer) + p.correction_bias.name);
-  views.expert_gate_up_EWM = viewer.range(weight(first, p.gate), weight(last, p.up), {E, 2 * F, M});
+  const std::int64_t W = shape.own().gate_up_width(F);
+  views.expert_gate_up_EWM =
+      viewer.range(weight(first, p.gate.weights() > 0 ? p.gate : p.up), weight(last, p.up), {E, W, M});
   views.expert_down_EMF = viewer.range(weight(first, p.down), weight(last, p.down), {E, M, F});
   if (p.gate.bias) {
     views.expert_gate_up_bias_EW = viewer.range(bias(first, p.gate), bias(last, p.up), {E, 2 * F});
     views.expert_down_bias_EM = viewer.range(bias(first, p.down), bias(last, p.down), {E, M});
   }
   if (p.shared_up.weights() == 0) return;
-  views.shared_gate_up = viewer.projection(layer_prefix(layer), {p.shared_gate, p.shared_up});
+  views.shared_gate_up = p.shared_gate.weights() > 0
+                             ? viewer.projection(layer_prefix(layer), {p.shared_gate, p.shared_up})
+                             : viewer.projection(layer_prefix(layer), {p.shared_up});
   views.shared_down = viewer.projection(layer_prefix(layer), {p.shared_down});
   if (p.shared_expert_gate.weights() > 0)
     views.shared_expert_gate = viewer.projection(layer_prefix(layer), {p.shared_expert_gate});
@@ -183,7 +187,7 @@ LayerViews view_layer(const Viewer& viewer, const LocalShape& shape, std::int64_
   views.mlp_post_norm_M = viewer.norm(prefix, p.mlp_post_norm);
   if (p.experts > 0) {
     view_experts(viewer, shape, p, layer, views);
-  } else {
+  } else if (p.up.weights() > 0) {
     views.gate_up =
         p.gate.weights() > 0 ? viewer.projection(prefix, {p.gate, p.up}) : viewer.projection(prefix, {p.up});
     views.down = viewer.projection(prefix, {p.down});

@@ -51,8 +51,8 @@ at::Tensor scaled(const at::Tensor& inv_freq, const Rope& rope, std::int64_t pos
     case RopeType::yarn:
       return blend(inv_freq, rope);
     case RopeType::longrope:
-      return inv_freq / at::tensor(scaling.is_long(positions) ? scaling.long_factor : scaling.short_factor,
-                                   inv_freq.options());
+      return inv_freq /
+             at::tensor(scaling.is_long(positions) ? scaling.long_factor : scaling.short_factor, inv_freq.options());
   }
   return inv_freq;
 }

@@ -251,7 +251,9 @@ void add_router_cases(std::vector<OperationCase>& cases, const RouterSize& s) {
 void add_expert_cases(std::vector<OperationCase>& cases, std::int64_t R, std::int64_t E, std::int64_t k,
                       std::int64_t width, const ActivationRule& rule, bool biases) {
   const std::int64_t S = R * k, F = width / 2 + 1;
-  const std::string sizes = text_of(R, " x ", width, ", ", k, " of ", E, " experts", biases ? " with biases" : "");
+  const std::string sizes = text_of(R, " x ", width, ", ", k, " of ", E, " experts", biases ? " with biases" : "",
+                                    rule.gated ? "" : " without gates");
+  const std::int64_t W = (rule.gated ? 2 : 1) * F;
   std::vector<std::int32_t> choice;
   for (std::int64_t r = 0; r < R; ++r)
     for (std::int64_t j = 0; j < k; ++j) choice.push_back(static_cast<std::int32_t>((r * r + j) % (E - 1)));
@@ -264,13 +266,13 @@ void add_expert_cases(std::vector<OperationCase>& cases, std::int64_t R, std::in
                        indices(E + 1),
                        indices(S),
                        indices(S),
-                       {normal({E, 2 * F, width}, 86, 0.2)},
+                       {normal({E, W, width}, 86, 0.2)},
                        {normal({E, width, F}, 87, 0.2)},
-                       {normal({E, 2 * F}, 96)},
+                       {normal({E, W}, 96)},
                        {normal({E, width}, 97)},
                        {normal({R, width}, 88)},
                        {normal({R, k}, 89), Kind::sum},
-                       {at::zeros({S, 2 * F}, at::kDouble), Kind::activation, true},
+                       {at::zeros({S, W}, at::kDouble), Kind::activation, true},
                        {normal({R, width}, 90), Kind::sum, true},
                        {at::zeros({R, width}, at::kDouble)},
                        {at::zeros({R, F}, at::kDouble)}};
@@ -288,14 +290,14 @@ void add_expert_cases(std::vector<OperationCase>& cases, std::int64_t R, std::in
   backward.operation = "add_experts_backward";
   backward.roundings = 24;
   for (const auto& [shape, seed] :
-       {std::pair{std::vector<std::int64_t>{R, width}, 91}, std::pair{std::vector<std::int64_t>{E, 2 * F, width}, 92},
-        std::pair{std::vector<std::int64_t>{E, width, F}, 93}, std::pair{std::vector<std::int64_t>{E, 2 * F}, 98},
+       {std::pair{std::vector<std::int64_t>{R, width}, 91}, std::pair{std::vector<std::int64_t>{E, W, width}, 92},
+        std::pair{std::vector<std::int64_t>{E, width, F}, 93}, std::pair{std::vector<std::int64_t>{E, W}, 98},
         std::pair{std::vector<std::int64_t>{E, width}, 99}, std::pair{std::vector<std::int64_t>{R, width}, 94},
         std::pair{std::vector<std::int64_t>{R, k}, 95}})
     backward.arguments.push_back(
         {normal(shape, static_cast<std::uint64_t>(seed)), seed == 91 ? Kind::activation : Kind::sum, seed != 91});
-  backward.arguments.push_back({at::zeros({R, 2 * F}, at::kDouble)});
-  backward.arguments.push_back({at::zeros({2 * F * width}, at::kDouble)});
+  backward.arguments.push_back({at::zeros({R, W}, at::kDouble)});
+  backward.arguments.push_back({at::zeros({W * width}, at::kDouble)});
   for (const int held : {0, 1, 2, 3}) {  // nothing, weights, biases, the slots' weights
     backward.sizes = sizes + (held == 0   ? ""
                               : held == 1 ? ", weights held"
@@ -400,6 +402,7 @@ std::vector<OperationCase> variant_cases() {
          {std::pair{Activation::gelu, "gelu"}, std::pair{Activation::gelu_tanh, "gelu by tanh"}})
       add_activation_cases(cases, {kind, 0, gated}, name);
   add_activation_cases(cases, {Activation::silu, 0, false}, "silu");
+  add_activation_cases(cases, {Activation::relu_squared, 0, false}, "the square of relu");
   add_activation_cases(cases, {Activation::clamped, 0.75, true}, "clamped");
   for (const auto& [rows, width] : {std::pair{1, 1}, std::pair{5, 24}, std::pair{3, 77}, std::pair{2, 2056}})
     add_scaled_cases(cases, rows, width);
@@ -413,6 +416,7 @@ std::vector<OperationCase> variant_cases() {
   add_expert_cases(cases, 7, 6, 2, 24, clamped, true);
   add_expert_cases(cases, 40, 5, 2, 10, clamped, true);
   add_expert_cases(cases, 16, 4, 2, 16, {Activation::gelu_tanh, 0, true}, false);
+  add_expert_cases(cases, 16, 4, 2, 16, {Activation::relu_squared, 0, false}, false);
   add_expert_cases(cases, 6, 9, 3, 300, {}, true);
   add_shaped_logit_cases(cases, 4, 33, {0.125, 0});
   add_shaped_logit_cases(cases, 5, 260, {1, 3});

@@ -14,8 +14,8 @@ enum class NormKind : std::uint8_t {
 };
 
 // The factor of `up`: silu(g); gelu(g) by the error function, or by tanh; or, clamped, g sigmoid(1.702 g) (up + 1)
-// with g <= limit and |up| <= limit (gpt-oss).
-enum class Activation : std::uint8_t { silu, gelu, gelu_tanh, clamped };
+// with g <= limit and |up| <= limit (gpt-oss); max(g, 0)^2.
+enum class Activation : std::uint8_t { silu, gelu, gelu_tanh, clamped, relu_squared };
 
 struct ActivationRule {
   Activation kind = Activation::silu;

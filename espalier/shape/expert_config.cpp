@@ -30,11 +30,12 @@ void refuse_routing(const Members& config, const Family& family) {
   const Experts& experts = family.experts;
   for (const char* name :
        {"shared_expert_intermediate_size", "shared_intermediate_size", "n_shared_experts", "num_shared_experts"})
-    if (set(name) && experts.shared_member != std::string_view(name) &&
-        experts.shared_count_member != std::string_view(name))
+    if (set(name) && !(experts.shared_member[0] != '\0' && config.at(name) == Json(1)) &&
+        experts.shared_member != std::string_view(name) && experts.shared_count_member != std::string_view(name))
       refuse(name, "layers without shared experts");
   if (config.has("moe_layer_freq") && config.at("moe_layer_freq") != Json(1))
     refuse("moe_layer_freq", "experts in every layer behind the dense ones");
+  if (set("moe_latent_size")) refuse("moe_latent_size", "experts that read whole rows");
   const char* const scores = experts.sigmoid ? "sigmoid" : "softmax";
   for (const char* name : {"scoring_func", "moe_router_score_function"})
     if (config.has(name) && config.at(name) != Json(scores)) refuse(name, text_of("scores by ", scores).c_str());
@@ -107,8 +108,11 @@ void read_experts(const Members& config, const Family& family, ModelShape& shape
         shape.expert_inner * config.integer(experts.shared_count_member, 1, 1 << 10, experts.shared);
   if (shape.shared_expert.inner > 0 && shape.mlp_bias)
     config.refuse("mlp_bias = true", "shared experts without biases");
+  if (shape.scales.residual != 1)
+    config.refuse(text_of("residual_multiplier = ", shape.scales.residual, " with experts"),
+                  "experts whose sum is added to the stream without a factor");
   shape.shared_expert.gate = experts.shared_gate;
-  read_expert_layers(config, experts, shape);
+  if (family.mamba != MambaLayers::by_pattern) read_expert_layers(config, experts, shape);
 }
 
 }  // namespace espalier

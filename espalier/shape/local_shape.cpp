@@ -94,6 +94,8 @@ LocalShape::LocalShape(const ModelShape& whole, const Degrees& degrees, const Pl
   if (!whole.mixer_of_layer.empty())
     own_.mixer_of_layer.assign(whole.mixer_of_layer.begin() + layers_.begin,
                                whole.mixer_of_layer.begin() + layers_.end);
+  if (!whole.without_mlp.empty())
+    own_.without_mlp.assign(whole.without_mlp.begin() + layers_.begin, whole.without_mlp.begin() + layers_.end);
 }
 
 // Ranks of tp divide the inputs of some matrices: between blocks.

@@ -35,6 +35,11 @@ struct WindowRope {
 // or always, or never.
 enum class Renormalises : std::uint8_t { member, member_on, always, never };
 
+// Where a config says which layers are Mamba-2: all but those of attn_layer_indices (Bamba); those of layer_types
+// (Granite 4); or by layers_block_type or hybrid_override_pattern, whose entries are halves of blocks (Nemotron-H). The
+// last has other names for its members too.
+enum class MambaLayers : std::uint8_t { none, beside_indices, by_types, by_pattern };
+
 // Experts and their routers.
 struct Experts {
   bool some = false;  // the family has experts
@@ -53,6 +58,7 @@ struct Experts {
   // The layers before first_k_dense_replace are dense, dense_layers where it is absent; else decoder_sparse_step and
   // mlp_only_layers say which are; or all layers have experts, and there is no dense MLP.
   bool dense_first = false, everywhere = false;
+  bool may_be_none = false;  // num_local_experts may be 0: then all layers are dense
   std::int64_t dense_layers = 1;
   // The width of the shared expert: of a member, or so many times an expert's. An absent one is:
   const char* shared_member = "";
@@ -74,6 +80,7 @@ struct Family {
   bool sinks = false;
   Experts experts = {};
 
+  const char* inner_member = "intermediate_size";
   std::int64_t heads = 0, vocabulary = 0;  // of absent members; 0: they must be there
   std::int64_t head_dim = 0;               // 0: hidden / heads
   std::int64_t max_positions = 2048;
@@ -113,7 +120,9 @@ struct Family {
   // Layers of linear_attention carry a state (gated delta rule), and attention has an output gate; where a matrix is by
   // key head (DeltaRuleShape).
   bool delta_rule = false, by_key_head = false;
-  bool mamba = false;  // layers but those of attn_layer_indices carry a state (Mamba-2)
+  MambaLayers mamba = MambaLayers::none;
+  bool position_type = false;  // position_embedding_type is read: "rope", else no layer rotates
+  bool no_rotation = false;
   ParameterNames names = {};
 };
 

@@ -149,41 +149,117 @@ void read_mixers(const Members& config, const Family& family, ModelShape& shape)
   }
 }
 
-// Mamba-2 in all layers but those of attn_layer_indices.
-void read_mamba(const Members& config, ModelShape& shape) {
-  constexpr std::int64_t kMost = 1 << 20, kMostKernel = 32;
+// Mamba-2 and attention by the config's names for them: [layers] of whether a layer is Mamba-2.
+std::vector<std::uint8_t> mamba_layers(const Members& config, MambaLayers by, std::int64_t layers) {
+  std::vector<std::uint8_t> mamba(static_cast<std::size_t>(layers), 1);
+  const char* const member = by == MambaLayers::by_types ? "layer_types" : "attn_layer_indices";
+  if (!config.has(member)) return mamba;
+  const Json& stated = config.at(member);
+  if (!stated.is_array() || (by == MambaLayers::by_types && stated.size() != mamba.size()))
+    config.fail(member, text_of("a list of ", layers, " layers"));
+  for (std::size_t i = 0; i < stated.size(); ++i) {
+    const Json& entry = stated[i];
+    if (by == MambaLayers::by_types) {
+      if (entry == "attention" || entry == "full_attention")
+        mamba[i] = 0;
+      else if (entry != "mamba" && entry != "linear_attention")
+        config.refuse("layer type " + shown(entry), "layers of mamba and attention");
+    } else {
+      if (!entry.is_number_integer() || entry.get<std::int64_t>() < 0 || entry.get<std::int64_t>() >= layers)
+        config.fail(member, text_of("numbers of layers below ", layers));
+      mamba[entry.get<std::size_t>()] = 0;
+    }
+  }
+  return mamba;
+}
+
+// Members of Mamba-2 layers.
+struct MambaNames {
+  const char *groups, *heads, *state, *kernel, *head, *conv_bias, *projection_bias;
+};
+constexpr MambaNames kMambaNames{"mamba_n_groups", "mamba_n_heads",   "mamba_d_state",  "mamba_d_conv",
+                                 "mamba_d_head",   "mamba_conv_bias", "mamba_proj_bias"};
+constexpr MambaNames kNemotronNames{"n_groups",       "mamba_num_heads", "ssm_state_size", "conv_kernel",
+                                    "mamba_head_dim", "use_conv_bias",   "use_bias"};
+
+void read_time_steps(const Members& config, DeltaRuleShape& s) {
+  if (!config.has("time_step_limit")) return;
+  const Json& limit = config.at("time_step_limit");
+  const auto infinite = [](const Json& value) { return value == Json({{"__float__", "Infinity"}}); };
+  const bool two = limit.is_array() && limit.size() == 2;
+  if (!two || !limit[0].is_number() || !(infinite(limit[1]) || limit[1].is_number()))
+    config.fail("time_step_limit", "two numbers");
+  s.least_step = limit[0].get<double>();
+  if (!infinite(limit[1])) s.largest_step = limit[1].get<double>();
+}
+
+void read_mamba(const Members& config, const Family& family, ModelShape& shape) {
+  constexpr std::int64_t kMost = 1 << 20, kMostKernel = 32, kNemotronHead = 64;
+  const bool nemotron = family.mamba == MambaLayers::by_pattern;
+  const MambaNames& names = nemotron ? kNemotronNames : kMambaNames;
   DeltaRuleShape& s = shape.delta_rule;
   s.mamba = true;
-  s.key_heads = config.integer("mamba_n_groups", 1, kMost, 1);
-  s.value_heads = config.integer("mamba_n_heads", 1, kMost, 128);
-  s.key_dim = config.integer("mamba_d_state", 1, kMost, 256);
-  s.kernel = config.integer("mamba_d_conv", 1, kMostKernel, 4);
-  const std::int64_t width = config.integer("mamba_expand", 1, kMost, 2) * shape.hidden;
-  const bool stated = config.has("mamba_d_head") && config.at("mamba_d_head") != Json("auto");
-  s.value_dim = stated ? config.integer("mamba_d_head", 1, kMost, 1) : width / s.value_heads;
-  if (s.value_heads * s.value_dim != width)
-    config.fail("mamba_n_heads", text_of("heads that are together mamba_expand * hidden_size = ", width, " wide"));
+  s.key_heads = config.integer(names.groups, 1, kMost, nemotron ? 8 : 1);
+  s.value_heads = config.integer(names.heads, 1, kMost, 128);
+  s.key_dim = config.integer(names.state, 1, kMost, nemotron ? 128 : 256);
+  s.kernel = config.integer(names.kernel, 1, kMostKernel, 4);
+  if (nemotron) {
+    s.value_dim = config.integer(names.head, 1, kMost, kNemotronHead);
+    // transformers' own code has this limit alone; kernels of others read time_step_limit.
+    s.least_step = config.positive("time_step_min", 0.001);
+    if (const std::string act = config.text("mamba_hidden_act", "silu"); act != "silu")
+      config.refuse("mamba_hidden_act '" + act + "'", "mamba_hidden_act silu");
+  } else {
+    const std::int64_t width = config.integer("mamba_expand", 1, kMost, 2) * shape.hidden;
+    const bool stated = config.has(names.head) && config.at(names.head) != Json("auto");
+    s.value_dim = stated ? config.integer(names.head, 1, kMost, 1) : width / s.value_heads;
+    if (s.value_heads * s.value_dim != width)
+      config.fail(names.heads, text_of("heads that are together mamba_expand * hidden_size = ", width, " wide"));
+    read_time_steps(config, s);
+  }
   if (s.value_heads % s.key_heads != 0)
-    config.fail("mamba_n_heads", text_of("a multiple of mamba_n_groups = ", s.key_heads));
-  s.conv_bias = config.flag("mamba_conv_bias", true);
-  if (config.flag("mamba_proj_bias", false)) config.refuse("mamba_proj_bias = true", "projections without biases");
-  if (config.has("time_step_limit") && !config.is_null("time_step_limit")) {
-    const Json& limit = config.at("time_step_limit");
-    const bool infinite = limit.is_array() && limit.size() == 2 && limit[1] == Json({{"__float__", "Infinity"}});
-    if (!limit.is_array() || limit.size() != 2 || !limit[0].is_number() || !(infinite || limit[1].is_number()))
-      config.fail("time_step_limit", "two numbers");
-    s.least_step = limit[0].get<double>();
-    if (!infinite) s.largest_step = limit[1].get<double>();
+    config.fail(names.heads, text_of("a multiple of ", names.groups, " = ", s.key_heads));
+  s.conv_bias = config.flag(names.conv_bias, true);
+  for (const char* const name : {"mamba_proj_bias", names.projection_bias})
+    if (config.flag(name, false)) config.refuse(text_of(name, " = true"), "projections without biases");
+  if (nemotron) return;  // read_half_blocks has read the layers
+  for (const std::uint8_t mamba : mamba_layers(config, family.mamba, shape.layers))
+    shape.mixer_of_layer.push_back(mamba != 0 ? Mixer::delta_rule : Mixer::attention);
+}
+
+// The entries of a Nemotron-H model are a mixer or an MLP each. A block here is a mixer with the MLP behind it, or
+// without one. Fills layers, mixers, which blocks have no MLP, and which have experts.
+void read_half_blocks(const Members& config, ModelShape& shape) {
+  constexpr const char *kTypes = "layers_block_type", *kPattern = "hybrid_override_pattern";
+  const char* const member = config.has(kTypes) || !config.has(kPattern) ? kTypes : kPattern;
+  std::vector<std::string> entries;
+  if (member == kTypes) {
+    if (!config.has(kTypes) || !config.at(kTypes).is_array()) config.fail(kTypes, "a list of names of layers");
+    for (const Json& entry : config.at(kTypes)) entries.push_back(entry.is_string() ? entry.get<std::string>() : "");
+  } else {
+    for (const char letter : config.text(kPattern, "")) entries.emplace_back(1, letter);
   }
-  shape.mixer_of_layer.assign(static_cast<std::size_t>(shape.layers), Mixer::delta_rule);
-  if (!config.has("attn_layer_indices") || config.is_null("attn_layer_indices")) return;
-  const Json& attention = config.at("attn_layer_indices");
-  if (!attention.is_array()) config.fail("attn_layer_indices", "a list of layers");
-  for (const Json& layer : attention) {
-    if (!layer.is_number_integer() || layer.get<std::int64_t>() < 0 || layer.get<std::int64_t>() >= shape.layers)
-      config.fail("attn_layer_indices", text_of("numbers of layers below ", shape.layers));
-    shape.mixer_of_layer[layer.get<std::size_t>()] = Mixer::attention;
+  const auto one_of = [](const std::string& entry, std::initializer_list<const char*> names) {
+    return std::ranges::any_of(names, [&](const char* name) { return entry == name; });
+  };
+  for (const std::string& entry : entries) {
+    const bool mamba = one_of(entry, {"M", "linear_attention", "mamba"}), experts = one_of(entry, {"E", "moe"});
+    if (mamba || one_of(entry, {"*", "full_attention", "attention"})) {
+      shape.mixer_of_layer.push_back(mamba ? Mixer::delta_rule : Mixer::attention);
+      shape.without_mlp.push_back(1);
+      shape.expert_layer.push_back(0);
+    } else if (experts || one_of(entry, {"-", "mlp"})) {
+      if (shape.without_mlp.empty() || shape.without_mlp.back() == 0)
+        config.refuse(text_of("an MLP in ", member, " without a mixer right before it"),
+                      "MLPs that follow Mamba-2 or attention");
+      shape.without_mlp.back() = 0;
+      shape.expert_layer.back() = experts ? 1 : 0;
+    } else {
+      config.refuse(text_of("'", entry, "' in ", member), "layers of Mamba-2, attention, MLPs and experts");
+    }
   }
+  shape.layers = static_cast<std::int64_t>(shape.without_mlp.size());
+  if (std::ranges::count(shape.mixer_of_layer, Mixer::delta_rule) == 0) config.fail(member, "layers of Mamba-2");
 }
 
 // As the configuration classes of transformers have it: heads of queries and keys are qk_nope_head_dim and
@@ -280,6 +356,8 @@ void read_activation(const Members& config, const Family& family, ModelShape& sh
     shape.activation.kind = Activation::gelu_tanh;
   else if (name == "gelu")
     shape.activation.kind = Activation::gelu;
+  else if (name == "relu2" && !family.gated)
+    shape.activation.kind = Activation::relu_squared;
   else
     config.refuse(text_of(member, " '", name, "'"), text_of(member, " silu, gelu or gelu_pytorch_tanh"));
 }
@@ -351,11 +429,14 @@ void read_quantisation(const Members& config, const Family& family, ModelShape& 
 ModelShape shape_of_family(const Members& config, const Family& family) {
   ModelShape shape;
   shape.architecture = text_of(family.name, kLanguageModel);
-  shape.layers = config.integer("num_hidden_layers", 1, 10000);
+  if (family.mamba == MambaLayers::by_pattern)
+    read_half_blocks(config, shape);
+  else
+    shape.layers = config.integer("num_hidden_layers", 1, 10000);
   shape.hidden = config.integer("hidden_size", 1, 1 << 20);
   // Without dense layers nothing is of this width.
-  shape.inner = family.experts.everywhere ? config.integer("intermediate_size", 1, 1 << 24, 1)
-                                          : config.integer("intermediate_size", 1, 1 << 24);
+  shape.inner = family.experts.everywhere ? config.integer(family.inner_member, 1, 1 << 24, 1)
+                                          : config.integer(family.inner_member, 1, 1 << 24);
   shape.heads = family.heads > 0 ? config.integer("num_attention_heads", 1, 65536, family.heads)
                                  : config.integer("num_attention_heads", 1, 65536);
   const bool as_heads = family.kv_heads == 0 || config.is_null("num_key_value_heads");
@@ -392,18 +473,23 @@ ModelShape shape_of_family(const Members& config, const Family& family) {
   shape.norm_place = family.norm_place;
   shape.names = family.names;
   shape.stored_dtype = read_dtype(config);
-  shape.expert_layer.assign(shape.layers, 0);
+  if (family.mamba != MambaLayers::by_pattern) shape.expert_layer.assign(shape.layers, 0);
   read_rope(config, family, shape);
   if (family.unrotated_layers) read_unrotated(config, shape);
+  if (family.no_rotation || (family.position_type && config.text("position_embedding_type", "nope") != "rope"))
+    shape.unrotated_layer.assign(static_cast<std::size_t>(shape.layers), 1);
   read_scales(config, family, shape);
-  // Qwen3-Next may have no experts.
-  if (family.experts.some && !(family.delta_rule && config.integer("num_experts", 0, 65536, 512) == 0)) {
+  // Qwen3-Next, Granite 4 and Nemotron-H may have no experts.
+  const bool no_experts = (family.delta_rule && config.integer("num_experts", 0, 65536, 512) == 0) ||
+                          (family.mamba == MambaLayers::by_pattern && shape.expert_layers() == 0) ||
+                          (family.experts.may_be_none && config.integer("num_local_experts", 0, 65536, 8) == 0);
+  if (family.experts.some && !no_experts) {
     read_experts(config, family, shape);
   }
 
   refuse_dropout(config);
-  if (family.mamba)
-    read_mamba(config, shape);
+  if (family.mamba != MambaLayers::none)
+    read_mamba(config, family, shape);
   else if (family.delta_rule)
     read_mixers(config, family, shape);
   else

@@ -25,7 +25,7 @@ struct RopeScaling {
   bool truncate = true;                                     // yarn: the ramp's ends are whole numbers
   std::vector<double> short_factor = {}, long_factor = {};  // longrope, one per frequency
 
-  // Of longrope: whether rows of a step rotate by long_factor. Its longest rollout, of so many tokens, decides for all.
+  // Whether rows of a longrope step rotate by long_factor: the longest rollout, of so many tokens, decides for all.
   bool is_long(std::int64_t longest) const { return longest > original_max_position_embeddings; }
 };
 
@@ -160,6 +160,9 @@ struct ParameterNames {
              *shared_down = "mlp.shared_expert.down_proj";
   const char* shared_expert_gate = "mlp.shared_expert_gate";
   const char *fused_qkv = "", *fused_gate_up = "";  // one matrix in files: q, k, v; gate, up
+  const char* fused_shared = "";                    // of the shared expert: gate, up
+  // Files hold the experts of a layer as these: [E, 2 F, M], of each expert gate and then up, and [E, M, F].
+  const char *stacked_gate_up = "", *stacked_down = "";
 };
 
 // The products of a layer whose weights or biases have gradients.
@@ -245,6 +248,7 @@ struct ModelShape {
   std::vector<std::uint8_t> unrotated_layer;
   // Empty: attention in all layers.
   std::vector<Mixer> mixer_of_layer;
+  std::vector<std::uint8_t> without_mlp;  // one per layer, 1: it ends with its mixer (Nemotron-H); empty: none does
   DeltaRuleShape delta_rule;
   AttentionShape attention;
   LatentShape latent;
@@ -273,6 +277,9 @@ struct ModelShape {
   Mixer mixer_of(std::int64_t layer) const {
     return mixer_of_layer.empty() ? Mixer::attention : mixer_of_layer[static_cast<std::size_t>(layer)];
   }
+  bool has_mlp(std::int64_t layer) const {
+    return without_mlp.empty() || without_mlp[static_cast<std::size_t>(layer)] == 0;
+  }
   bool has_states() const { return states_in(0, layers) > 0; }
   // The number of recurrent layers in [begin, end).
   std::int64_t states_in(std::int64_t begin, std::int64_t end) const {
@@ -284,7 +291,8 @@ struct ModelShape {
     return unrotated_layer.empty() || unrotated_layer[static_cast<std::size_t>(layer)] == 0;
   }
   // Columns of what the MLP's activation reads: gate and up, or up alone.
-  std::int64_t gate_up_width() const { return (activation.gated ? 2 : 1) * inner; }
+  std::int64_t gate_up_width() const { return gate_up_width(inner); }
+  std::int64_t gate_up_width(std::int64_t of_inner) const { return (activation.gated ? 2 : 1) * of_inner; }
   Rope rope() const { return {rope_theta, has_rope_scaling, rope_scaling}; }
   std::int64_t rotary_dim() const { return attention.rotary > 0 ? attention.rotary : head_dim; }
   // Whether the layer is of the kind that has the window, whatever its size.

@@ -93,14 +93,19 @@ void visit_layer(const ModelShape& shape, const LayerParameters& p, std::int64_t
   const auto packed = [&](const char* name) {
     return shape.names.packed_experts ? layer_prefix(layer) + shape.names.experts + "." + name : std::string();
   };
+  const auto stacked = [&](const char* name, const std::string& otherwise) {
+    return name[0] != '\0' ? layer_prefix(layer) + name + ".weight" : otherwise;
+  };
   const auto each = [&](auto&& of_one) {
     for (std::int64_t e = 0; e < p.experts; ++e) of_one(Walk(visit, expert_prefix(shape, layer, e), layer, e));
   };
-  each([&](const Walk& one) { one.weights({p.gate, p.up}, packed("gate_up_proj")); });
-  each([&](const Walk& one) { one.weights({p.down}, packed("down_proj")); });
+  const std::string gate_up = stacked(shape.names.stacked_gate_up, packed("gate_up_proj")),
+                    down = stacked(shape.names.stacked_down, packed("down_proj"));
+  each([&](const Walk& one) { one.weights({p.gate, p.up}, gate_up); });
+  each([&](const Walk& one) { one.weights({p.down}, down); });
   each([&](const Walk& one) { one.biases({p.gate, p.up}, packed("gate_up_proj_bias")); });
   each([&](const Walk& one) { one.biases({p.down}, packed("down_proj_bias")); });
-  walk.projections({p.shared_gate, p.shared_up});
+  walk.projections({p.shared_gate, p.shared_up}, shape.names.fused_shared);
   walk.projections({p.shared_down});
   walk.projections({p.shared_expert_gate});
 }
@@ -138,7 +143,7 @@ OuterParameters outer_parameters(const ModelShape& shape) {
 }
 
 LayerParameters adapted_parameters(const ModelShape& shape, std::int64_t layer) {
-  LayerParameters p = layer_parameters(shape, shape.has_experts(layer), shape.mixer_of(layer));
+  LayerParameters p = layer_parameters(shape, shape.has_experts(layer), shape.mixer_of(layer), shape.has_mlp(layer));
   const AdapterShape& adapter = shape.trained.adapter;
   if (adapter.rank == 0) return p;
   const AdaptedLayer& has = adapter.of_layer[static_cast<std::size_t>(layer)];
@@ -218,7 +223,7 @@ std::int64_t ModelShape::parameters() const {
   std::int64_t total = outer.embedding.parameters() + outer.final_norm.parameters() + outer.head.parameters();
   if (has_states()) {
     for (std::int64_t layer = 0; layer < layers; ++layer)
-      total += layer_parameters(*this, has_experts(layer), mixer_of(layer)).parameters();
+      total += layer_parameters(*this, has_experts(layer), mixer_of(layer), has_mlp(layer)).parameters();
     return total;
   }
   if (with_experts < layers) total += (layers - with_experts) * layer_parameters(*this, false).parameters();

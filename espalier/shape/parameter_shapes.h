@@ -140,7 +140,8 @@ inline void add_latent_attention(const ModelShape& shape, const Side& M, LayerPa
 }
 
 // Here, because the planner asks for FLOPs very often.
-inline LayerParameters layer_parameters(const ModelShape& shape, bool experts, Mixer mixer = Mixer::attention) {
+inline LayerParameters layer_parameters(const ModelShape& shape, bool experts, Mixer mixer = Mixer::attention,
+                                        bool mlp = true) {
   const ParameterNames& names = shape.names;
   const std::int64_t width = shape.hidden, pre = shape.norm_place == NormPlace::after ? 0 : width;
   const std::int64_t post = shape.norm_place == NormPlace::before ? 0 : width;
@@ -167,6 +168,7 @@ inline LayerParameters layer_parameters(const ModelShape& shape, bool experts, M
     if (shape.attention.sinks) p.sinks = {"self_attn.sinks", {{shape.heads, Cut::heads}}};
   }
   p.attention_post_norm = {names.attention_post_norm, post};
+  if (!mlp) return p;
   p.mlp_norm = {names.mlp_norm, pre, norm_bias};
   p.mlp_post_norm = {names.mlp_post_norm, post};
   if (experts) {
@@ -174,10 +176,13 @@ inline LayerParameters layer_parameters(const ModelShape& shape, bool experts, M
     p.experts = shape.experts;
     p.router = {names.router, {shape.experts}, M, shape.router.bias};
     if (shape.router.correction_bias) p.correction_bias = {names.correction_bias, {{shape.experts}}};
-    p.gate = {names.expert_gate, inner, M, shape.expert_bias}, p.up = {names.expert_up, inner, M, shape.expert_bias};
+    const bool gated = shape.activation.gated;
+    if (gated) p.gate = {names.expert_gate, inner, M, shape.expert_bias};
+    p.up = {names.expert_up, inner, M, shape.expert_bias};
     p.down = {names.expert_down, M, inner, shape.expert_bias};
     const Side shared{shape.shared_expert.inner, Cut::shared_inner};
-    p.shared_gate = {names.shared_gate, shared, M}, p.shared_up = {names.shared_up, shared, M};
+    if (gated) p.shared_gate = {names.shared_gate, shared, M};
+    p.shared_up = {names.shared_up, shared, M};
     p.shared_down = {names.shared_down, M, shared};
     if (shape.shared_expert.gate) p.shared_expert_gate = {names.shared_expert_gate, {1}, M};
   } else {

@@ -58,7 +58,8 @@ Matcher group_of(const std::string& word, const ModelShape& shape) {
   if (word == "experts") return [](const ParameterShape& p) { return p.expert >= 0; };
   if (word == "mlp")
     return [router](const ParameterShape& p) {
-      return p.expert < 0 && (has_part(p.name, "mlp") || has_part(p.name, "feed_forward")) && !has_part(p.name, router);
+      const bool of_mlp = has_part(p.name, "mlp") || has_part(p.name, "shared_mlp") || has_part(p.name, "feed_forward");
+      return p.expert < 0 && of_mlp && !has_part(p.name, router);
     };
   return {};
 }

@@ -191,8 +191,9 @@ void load_weights(ModelState& state, const std::filesystem::path& directory, Val
   const std::string on_own_kernels = layers_beside_library(state.shape, opened_gpu().attention);
   if (!on_own_kernels.empty()) progress.note(on_own_kernels);
   if (const std::int64_t further = further_layer_tensors(directory); further > 0)
-    progress.note(text_of(directory.string(), ": ", further,
-                          " tensors of layers that predict further tokens do not run; a saved model holds them as they are"));
+    progress.note(
+        text_of(directory.string(), ": ", further,
+                " tensors of layers that predict further tokens do not run; a saved model holds them as they are"));
   const std::int64_t wide = beside + state.narrow_table.size();
   std::int64_t quantised = 0;
   for (const Parameter& p : state.nf4_table.parameters()) quantised += p.shape[0] * p.shape[1];

@@ -119,6 +119,27 @@ Json special_members(const std::string& model_type) {
   if (model_type == "bamba")
     return {{"attn_layer_indices", {1}}, {"mamba_n_groups", 2}, {"mamba_n_heads", 4},
             {"mamba_d_state", 7},        {"mamba_expand", 1},   {"time_step_limit", {0.4, 1.0}}};
+  if (model_type == "granitemoehybrid")
+    return {{"layer_types", {"mamba", "attention", "mamba"}},
+            {"num_local_experts", 0},
+            {"shared_intermediate_size", 36},
+            {"mamba_n_groups", 2},
+            {"mamba_n_heads", 4},
+            {"mamba_d_state", 7},
+            {"mamba_expand", 1},
+            {"time_step_limit", {0.4, 1.0}},
+            {"embedding_multiplier", 3.0},
+            {"residual_multiplier", 0.4},
+            {"logits_scaling", 1.7},
+            {"attention_multiplier", 0.2}};
+  // A block ends with its mixer; another one's is attention.
+  if (model_type == "nemotron_h")
+    return {{"hybrid_override_pattern", "M-M*-"},
+            {"n_groups", 2},
+            {"mamba_num_heads", 4},
+            {"mamba_head_dim", 5},
+            {"ssm_state_size", 7},
+            {"time_step_min", 0.4}};
   if (model_type == "ministral") return {{"layer_types", {"full_attention", "sliding_attention", "sliding_attention"}}};
   return Json::object();
 }

@@ -34,7 +34,8 @@ INSTANTIATE_TEST_SUITE_P(Models, TensorParallel,
 
 // Key heads with their value heads and channels of the convolution; queries, keys and values are parts of one matrix.
 TEST(TensorParallelStates, EveryPlanGivesTheGradientOfOneProcess) {
-  for (const char* family : {"qwen3-next", "qwen3-next-plain", "qwen3-next-last", "qwen3-next-moe", "Bamba"}) {
+  for (const char* family : {"qwen3-next", "qwen3-next-plain", "qwen3-next-last", "qwen3-next-moe", "Bamba",
+                             "GraniteMoeHybrid", "NemotronH"}) {
     const Case c = ragged(family);
     expect_all_plans(c, {0, 7}, {{.tp = 2}});
     expect_all_plans(c, {7}, {{.tp = 2, .pp = 2}, {.tp = 2, .dp = 2}});

@@ -87,6 +87,22 @@ FAMILIES = {
     "bamba": dict(kind="Bamba", tied=False, sharded=False, config=dict(
         num_key_value_heads=2, attn_layer_indices=[1], mamba_n_groups=2, mamba_n_heads=8, mamba_d_state=10, mamba_expand=1,
         time_step_limit=(0.4, 1.5), pad_token_id=0)),
+    # The same with Granite's factors and a fused MLP, without rotation.
+    "granite_hybrid": dict(kind="GraniteMoeHybrid", tied=True, sharded=False, config=dict(
+        num_key_value_heads=2, layer_types=["linear_attention", "full_attention", "linear_attention"], num_local_experts=0,
+        num_experts_per_tok=0, shared_intermediate_size=40, mamba_n_groups=2, mamba_n_heads=8, mamba_d_state=10, mamba_expand=1,
+        embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=1.7, attention_multiplier=0.2, position_embedding_type="nope",
+        time_step_limit=(0.4, 1.5))),
+    # Halves of blocks: mixers with an MLP behind them and without, the square of relu.
+    "nemotron_h": dict(kind="NemotronH", tied=False, sharded=True, config=dict(
+        num_key_value_heads=2, head_dim=12, layers_block_type=[
+            "linear_attention", "mlp", "linear_attention", "full_attention", "mlp", "linear_attention", "full_attention"],
+        n_groups=2, mamba_num_heads=6, mamba_head_dim=5, ssm_state_size=10, time_step_min=0.5, layer_norm_epsilon=1e-6)),
+    # Experts without a gate beside a shared one.
+    "nemotron_h_moe": dict(kind="NemotronH", tied=False, sharded=False, config=dict(
+        num_key_value_heads=2, head_dim=12, layers_block_type=["linear_attention", "moe", "full_attention", "linear_attention", "moe"],
+        n_groups=2, mamba_num_heads=6, mamba_head_dim=5, ssm_state_size=10, n_routed_experts=8, num_experts_per_tok=3,
+        moe_intermediate_size=16, moe_shared_expert_intermediate_size=28, n_group=4, topk_group=3, routed_scaling_factor=1.7)),
     # Experts beside a shared one: with a gate; behind layers that carry a state; and without one, behind a dense layer, where routers
     # choose from the best 3 of 4 groups.
     "qwen2_moe": dict(kind="Qwen2Moe", tied=True, sharded=True, config=dict(
@@ -165,7 +181,7 @@ def randomised(model, seed):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if name.endswith("norm.weight"):
+            if name.endswith(("norm.weight", "norm_f.weight")):
                 parameter.copy_(1.0 + 0.2 * noise)
             elif name.endswith(".D"):
                 parameter.copy_(1.0 + 0.2 * noise)
@@ -175,7 +191,7 @@ def randomised(model, seed):
                 parameter.copy_(0.3 * noise)
             elif name.endswith("A_log"):
                 parameter.copy_(0.5 * noise - 2.0)  # states that last
-            elif "embed_tokens" in name or "lm_head" in name:
+            elif "embed" in name or "lm_head" in name:
                 parameter.copy_(0.4 * noise)
             else:
                 parameter.copy_(noise * 1.5 / parameter.shape[1] ** 0.5)

@@ -5,6 +5,7 @@ in float32, so those are replaced here by their float64 formulas. In float32 the
 """
 
 import math
+import re
 
 import torch
 import transformers
@@ -75,11 +76,28 @@ def router64(module, hidden):
 # Modules of transformers and what files call them, for families whose names differ.
 FILE_NAMES = {kind: {".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".down_proj.": ".w2.", ".up_proj.": ".w3."}
               for kind in ("MixtralForCausalLM", "MixtralForTokenClassification", "MixtralForSequenceClassification", "MiniMaxM2ForCausalLM")}
+FILE_NAMES["GraniteMoeHybridForCausalLM"] = {".router.weight": ".router.layer.weight"}
+
+
+def of_blocks(name, config):
+    """Nemotron-H's layers are halves of blocks: a mixer, and an MLP if one follows."""
+    outer = {"model.embeddings.weight": "model.embed_tokens.weight", "model.norm_f.weight": "model.norm.weight"}
+    layer = re.fullmatch(r"model\.layers\.(\d+)\.(norm|mixer)\.(.*)", name)
+    if not layer:
+        return outer.get(name, name)
+    kind = config.layer_types[int(layer[1])]
+    block = sum(type not in ("mlp", "moe") for type in config.layer_types[:int(layer[1]) + 1]) - 1
+    mlp = ("post_attention_layernorm", "mlp")
+    norm, module = {"mlp": mlp, "moe": mlp, "linear_attention": ("input_layernorm", "mamba"),
+                    "full_attention": ("input_layernorm", "self_attn")}[kind]
+    return f"model.layers.{block}.{norm if layer[2] == 'norm' else module}.{layer[3]}"
 
 
 def of_files(tensors, model):
-    """`by_expert` under the names of the model's files."""
+    """`by_expert` under the names that the program has for them: mostly those of the model's files."""
     out = {}
+    if model.config.model_type == "nemotron_h":
+        return {of_blocks(name, model.config): tensor for name, tensor in by_expert(tensors).items()}
     for name, tensor in by_expert(tensors).items():
         for own, other in FILE_NAMES.get(type(model).__name__, {}).items():
             name = name.replace(own, other)
@@ -93,7 +111,7 @@ def by_expert(tensors):
     for name, tensor in tensors.items():
         stem, _, kind = name.rpartition(".")
         fused = stem.rpartition(".")[2]
-        if fused in ("qkv_proj", "gate_up_proj") and kind == "weight":
+        if fused in ("qkv_proj", "gate_up_proj", "input_linear") and kind == "weight":
             module, queries = stem.removesuffix(fused), tensor.shape[0] // 2
             names = ["gate_proj", "up_proj"]
             if fused == "qkv_proj":
@@ -140,8 +158,9 @@ WITH_FORMULAS = ("Llama", "Mistral", "Qwen2", "Qwen3For", "Qwen3Moe")
 def widened(model):
     """transformers' own code in float64: rotary tables are made again, and each forward runs in `Wide`."""
     decoder = getattr(model.model, "language_model", model.model)  # beside a vision tower
-    with Wide():
-        decoder.rotary_emb = type(decoder.rotary_emb)(config=model.config.get_text_config())
+    if getattr(decoder, "rotary_emb", None) is not None:
+        with Wide():
+            decoder.rotary_emb = type(decoder.rotary_emb)(config=model.config.get_text_config())
     forward = model.forward
 
     def wide_forward(*arguments, **keywords):
@@ -157,7 +176,8 @@ def load_model(directory, dtype, kind=transformers.AutoModelForCausalLM):
     model = kind.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
     if hasattr(model.config.get_text_config(), "num_experts_per_tok"):
         model.set_experts_implementation("eager")
-    if dtype == torch.float64 and not type(model).__name__.startswith(WITH_FORMULAS):
+    rope = (getattr(model.config.get_text_config(), "rope_parameters", None) or {}).get("rope_type", "default")
+    if dtype == torch.float64 and not (type(model).__name__.startswith(WITH_FORMULAS) and rope in ("default", "llama3")):
         return widened(model)
     if dtype == torch.float64:
         model.config._attn_implementation = "espalier_oracle_float64"

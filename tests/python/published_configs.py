@@ -182,7 +182,28 @@ PUBLISHED = {
         mamba_chunk_size=16, mamba_conv_bias=True, mamba_d_conv=4, mamba_d_head=12, mamba_d_state=10, mamba_expand=2, mamba_n_groups=1,
         mamba_n_heads=8, mamba_proj_bias=False, mlp_bias=False, num_key_value_heads=2, num_logits_to_keep=1, pad_token_id=0,
         rms_norm_eps=1e-05, tie_word_embeddings=False),
+    "granite_4_h_micro": config(
+        "GraniteMoeHybridForCausalLM", "granitemoehybrid", attention_bias=False, attention_dropout=0.0, attention_multiplier=0.2,
+        embedding_multiplier=12.0, hidden_act="silu", init_method="mup", layer_types=["mamba", "mamba", "attention"], logits_scaling=8.0,
+        mamba_chunk_size=256, mamba_conv_bias=True, mamba_d_conv=4, mamba_d_head=12, mamba_d_state=10, mamba_expand=2, mamba_n_groups=1,
+        mamba_n_heads=8, mamba_proj_bias=False, normalization_function="rmsnorm", num_experts_per_tok=0, num_key_value_heads=2,
+        num_local_experts=0, output_router_logits=False, pad_token_id=5, position_embedding_type="nope", residual_multiplier=0.22,
+        rms_norm_eps=1e-05, rope_scaling=None, rope_theta=10000, router_aux_loss_coef=0.01, shared_intermediate_size=40,
+        tie_word_embeddings=True),
+    "nemotron_h_8b": config(
+        "NemotronHForCausalLM", "nemotron_h", attention_bias=False, attention_dropout=0.0, attention_head_dim=12,
+        auto_map=auto_map("nemotron_h", "NemotronH"), chunk_size=128, conv_kernel=4, expand=2, head_dim=12, hidden_dropout=0.0,
+        hybrid_override_pattern="M-M*-MM", layer_norm_epsilon=1e-05, mamba_head_dim=6, mamba_hidden_act="silu", mamba_num_heads=8,
+        mamba_proj_bias=False, mlp_bias=False, mlp_hidden_act="relu2", n_groups=2, num_hidden_layers=7, num_key_value_heads=2,
+        num_logits_to_keep=1, pad_token_id=0, rescale_prenorm_residual=True, residual_in_fp32=False, rms_norm_eps=1e-05,
+        sliding_window=None, ssm_state_size=10, tie_word_embeddings=False, time_step_floor=0.0001,
+        time_step_limit=[0.0, {"__float__": "Infinity"}], time_step_max=0.1, time_step_min=0.001, time_step_rank=256, use_bias=False,
+        use_conv_bias=True, use_mamba_kernels=True),
 }
+PUBLISHED["nemotron_3_nano"] = {
+    **PUBLISHED["nemotron_h_8b"], "hybrid_override_pattern": "MEM*E", "num_hidden_layers": 5, "moe_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 28, "n_group": 1, "n_routed_experts": 8, "n_shared_experts": 1, "norm_eps": 1e-05,
+    "norm_topk_prob": True, "num_experts_per_tok": 3, "routed_scaling_factor": 2.5, "topk_group": 1, "partial_rotary_factor": 1.0}
 
 FP8 = dict(activation_scheme="dynamic", fmt="e4m3", quant_method="fp8", weight_block_size=[128, 128])
 # As published, and what a message must name: the field, and what to do.
@@ -197,5 +218,9 @@ REFUSED = {
                       ["attention_dropout", "set attention_dropout to 0"]),
     "granite_3_0": ({**PUBLISHED["granite_3_3"], "attention_dropout": 0.1}, ["attention_dropout", "set attention_dropout to 0"]),
     "deepseek_experts_in_some_layers": ({**PUBLISHED["deepseek_v2_lite"], "moe_layer_freq": 2}, ["moe_layer_freq"]),
+    "nemotron_3_with_latents": ({**PUBLISHED["nemotron_3_nano"], "moe_latent_size": 20}, ["moe_latent_size", "espalier.hf"]),
+    "nemotron_without_a_mixer": ({**PUBLISHED["nemotron_h_8b"], "hybrid_override_pattern": "M--"}, ["hybrid_override_pattern", "espalier.hf"]),
+    "granite_4_h_tiny": ({**PUBLISHED["granite_4_h_micro"], "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 16},
+                         ["residual_multiplier", "espalier.hf"]),
     "minimax_m2_shared_expert": ({**PUBLISHED["minimax_m2_in_bfloat16"], "shared_intermediate_size": 16}, ["shared_intermediate_size"]),
 }

@@ -33,8 +33,8 @@ def run(espalier, model, prompts, folder, *options):
 
 
 def greedy_of_transformers(model, prompt, longest, stop):
-    # Bamba's generate() refuses the mask that says that token 0 is no padding; longrope's factors change while it runs.
-    if model.config.model_type == "bamba" or (model.config.rope_parameters or {}).get("rope_type") == "longrope":
+    # With Mamba-2 generate() refuses the mask that says that token 0 is no padding; longrope's factors change while it runs.
+    if model.config.model_type in ("bamba", "granitemoehybrid", "nemotron_h") or (model.config.rope_parameters or {}).get("rope_type") == "longrope":
         return greedy_of_forwards(model, prompt, longest, stop)
     with torch.no_grad():
         ids = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), do_sample=False,

@@ -21,7 +21,7 @@ PREFIX = "base_model.model."
 
 # Files that hold q, k and v, or gate and up, as one matrix; rows that carry a state.
 WITHOUT_ADAPTERS = {"phi3", "glm4", "qwen3_5", "qwen3_next", "qwen3_next_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3", "deepseek_v3_yarn",
-                    "deepseek_v2_moe", "deepseek_v3_moe", "bamba"}
+                    "deepseek_v2_moe", "deepseek_v3_moe", "bamba", "phi3_long", "granite_hybrid", "nemotron_h", "nemotron_h_moe"}
 
 
 @pytest.mark.parametrize("family", sorted(WITHOUT_ADAPTERS))

@@ -107,6 +107,8 @@ def near(ours, theirs, tolerance=1e-10):
     (2, "gpt_oss_moe", ["--dp", 2, "--shard", "full"]), (4, "gpt_oss_moe", ["--tp", 2, "--dp", 2, "--ep", 2]),
     (2, "minimax_m2_moe", ["--dp", 2, "--ep", 2]), (2, "qwen3_next_moe", ["--dp", 2, "--ep", 2]),
     (2, "qwen3_next_moe", ["--tp", 2]), (2, "qwen3_5", ["--tp", 2]), (2, "qwen3_next", ["--pp", 2]), (4, "qwen3_5", ["--tp", 2, "--pp", 2]),
+    (2, "nemotron_h", ["--tp", 2]), (2, "nemotron_h_moe", ["--pp", 2]), (2, "nemotron_h_moe", ["--dp", 2, "--ep", 2]),
+    (2, "granite_hybrid", ["--dp", 2, "--shard", "full"]), (2, "granite_hybrid", ["--tp", 2]), (2, "phi3_long", ["--cp", 2]),
     (2, "qwen3_moe", ["--dp", 2, "--ep", 2]), (4, "qwen3_moe", ["--tp", 2, "--dp", 2, "--ep", 4, "--router-aux-loss-coef", 0.1])])
 def test_processes_write_what_one_writes(ranks, family, more, espalier, program, model_of, rollouts, tmp_path):
     words = ["train", "--model", model_of(family), "--rollouts", rollouts, "--dtype", "float64", "--save-dtype", "float64", "--lr", 1e-3]

@@ -92,6 +92,7 @@ Tensor rotate(const ModelShape& shape, const Tensor& x, const Tensor& cos, const
 
 Tensor activation(const ModelShape& shape, const Tensor& x) {
   if (shape.activation.kind == Activation::silu) return x * x.sigmoid();
+  if (shape.activation.kind == Activation::relu_squared) return x.relu() * x.relu();
   return at::gelu(x, shape.activation.kind == Activation::gelu ? "none" : "tanh");
 }
 
@@ -294,6 +295,7 @@ Tensor hidden_rows(const ModelShape& shape, const Weights& w, const Rollout& rol
     const std::string p = "model.layers." + std::to_string(l) + ".", a = p + "self_attn.";
     const Tensor h = before(x, p, shape.names.attention_norm);
     const auto mlp_half = [&] {
+      if (!shape.has_mlp(l)) return;
       const Tensor m = before(x, p, shape.names.mlp_norm);
       const bool sparse = w.by_name.count(p + shape.names.router + ".weight") != 0;
       x = x + added(sparse ? experts(shape, w, m, l, rollout, routings)

@@ -64,6 +64,19 @@ struct Gelu {
   }
 };
 
+// max(g, 0)^2.
+template <class T>
+struct ReluSquared {
+  static ESPALIER_SIMD_INLINE Vector<T> value(Vector<T> g) {
+    const Vector<T> positive = max(g, Vector<T>{});
+    return positive * positive;
+  }
+  static ESPALIER_SIMD_INLINE Slope<T> with_slope(Vector<T> g) {
+    const Vector<T> positive = max(g, Vector<T>{});
+    return {positive * positive, 2 * positive};
+  }
+};
+
 template <class T, class F>
 void activate(RowRange rows, bool gated, std::int64_t inner, const T* gate_up, T* act) {
   for (std::int64_t r = rows.begin; r < rows.end; ++r) {
@@ -157,6 +170,8 @@ void swiglu(RowRange rows, const ActivationRule& rule, std::int64_t inner, const
       return activate<T, Gelu<T>>(rows, rule.gated, inner, gate_up, act);
     case Activation::gelu_tanh:
       return activate<T, GeluTanh<T>>(rows, rule.gated, inner, gate_up, act);
+    case Activation::relu_squared:
+      return activate<T, ReluSquared<T>>(rows, rule.gated, inner, gate_up, act);
     case Activation::clamped:
       return activate_clamped<T>(rows, rule.limit, inner, gate_up, act);
   }
@@ -172,6 +187,8 @@ void swiglu_backward(RowRange rows, const ActivationRule& rule, std::int64_t inn
       return activate_backward<T, Gelu<T>>(rows, rule.gated, inner, gate_up, grad_act, grad_gate_up, act);
     case Activation::gelu_tanh:
       return activate_backward<T, GeluTanh<T>>(rows, rule.gated, inner, gate_up, grad_act, grad_gate_up, act);
+    case Activation::relu_squared:
+      return activate_backward<T, ReluSquared<T>>(rows, rule.gated, inner, gate_up, grad_act, grad_gate_up, act);
     case Activation::clamped:
       return activate_clamped_backward<T>(rows, rule.limit, inner, gate_up, grad_act, grad_gate_up, act);
   }

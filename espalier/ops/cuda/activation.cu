@@ -26,6 +26,10 @@ __device__ __forceinline__ Slope<A> activated(Activation kind, A g) {
     const A below = A(0.5) * (A(1) + std::erf(g * A(0.70710678118654752440)));
     return {g * below, below + g * A(0.39894228040143267794) * std::exp(A(-0.5) * g * g)};
   }
+  if (kind == Activation::relu_squared) {
+    const A positive = g > A(0) ? g : A(0);
+    return {positive * positive, A(2) * positive};
+  }
   const A exponential = std::exp(-g) + A(1), sigmoid = A(1) / exponential;
   return {g / exponential, sigmoid * (A(1) + g * (A(1) - sigmoid))};
 }
