@@ -202,17 +202,27 @@ def test_a_step_that_will_not_fit_is_noted_with_what_fits(monkeypatch, caplog):
         assert len(messages) == (text is not None) and all(text in message for message in messages), (free, messages)
 
 
-def test_the_estimate_on_fake_gpu_tensors(monkeypatch):
-    """A GPU's operations: within a tenth of what a step on them counts."""
+def test_a_step_does_not_depend_on_its_estimate(monkeypatch, caplog):
+    model, records = make("Qwen3"), batch()
+    monkeypatch.setattr(memory_estimate, "_notes", lambda model: True)
+    monkeypatch.setattr(memory_estimate, "_timeline", lambda *given: {}["no such model"])
+    with caplog.at_level("WARNING", "espalier"):
+        assert shared_step(model, records, loss_of(records)).rows
+    assert "could not be estimated: KeyError" in caplog.text
+
+
+@pytest.mark.parametrize("family,changes", [("Llama", {}), ("Mistral", dict(sliding_window=64))])
+def test_the_estimate_of_a_gpu_s_operations(family, changes, monkeypatch):
+    """Within a tenth of what a step on tensors without memory counts."""
     monkeypatch.setattr(probe, "quiet", lambda model: __import__("contextlib").nullcontext())
     monkeypatch.setattr(hf, "check", lambda *given, **how: None)
     monkeypatch.setattr(hf.arguments, "model", lambda given: None)
     records = rollouts(16, prompt=900, longest=90)
     for state in ("keep", "recompute", "offload"):
-        counted = step(records, trunk_state=state, wave_tokens=1000, loss=lambda wave: wave.logprobs.sum()).peak
+        counted = step(records, family, trunk_state=state, wave_tokens=1000, loss=lambda wave: wave.logprobs.sum(), **changes).peak
         with as_on_a_gpu():
             with torch.device("meta"):
-                model = make("Llama", torch.bfloat16)
+                model = make(family, torch.bfloat16, **changes)
             with Counted():
                 expected = hf.estimate(model, records, wave_tokens=1000).step[state]
         assert abs(expected - counted) <= .1 * counted, state

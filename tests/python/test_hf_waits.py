@@ -17,6 +17,11 @@ def test_a_step_waits_once_whatever_the_number_of_waves(family, responses, wave_
     assert found.waits == ["_to_copy"] and (found.waves > 1) == (wave_tokens < 4096)
 
 
+@pytest.mark.parametrize("how", [dict(dtype=torch.float32), dict(family="Mistral", sliding_window=32), dict(family="Gemma")])
+def test_other_kernels_wait_no_more(how):
+    assert step(rollouts(8), wave_tokens=64, **how).waits == ["_to_copy"]
+
+
 @pytest.mark.parametrize("trunk_state", ["recompute", "offload"])
 def test_other_states_of_a_trunk_wait_no_more(trunk_state):
     assert step(rollouts(8), trunk_state=trunk_state, wave_tokens=64).waits == ["_to_copy"]

@@ -8,8 +8,6 @@ import weakref
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
 
 class LiveBytes(TorchDispatchMode):
@@ -17,26 +15,36 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, kind="cpu"):
         super().__init__()
-        self.kind, self.now, self.timeline, self._known = kind, 0, [], WeakIdKeyDictionary()
+        self.kind, self.now, self.timeline = kind, 0, []
+        self._known = {}  # storages that exist, by address: what notices their end, and the bytes that count
 
     @property
     def peak(self):
         return max(self.timeline, default=0)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        for storage in self._storages((args, kwargs)):  # what was there before does not count
-            self._known.setdefault(storage, 0)
+        self._see(args, False)  # what was there before does not count
+        if kwargs:
+            self._see(kwargs.values(), False)
         out = function(*args, **(kwargs or {}))
-        for storage in self._storages(out):
-            if storage not in self._known:
-                self._known[storage] = storage.nbytes()
-                self.now += storage.nbytes()
-                weakref.finalize(storage, self._gone, storage.nbytes())
+        self._see((out,), True)
         self.timeline.append(self.now)
         return out
 
-    def _storages(self, tree):
-        return [x.untyped_storage() for x in tree_leaves(tree) if isinstance(x, torch.Tensor) and x.device.type == self.kind]
+    def _see(self, things, counts):
+        for thing in things:
+            if isinstance(thing, torch.Tensor):
+                if thing.device.type == self.kind:
+                    self._see_storage(thing.untyped_storage(), counts)
+            elif isinstance(thing, (list, tuple)):
+                self._see(thing, counts)
 
-    def _gone(self, size):
-        self.now -= size
+    def _see_storage(self, storage, counts):
+        at = storage._cdata
+        if at not in self._known:
+            size = storage.nbytes() if counts else 0
+            self._known[at] = weakref.ref(storage, lambda _: self._gone(at)), size
+            self.now += size
+
+    def _gone(self, at):
+        self.now -= self._known.pop(at)[1]

@@ -66,11 +66,13 @@ def note_if_too_large(model, parts, run, trunk_state):
     if model in _noted or not _notes(model):
         return
     _noted.add(model)
-    found = estimate(model, parts, run, (trunk_state,))
-    if found.fits(trunk_state):
-        return
     others = [state for state in ("recompute", "offload") if state != trunk_state and (state == "recompute" or ranks.device_of(model).type == "cuda")]
-    _log.warning("this step may not fit: %s\n%s", found, advice(estimate(model, parts, run, others)))
+    try:
+        found = estimate(model, parts, run, (trunk_state,))
+        if not found.fits(trunk_state):
+            _log.warning("this step may not fit: %s\n%s", found, advice(estimate(model, parts, run, others)))
+    except Exception as problem:  # a step does not depend on its estimate
+        _log.warning("the bytes of this step could not be estimated: %s: %s", type(problem).__name__, problem)
 
 
 def _notes(model):

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 
 from espalier.errors import Error
-from espalier.hf.arguments import SCHEDULES, TRUNK_STATES
+from espalier.hf.arguments import SCHEDULES
 
 _TRUTH = {"": False, "0": False, "false": False, "1": True, "true": True}
 
@@ -20,7 +20,7 @@ class Options:
 def resolved(verify=None, trunk_state=None, schedule=None):
     """Options; None takes ESPALIER_VERIFY, ESPALIER_TRUNK_STATE, ESPALIER_SCHEDULE, else the default."""
     return Options(_choice("verify", "ESPALIER_VERIFY", verify, _TRUTH, "0"),
-                   _choice("trunk_state", "ESPALIER_TRUNK_STATE", trunk_state, {name: name for name in TRUNK_STATES}, "keep"),
+                   _choice("trunk_state", "ESPALIER_TRUNK_STATE", trunk_state, {name: name for name in ("keep", "recompute")}, "keep"),
                    _choice("schedule", "ESPALIER_SCHEDULE", schedule, {name: name for name in SCHEDULES}, "auto"))
 
 
