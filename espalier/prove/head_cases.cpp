@@ -485,6 +485,21 @@ std::vector<OperationCase> attention_cases() {
         AttentionSize{.own = 37, .path = 5, .heads = 4, .kv_heads = 2, .head_dim = 24, .soft_cap = 1, .value_dim = 16},
         AttentionSize{.own = 20, .path = 15, .heads = 2, .kv_heads = 2, .head_dim = 64, .value_dim = 128}})
     add_attention_case(cases, size);
+  // Tiles of own rows that all queries of a tile see whole: of one branch, of some of its rows, of branches that
+  // end before a tile does, and where a window ends between those that reach a whole tile and those that do not.
+  for (const AttentionSize& size :
+       {AttentionSize{.own = 200, .path = 0, .heads = 2, .kv_heads = 1, .head_dim = 64, .branch_rows = 200},
+        AttentionSize{.own = 260,
+        .path = 63,
+        .heads = 1,
+        .kv_heads = 1,
+        .head_dim = 64,
+        .some_queries = true,
+        .branch_rows = 260},
+        AttentionSize{.own = 254, .path = 64, .heads = 1, .kv_heads = 1, .head_dim = 64, .branch_rows = 127},
+        AttentionSize{
+            .own = 200, .path = 70, .heads = 1, .kv_heads = 1, .head_dim = 64, .window = 140, .branch_rows = 200}})
+    add_attention_case(cases, size);
   add_sink_cases(cases, 1, 1, 8);
   add_sink_cases(cases, 37, 3, 40);
   add_sink_cases(cases, 300, 2, 64);

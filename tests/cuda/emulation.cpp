@@ -97,7 +97,7 @@ struct Operation {
 struct Copy {
   void* to;
   const void* from;
-  int bytes, group;
+  int written, bytes, group;
 };
 
 std::uint32_t blocks_run = 0;  // of all launches
@@ -516,16 +516,17 @@ void* shared_object(std::size_t bytes, Site site) {
 
 void* dynamic_shared_bytes() { return block_now->dynamic.get(); }
 
-void begin_copy(void* to, const void* from, int bytes, Site site) {
-  expect_aligned(to, 16, site);
-  expect_aligned(from, 16, site);
+void begin_copy(void* to, const void* from, int written, int bytes, Site site) {
+  const auto all = static_cast<std::size_t>(written);
+  expect_aligned(to, all, site);
+  expect_aligned(from, all, site);
   for (const Copy& copy : fiber_now->copies)
     if (copy.to == to) fail("a copy to where another one is in flight", site);
-  access(to, 16, true, __builtin_return_address(0));
-  __tsan_write_range(to, 16);
+  access(to, all, true, __builtin_return_address(0));
+  __tsan_write_range(to, all);
   const Unseen unseen;
-  std::memset(to, 0xff, 16);
-  fiber_now->copies.push_back({to, from, bytes, fiber_now->groups});
+  std::memset(to, 0xff, all);
+  fiber_now->copies.push_back({to, from, written, bytes, fiber_now->groups});
 }
 
 void commit_copies() { ++fiber_now->groups; }
@@ -535,13 +536,13 @@ void wait_for_copies(int groups_left) {
   const auto landed = [&](const Copy& copy) { return copy.group < fiber_now->groups - groups_left; };
   for (const Copy& copy : copies) {
     if (!landed(copy)) continue;
-    const auto bytes = static_cast<std::size_t>(copy.bytes);
-    access(copy.to, 16, true, __builtin_return_address(0));
+    const auto all = static_cast<std::size_t>(copy.written), bytes = static_cast<std::size_t>(copy.bytes);
+    access(copy.to, all, true, __builtin_return_address(0));
     if (bytes > 0) access(copy.from, bytes, false, __builtin_return_address(0));
-    __tsan_write_range(copy.to, 16);
+    __tsan_write_range(copy.to, all);
     __tsan_read_range(const_cast<void*>(copy.from), bytes);
     const Unseen unseen;
-    std::memset(copy.to, 0, 16);
+    std::memset(copy.to, 0, all);
     if (bytes > 0) std::memcpy(copy.to, copy.from, bytes);
   }
   std::erase_if(copies, landed);

@@ -125,7 +125,7 @@ void* dynamic_shared_bytes();
 void count(const char* name, std::int64_t amount);
 
 // cp.async: from now on the target holds NaN, and what the copy brings once its group was waited for.
-void begin_copy(void* to, const void* from, int bytes, Site site);  // 16 are written, those past `bytes` as zeros
+void begin_copy(void* to, const void* from, int written, int bytes, Site site);  // those past `bytes` are zeros
 void commit_copies();
 void wait_for_copies(int groups_left);
 
@@ -176,4 +176,6 @@ inline unsigned __ballot_sync(unsigned mask, int predicate, ESPALIER_SITE) {
     if ((mask >> lane & 1) != 0) bits |= e::lane_value<unsigned>(all, lane, site) << lane;
   return bits;
 }
+inline int min(int a, int b) { return b < a ? b : a; }
+inline int max(int a, int b) { return a < b ? b : a; }
 inline int __popc(unsigned bits) { return std::popcount(bits); }

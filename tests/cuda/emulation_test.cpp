@@ -198,9 +198,9 @@ TEST(Emulation, ACopyInFlightIsNaNUntilItsWait) {
       1, 1,
       [&] {
         float* const to = static_cast<float*>(dynamic_shared_bytes());
-        begin_copy(to, from, 16, Site::current());
+        begin_copy(to, from, 16, 16, Site::current());
         commit_copies();
-        begin_copy(to + 4, from + 4, 8, Site::current());
+        begin_copy(to + 4, from + 4, 16, 8, Site::current());
         commit_copies();
         wait_for_copies(1);
         early = {to[0], to[4]};
@@ -213,7 +213,7 @@ TEST(Emulation, ACopyInFlightIsNaNUntilItsWait) {
   EXPECT_EQ(late, (std::vector<float>{6, 0}));
   EXPECT_NE(fault_of(1,
                      [&] {
-                       begin_copy(shared_object(16, Site::current()), from, 16, Site::current());
+                       begin_copy(shared_object(16, Site::current()), from, 16, 16, Site::current());
                        commit_copies();
                      })
                 .find("a copy in flight that nobody waited for"),
@@ -221,9 +221,9 @@ TEST(Emulation, ACopyInFlightIsNaNUntilItsWait) {
   EXPECT_NE(fault_of(1,
                      [&] {
                        void* const to = shared_object(16, Site::current());
-                       begin_copy(to, from, 16, Site::current());
+                       begin_copy(to, from, 16, 16, Site::current());
                        commit_copies();
-                       begin_copy(to, from + 4, 16, Site::current());
+                       begin_copy(to, from + 4, 16, 16, Site::current());
                      })
                 .find("a copy to where another one is in flight"),
             std::string::npos);

@@ -148,14 +148,15 @@ std::string instructions_of_a_window() {
 }
 
 // Heads of five sizes. A grid's second dimension ends at 65,535, and a head may take two of it; tiles are read 16 bytes
-// at a time. A block's tiles take 512 bytes for each element of a head: 128 KiB for 256, 96 KiB for 192.
+// at a time. A block's tiles take 512 bytes for each element of a head, and 512 for the numbers of queries: 128.5 KiB
+// for 256, 96.5 KiB for 192. The largest product has the largest score if the scale is positive.
 std::string problem_of_what_tiles_take() {
   alignas(16) static const bfloat16 rows[16] = {};
-  const auto takes = [](std::int64_t head_dim, std::int64_t heads = 1, std::int64_t first = 0,
-                        std::int64_t stride = 64) {
+  const auto takes = [](std::int64_t head_dim, std::int64_t heads = 1, std::int64_t first = 0, std::int64_t stride = 64,
+                        double scale = 1) {
     const attention::Rows<const bfloat16> whole{rows, 64}, q{rows + first, stride};
     attention::Shape shape{};
-    shape.heads = heads, shape.head_dim = head_dim;
+    shape.heads = heads, shape.head_dim = head_dim, shape.scale = scale;
     return cuda::takes_tiles(shape, {q, whole, whole, whole, whole});
   };
   for (std::int64_t D = 1; D <= 257; ++D)
@@ -164,13 +165,15 @@ std::string problem_of_what_tiles_take() {
   for (const emulation::Architecture& architecture : emulation::kArchitectures) {
     emulation::set_architecture(architecture);
     for (const std::int64_t D : {64, 96, 128, 192, 256})
-      if (takes(D) != (512 * D <= static_cast<std::int64_t>(architecture.shared_bytes)))
+      if (takes(D) != (512 * D + 512 <= static_cast<std::int64_t>(architecture.shared_bytes)))
         return text_of("heads of ", D, " on ", architecture.name);
   }
   emulation::set_architecture(usual);
   if (!takes(64, 32767)) return "the most heads that a grid has are not taken";
   if (takes(64, 32768)) return "more heads are taken than a grid has";
   if (takes(64, 1, 1)) return "rows that begin between pieces are taken";
+  for (const double scale : {0.0, -1.0})
+    if (takes(64, 1, 0, 64, scale)) return text_of("a scale of ", scale, " is taken");
   if (takes(64, 1, 0, 68)) return "rows that end between pieces are taken";
   return "";
 }

@@ -204,7 +204,7 @@ TEST_P(Races, OfACopyInFlightThatOnlyItsThreadWaitedFor) {
   for (const bool barrier : {true, false}) {
     const Places found = races_of(1, 32, [&] {
       float* const numbers = shared_numbers();
-      if (threadIdx.x == 3) emulation::begin_copy(numbers, from, 16, Site::current());
+      if (threadIdx.x == 3) emulation::begin_copy(numbers, from, 16, 16, Site::current());
       emulation::commit_copies();
       emulation::wait_for_copies(0);
       if (barrier) __syncthreads();
@@ -222,7 +222,7 @@ TEST_P(Races, OfARowOfAMatrixInstructionThatAnotherLaneWrote) {
       for (int i = 0; i < 8; ++i) tile[lane * 8 + i] = bfloat16(1.0f);
       if (syncwarp) __syncwarp();
       unsigned fragments[4];
-      cuda::ldmatrix_x4<false>(fragments, tile + (31 - lane) * 8);
+      cuda::ldmatrix_x4<false>(fragments, cuda::place_of(tile + (31 - lane) * 8));
     });
     EXPECT_EQ(found.empty(), syncwarp);
   }

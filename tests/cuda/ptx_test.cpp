@@ -80,7 +80,7 @@ void expect_loads() {
     for (unsigned i = threadIdx.x; i < 256; i += 32) shared[i].bits = static_cast<std::uint16_t>(i);
     __syncwarp();
     unsigned r[4];
-    ldmatrix_x4<transposed>(r, shared + threadIdx.x * 8);
+    ldmatrix_x4<transposed>(r, place_of(shared + threadIdx.x * 8));
     for (unsigned m = 0; m < 4; ++m)
       for (unsigned i = 0; i < 2; ++i)
         got[threadIdx.x * 8 + m * 2 + i] = static_cast<std::uint16_t>(i == 0 ? r[m] & 0xffff : r[m] >> 16);
@@ -96,23 +96,25 @@ void expect_loads() {
 TEST(Ldmatrix, GivesEachLaneItsElements) { expect_loads<false>(); }
 TEST(Ldmatrix, TransposedGivesThoseOfTheTranspose) { expect_loads<true>(); }
 
-// 16 bytes, of which as many are read as are inside; all that lies beyond is 0.
-TEST(CpAsync, BringsSixteenBytesOrZeros) {
-  std::vector<std::uint16_t> got(16);
+// 4 or 16 bytes, or zeros where nothing is inside.
+TEST(CpAsync, BringsItsBytesOrZeros) {
+  std::vector<std::uint16_t> got(20);
   alignas(16) static const std::uint16_t from[8] = {1, 2, 3, 4, 5, 6, 7, 8};
   emulation::run({{1}, {32}}, [&] {
     struct alignas(16) Room {
-      std::uint16_t x[16];
+      std::uint16_t x[20];
     };
     ESPALIER_SHARED(Room, room);
     if (threadIdx.x != 0) return;
-    cp_async_16(room.x, from, true);
-    cp_async_16(room.x + 8, from, false);
+    cp_async<16>(place_of(room.x), from, true);
+    cp_async<16>(place_of(room.x + 8), from, false);
+    cp_async<4>(place_of(room.x + 16), from + 2, true);
+    cp_async<4>(place_of(room.x + 18), from + 2, false);
     cp_async_commit();
     cp_async_wait<0>();
-    std::copy_n(room.x, 16, got.begin());
+    std::copy_n(room.x, 20, got.begin());
   });
-  EXPECT_EQ(got, (std::vector<std::uint16_t>{1, 2, 3, 4, 5, 6, 7, 8, 0, 0, 0, 0, 0, 0, 0, 0}));
+  EXPECT_EQ(got, (std::vector<std::uint16_t>{1, 2, 3, 4, 5, 6, 7, 8, 0, 0, 0, 0, 0, 0, 0, 0, 3, 4, 0, 0}));
 }
 
 }  // namespace

@@ -31,8 +31,9 @@ void add_sinks_backward(const attention::Shape& shape, const T* sink_H, attentio
                         accumulator_t<T>* grad_sink_H);
 
 // Tensor cores take heads of 64, 96, 128, 192 and 256 elements, and values of the same size, with rows at multiples of
-// 16 bytes, if their tiles fit the shared memory of a block (heads of 256 take 128 KiB, more than an sm_86, sm_89 or
-// sm_120 has). Weights and slopes are rounded to bfloat16 as factors of the second products; sums are in float32.
+// 16 bytes and a positive scale, if their tiles fit the shared memory of a block (heads of 256 take 128.5 KiB, more
+// than an sm_86, sm_89 or sm_120 has). Weights and slopes are rounded to bfloat16 as factors of the second products;
+// sums are in float32.
 bool takes_tiles(const attention::Shape& shape, const attention::Inputs<bfloat16>& in);
 void tiled_attention(const attention::Shape& shape, const attention::Inputs<bfloat16>& in,
                      attention::Rows<bfloat16> out, float* lse_HQ);

@@ -73,21 +73,31 @@ __device__ __forceinline__ void mma_16816(float (&d)[4], const unsigned (&a)[4],
 #endif
 }
 
+// A place in shared memory: on a GPU an address of 32 bits. Places are counted in bytes.
+#ifdef __CUDACC__
+using SharedPlace = unsigned;
+__device__ __forceinline__ SharedPlace place_of(const void* shared) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(shared));
+}
+#else
+using SharedPlace = unsigned char*;
+inline SharedPlace place_of(void* shared) { return static_cast<unsigned char*>(shared); }
+#endif
+
 // Loads four 8 x 8 matrices of 16-bit elements from shared memory: lane l gives the address of row l % 8 of matrix l /
 // 8, and receives row l / 4, columns 2 (l % 4) and the next, of each matrix, or of its transpose if `transposed`.
 template <bool transposed>
-__device__ __forceinline__ void ldmatrix_x4(unsigned (&r)[4], const bfloat16* row ESPALIER_TWIN_SITE) {
+__device__ __forceinline__ void ldmatrix_x4(unsigned (&r)[4], SharedPlace row ESPALIER_TWIN_SITE) {
 #ifdef __CUDACC__
-  const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(row));
   if constexpr (transposed)
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(at)
+                 : "r"(row)
                  : "memory");
   else
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(at)
+                 : "r"(row)
                  : "memory");
 #else
   emulation::expect_aligned(row, 16, site);
@@ -118,14 +128,19 @@ __device__ __forceinline__ void ldmatrix_x4(unsigned (&r)[4], const bfloat16* ro
 #endif
 }
 
-// Copies 16 bytes from global to shared memory, in flight until its group is waited for; zeros if not `inside`.
-__device__ __forceinline__ void cp_async_16(void* shared, const void* global, bool inside ESPALIER_TWIN_SITE) {
+// Copies 4 or 16 bytes from global to shared memory, in flight until its group is waited for; zeros if not `inside`,
+// and then nothing is read.
+template <int bytes>
+__device__ __forceinline__ void cp_async(SharedPlace shared, const void* global, bool inside ESPALIER_TWIN_SITE) {
+  static_assert(bytes == 4 || bytes == 16);
 #ifdef __CUDACC__
-  const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(shared));
-  const int bytes = inside ? 16 : 0;
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(global), "r"(bytes) : "memory");
+  const int read = inside ? bytes : 0;
+  if constexpr (bytes == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(read) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(read) : "memory");
 #else
-  emulation::begin_copy(shared, global, inside ? 16 : 0, site);
+  emulation::begin_copy(shared, global, bytes, inside ? bytes : 0, site);
 #endif
 }
 __device__ __forceinline__ void cp_async_commit() {
