@@ -63,7 +63,11 @@ class HostCommunicator final : public Communicator {
   // What its own queues were given comes first; the others go on.
   void on_host(const std::function<void()>& call) override {
     testing::EmulatedStreams& streams = testing::streams();
-    for (const Queue queue : queues_) streams.run_until(streams.record(queue));
+    for (const Queue queue : queues_) {
+      const Event all = streams.record(queue);
+      streams.run_until(all);
+      streams.forget(all);
+    }
     std::future<void> done = std::async(std::launch::async, call);
     while (done.wait_for(std::chrono::seconds(0)) != std::future_status::ready)
       if (streams.idle() || !streams.step()) std::this_thread::sleep_for(std::chrono::microseconds(20));

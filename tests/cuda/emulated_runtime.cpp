@@ -55,7 +55,7 @@ bool happened(Event event) {
   streams().run_towards(event);
   return streams().time_of(event) >= 0;
 }
-void forget(Event) {}
+void forget(Event event) { streams().forget(event); }
 double seconds_between(Event begin, Event end) {
   const double from = streams().time_of(begin), to = streams().time_of(end);
   ESPALIER_INTERNAL(from >= 0 && to >= 0, "the time of an event that has not happened");
@@ -76,14 +76,22 @@ void copy_rows(Queue queue, const CopiedRows& c) {
   });
 }
 
+// CUDA may wait for the whole device to take or free pinned memory: for kernels of collectives too, whose other ranks
+// may wait for this host.
+static void expect_no_collective(const char* what) {
+  ESPALIER_INTERNAL(!streams().meets_others(), text_of(what, " while a collective is under way"));
+}
+
 // Behind a page with its size; what is given back cannot be read any more.
 void* take_pinned(std::size_t bytes) {
+  expect_no_collective("pinned memory is taken");
   const std::size_t all = kSystemPage + whole_pages(bytes + 1);
   std::byte* const memory = map(all, PROT_READ | PROT_WRITE);
   std::memcpy(memory, &all, sizeof(all));
   return std::memset(memory + kSystemPage, 0xff, bytes);
 }
 void give_back_pinned(void* memory) {
+  expect_no_collective("pinned memory is given back");
   std::byte* const begin = static_cast<std::byte*>(memory) - kSystemPage;
   std::size_t all = 0;
   std::memcpy(&all, begin, sizeof(all));
@@ -91,15 +99,25 @@ void give_back_pinned(void* memory) {
 }
 
 std::int64_t page_bytes() { return std::int64_t{1} << 18; }
-std::byte* reserve_addresses(std::int64_t bytes) { return map(static_cast<std::size_t>(bytes), PROT_NONE); }
-void give_back_addresses(std::byte* memory, std::int64_t bytes) { munmap(memory, static_cast<std::size_t>(bytes)); }
-Page take_page() {
-  static Page last = kNoPage;
-  return ++last;
+std::byte* reserve_addresses(std::int64_t bytes) {
+  std::byte* const memory = map(static_cast<std::size_t>(bytes), PROT_NONE);
+  streams().pages.reserve(memory, bytes);
+  return memory;
 }
-void give_back_page(Page) {}
-void map_page(Page, std::byte* at) { streams().memory.add(at, static_cast<std::size_t>(page_bytes())); }
-void unmap_page(Page, std::byte* at) { streams().memory.remove(at); }
+void give_back_addresses(std::byte* memory, std::int64_t bytes) {
+  streams().pages.free(memory, bytes);
+  munmap(memory, static_cast<std::size_t>(bytes));
+}
+Page take_page() { return streams().pages.take(); }
+void give_back_page(Page page) { streams().pages.give_back(page); }
+void map_page(Page page, std::byte* at) {
+  streams().pages.map(page, at);
+  streams().memory.add(at, static_cast<std::size_t>(page_bytes()));
+}
+void unmap_page(Page page, std::byte* at) {
+  streams().pages.unmap(page, at);
+  streams().memory.remove(at);
+}
 std::int64_t free_memory() { return available_bytes(); }
 bool on_device(const void* address) { return streams().memory.holds(address); }
 
@@ -131,7 +149,9 @@ void fill_zero(void* memory, std::size_t bytes) {
 void copy_on_device(void* to, const void* from, std::size_t bytes) { copy(Queue::compute, to, from, bytes); }
 void copy_to_host(void* host, const void* memory, std::size_t bytes) {
   copy(Queue::compute, host, memory, bytes);
-  synchronize(record(Queue::compute));
+  const Event copied = record(Queue::compute);
+  synchronize(copied);
+  forget(copied);
 }
 
 // The columns of a matrix [rows, columns] behind each other.

@@ -51,8 +51,55 @@ void DeviceMemory::open(bool opens) {
   }
 }
 
+void PageTable::reserve(std::byte* begin, std::int64_t bytes) { ranges_[begin] = bytes; }
+
+void PageTable::free(std::byte* begin, std::int64_t bytes) {
+  const auto range = ranges_.find(begin);
+  ESPALIER_INTERNAL(range != ranges_.end() && range->second == bytes, "addresses that were not reserved as a range");
+  const auto page = page_at_.lower_bound(begin);
+  ESPALIER_INTERNAL(page == page_at_.end() || page->first >= begin + bytes, "addresses are given back with a page");
+  ranges_.erase(range);
+}
+
+cuda::Page PageTable::take() {
+  place_[++last_] = nullptr;
+  return last_;
+}
+
+void PageTable::give_back(cuda::Page page) {
+  const auto place = place_.find(page);
+  ESPALIER_INTERNAL(place != place_.end(), "a page is given back that nobody has");
+  ESPALIER_INTERNAL(place->second == nullptr, "a page is given back that is mapped");
+  place_.erase(place);
+}
+
+void PageTable::map(cuda::Page page, std::byte* at) {
+  const auto place = place_.find(page);
+  ESPALIER_INTERNAL(place != place_.end(), "a page is mapped that nobody has");
+  ESPALIER_INTERNAL(place->second == nullptr, "a page is mapped at two places");
+  auto range = ranges_.upper_bound(at);
+  ESPALIER_INTERNAL(range != ranges_.begin(), "a page is mapped outside of the reserved addresses");
+  --range;
+  ESPALIER_INTERNAL(
+      at + cuda::page_bytes() <= range->first + range->second && (at - range->first) % cuda::page_bytes() == 0,
+      "a page is mapped outside of the reserved addresses");
+  ESPALIER_INTERNAL(page_at_.emplace(at, page).second, "a page is mapped where another one is");
+  place->second = at;
+}
+
+void PageTable::unmap(cuda::Page page, std::byte* at) {
+  const auto here = page_at_.find(at);
+  ESPALIER_INTERNAL(here != page_at_.end() && here->second == page, "a page leaves a place where it is not");
+  page_at_.erase(here);
+  place_[page] = nullptr;
+}
+
 void EmulatedStreams::set_seed(unsigned seed) {
-  for (std::size_t queue = 0; queue < queues_.size(); ++queue) run_until(record(static_cast<cuda::Queue>(queue)));
+  for (std::size_t queue = 0; queue < queues_.size(); ++queue) {
+    const cuda::Event all = record(static_cast<cuda::Queue>(queue));
+    run_until(all);
+    forget(all);
+  }
   seed_ = seed;
   random_.seed(seed);
 }
@@ -71,14 +118,42 @@ void EmulatedStreams::give(cuda::Queue queue, Remote remote) {
 }
 
 cuda::Event EmulatedStreams::record(cuda::Queue queue) {
+  if (free_.empty()) {
+    free_.push_back(static_cast<cuda::Event>(moments_.size()));
+    moments_.push_back(0);
+    forgotten_.push_back(true);
+  }
+  const cuda::Event event = free_.back();
+  free_.pop_back();
+  const auto number = static_cast<std::size_t>(event);
+  moments_[number] = happened_.size(), forgotten_[number] = false;
+  queue_of(queue).push_back({.moment = happened_.size()});
   happened_.push_back(-1);
-  const auto event = static_cast<cuda::Event>(happened_.size()) - 1;
-  queue_of(queue).push_back({.event = event});
   return event;
 }
 
+void EmulatedStreams::forget(cuda::Event event) {
+  (void)moment_of(event);
+  forgotten_[static_cast<std::size_t>(event)] = true;
+  free_.push_back(event);
+}
+
+std::size_t EmulatedStreams::moment_of(cuda::Event event) const {
+  const auto number = static_cast<std::size_t>(event);
+  ESPALIER_INTERNAL(event >= 0 && number < moments_.size(), "an event that was not recorded");
+  ESPALIER_INTERNAL(!forgotten_[number], "an event that was forgotten");
+  return moments_[number];
+}
+
 void EmulatedStreams::wait(cuda::Queue queue, cuda::Event event) {
-  queue_of(queue).push_back({.event = event, .waits = true});
+  queue_of(queue).push_back({.moment = moment_of(event), .waits = true});
+}
+
+bool EmulatedStreams::meets_others() const {
+  for (const auto& queue : queues_)
+    for (const Entry& entry : queue)
+      if (entry.remote) return true;
+  return false;
 }
 
 bool EmulatedStreams::idle() const {
@@ -104,8 +179,7 @@ void EmulatedStreams::opened(Work&& work) {
 void EmulatedStreams::drop_all() {
   for (auto& queue : queues_) {
     for (const Entry& entry : queue)
-      if (!entry.work && !entry.remote && !entry.waits)
-        happened_[static_cast<std::size_t>(entry.event)] = Timer::steady_seconds();
+      if (!entry.work && !entry.remote && !entry.waits) happened_[entry.moment] = Timer::steady_seconds();
     queue.clear();
   }
 }
@@ -135,7 +209,7 @@ bool EmulatedStreams::step() {
 EmulatedStreams::State EmulatedStreams::state_of(const std::deque<Entry>& queue) const {
   if (queue.empty()) return State::empty;
   const Entry& front = queue.front();
-  if (front.waits && time_of(front.event) < 0) return State::blocked;
+  if (front.waits && happened_[front.moment] < 0) return State::blocked;
   if (!front.under_way) return State::ready;
   return front.under_way->wait_for(std::chrono::seconds(0)) == std::future_status::ready ? State::ready
                                                                                          : State::under_way;
@@ -168,7 +242,7 @@ void EmulatedStreams::run_front(std::deque<Entry>& queue) {
   if (entry.work)
     entry.work();
   else if (!entry.waits)
-    happened_[static_cast<std::size_t>(entry.event)] = Timer::steady_seconds();
+    happened_[entry.moment] = Timer::steady_seconds();
 }
 
 void EmulatedStreams::run_remote(std::deque<Entry>& queue) {

@@ -29,6 +29,24 @@ class DeviceMemory {
   bool open_ = false;
 };
 
+// The pages of a device and where they are mapped. What the driver refuses, or what leaves a page in two places or in
+// none, is an InternalError.
+class PageTable {
+ public:
+  void reserve(std::byte* begin, std::int64_t bytes);
+  void free(std::byte* begin, std::int64_t bytes);  // no page is left in it
+  cuda::Page take();
+  void give_back(cuda::Page page);  // it is mapped nowhere
+  void map(cuda::Page page, std::byte* at);
+  void unmap(cuda::Page page, std::byte* at);
+
+ private:
+  std::map<std::byte*, std::int64_t> ranges_;
+  std::map<cuda::Page, std::byte*> place_;  // null: nowhere
+  std::map<std::byte*, cuda::Page> page_at_;
+  cuda::Page last_ = cuda::kNoPage;
+};
+
 // Work that waits for other ranks: `begin` and `end` run as the stream does, `call` beside everything else.
 struct Remote {
   std::function<void()> begin, call, end;
@@ -38,26 +56,30 @@ class EmulatedStreams {
  public:
   explicit EmulatedStreams(unsigned seed) : seed_(seed), random_(seed) {}
   DeviceMemory memory;
+  PageTable pages;
 
   void set_seed(unsigned seed);  // once everything given has run
   cuda::Queue make_queue();
   void give(cuda::Queue queue, std::function<void()> work);
   void give(cuda::Queue queue, Remote remote);
+  // Numbers of events are used again, as those of a GPU; one that was forgotten is nobody's until then.
   cuda::Event record(cuda::Queue queue);
+  void forget(cuda::Event event);
   void wait(cuda::Queue queue, cuda::Event event);
-  double time_of(cuda::Event event) const { return happened_.at(static_cast<std::size_t>(event)); }  // or -1
+  double time_of(cuda::Event event) const { return happened_[moment_of(event)]; }  // or -1
 
   void run_until(cuda::Event event);
   // Runs until it has happened, or until all streams wait for other ranks.
   void run_towards(cuda::Event event);
   // One step of any stream. False: all wait for other ranks.
   bool step();
-  bool idle() const;  // nothing was given that has not run
+  bool idle() const;          // nothing was given that has not run
+  bool meets_others() const;  // something was given that waits for other ranks and has not run
 
  private:
   struct Entry {
     std::function<void()> work = {};
-    cuda::Event event = cuda::kNoEvent;  // to happen, or to wait for
+    std::size_t moment = 0;  // of the event that happens, or that is waited for
     bool waits = false;
     std::shared_ptr<Remote> remote = {};
     std::shared_ptr<std::future<void>> under_way = {};  // the remote's call, once it began
@@ -74,8 +96,14 @@ class EmulatedStreams {
   void run_front(std::deque<Entry>& queue);
   void run_remote(std::deque<Entry>& queue);
 
+  // The last recording of an event.
+  std::size_t moment_of(cuda::Event event) const;
+
   std::vector<std::deque<Entry>> queues_{2};
-  std::vector<double> happened_;  // seconds at which an event did, or -1
+  std::vector<double> happened_;      // by recording: seconds at which it happened, or -1
+  std::vector<std::size_t> moments_;  // by event
+  std::vector<bool> forgotten_;       // by event
+  std::vector<cuda::Event> free_;
   unsigned seed_;
   std::mt19937 random_;
 };

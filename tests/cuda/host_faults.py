@@ -46,8 +46,7 @@ MISSING_EVENTS = [
           f"""copy_rows(ON ? Queue::copy : Queue::compute,
               {{to + row * layout.stride + at, layout.stride,
                {on("values_not_staged")} ? from + row * layout.width + at : block, width, width, rows}});"""),
-    fault("page_taken_again_unseen", "a page that goes and comes at its place is copied to while work still uses it",
-          DEVICE, "wait(Queue::copy, same->used);", "if (!ON) TEXT"),
+    fault("page_taken_again_unseen", "a page that goes and comes at its place is copied to while work still uses it"),
 ]
 
 HOST_READS = [
@@ -104,6 +103,31 @@ EARLY_FREES = [
           "std::int64_t page = offset / page_bytes(); (page + (ON ? 1 : 0)) * page_bytes() < offset + bytes; ++page"),
 ]
 
+# What the rules of events, pages and pinned memory forbid, whatever comes of it.
+RULES = [
+    fault("event_forgotten_twice", "an event is given back twice and is then two things at once", DEVICE,
+          "  wait_until(event);\n  forget(event);\n", "  wait_until(event);\n  forget(event);\n  if (ON) forget(event);\n"),
+    fault("waits_for_a_forgotten_event", "a queue waits for an event that was given back", DEVICE,
+          "wait(Queue::copy, same->used);\n      forget(same->used);",
+          f"""if (!{on("page_taken_again_unseen")}) {{
+        if (ON) forget(same->used);
+        wait(Queue::copy, same->used);
+        if (!ON) forget(same->used);
+      }}"""),
+    fault("page_mapped_twice", "a page is mapped elsewhere and stays where it was", DEVICE,
+          "unmap_page(oldest.page, oldest.at);", "if (!ON) TEXT"),
+    fault("page_of_two_users", "a page that was given back is used again before it left its list", DEVICE,
+          "leaving_.erase(same);", "if (!ON) TEXT"),
+    fault("addresses_end_early", "fewer addresses are given back than were reserved", DEVICE,
+          "give_back_addresses(memory, whole_pages(bytes));", "give_back_addresses(memory, whole_pages(ON ? bytes / 2 : bytes));"),
+    fault("pinned_memory_grows_in_a_collective", "pinned memory is taken while a collective is under way", DEVICE,
+          "if (!unfinished().empty()) {", "if (!ON && !unfinished().empty()) {"),
+    fault("pinned_memory_leaves_in_a_collective", "pinned memory is freed while a collective is under way",
+          "ops/cuda/collectives.cpp", "look_until([] { return false; });", "if (!ON) TEXT"),
+    fault("pinned_memory_overrun", "what does not fit the pinned memory is copied past its end", DEVICE,
+          "return here_ = pageable_.data();", "return here_ = ON ? static_cast<std::byte*>(memory_) : pageable_.data();"),
+]
+
 RANKS = [
     fault("collective_before_computed", "a collective reads what is not computed yet", GROUP,
           "wait(queue, computed);", "if (!ON) TEXT"),
@@ -118,4 +142,4 @@ RANKS = [
           "under_way_.push_back({copy,", "under_way_.push_back({ON ? at::Tensor() : copy,"),
 ]
 
-FAULTS = [*MISSING_EVENTS, *HOST_READS, *EARLY_REUSE, *EARLY_FREES, *RANKS]
+FAULTS = [*MISSING_EVENTS, *HOST_READS, *EARLY_REUSE, *EARLY_FREES, *RULES, *RANKS]

@@ -177,6 +177,16 @@ void meet_others() {
                 other.receive(y, 1 - rank);
                 expect(mine.to_host(y).equal(numbers(10 * (1 - rank) + i)));
               }
+              // A result larger than the room that was taken before, while what was sent cannot have left.
+              constexpr std::int64_t kMany = 300000;
+              const at::Tensor many = numbers_there(rank, kMany);
+              other.send(x, 1 - rank);
+              expect_values(many, numbers(rank, kMany));
+              other.receive(y, 1 - rank);
+              std::byte* const stored = mine.take_host_memory(64);
+              other.send(x, 1 - rank);
+              other.receive(y, 1 - rank);
+              mine.give_back_host_memory(stored, 64);
               other.wait_for_all();  // as a program ends: what was sent leaves
             },
             {.timeout = 30});

@@ -74,18 +74,32 @@ Unfinished& unfinished() {
   return of_this_rank;
 }
 
-// Without collectives nothing can hang for want of another rank, and the driver waits best.
-void wait_until(Event event) {
+namespace {
+
+// Looks whether collectives have ended until none is left or `done` holds.
+template <class Done>
+void look_until(const Done& done) {
   constexpr auto kSpin = std::chrono::milliseconds(1);
   constexpr auto kPause = std::chrono::microseconds(50);
   const auto begin = std::chrono::steady_clock::now();
-  while (!unfinished().empty() && !happened(event)) {
+  while (!unfinished().empty() && !done()) {
     unfinished().check();
     if (std::chrono::steady_clock::now() - begin < kSpin)
       std::this_thread::yield();
     else
       std::this_thread::sleep_for(kPause);
   }
+}
+
+}  // namespace
+
+void wait_for_collectives() {
+  look_until([] { return false; });
+}
+
+// Without collectives nothing can hang for want of another rank, and the driver waits best.
+void wait_until(Event event) {
+  look_until([event] { return happened(event); });
   synchronize(event);
 }
 

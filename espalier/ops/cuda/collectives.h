@@ -68,6 +68,9 @@ class Unfinished {
 // The unfinished collectives of this rank.
 Unfinished& unfinished();
 
+// Returns when all collectives of this rank have ended. Errors: as wait_until().
+void wait_for_collectives();
+
 // Returns when the event has happened. Errors: CommunicationError if a collective does not end.
 void wait_until(Event event);
 

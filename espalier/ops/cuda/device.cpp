@@ -16,6 +16,8 @@ namespace espalier::cuda {
 namespace {
 
 constexpr std::size_t kStagedBytes = std::size_t{16} << 20;  // at most, at a time
+// Room for results that ranks bring to their hosts while collectives are under way.
+constexpr std::size_t kLandings = 4, kLandingBytes = std::size_t{1} << 20;
 
 std::size_t bytes_of(at::IntArrayRef sizes, at::ScalarType dtype) {
   return static_cast<std::size_t>(c10::multiply_integers(sizes)) * c10::elementSize(dtype);
@@ -43,12 +45,18 @@ PinnedMemory::~PinnedMemory() {
 
 std::byte* PinnedMemory::of(std::size_t bytes) {
   if (bytes > bytes_) {
+    unfinished().check();
+    if (!unfinished().empty()) {
+      pageable_.resize(bytes);
+      return here_ = pageable_.data();
+    }
     if (memory_ != nullptr) give_back_pinned(memory_);
     memory_ = nullptr, bytes_ = 0;
     memory_ = take_pinned(bytes);
     bytes_ = bytes;
+    pageable_ = {};
   }
-  return static_cast<std::byte*>(memory_);
+  return here_ = static_cast<std::byte*>(memory_);
 }
 
 void CudaDevice::wait_and_forget(Event event) {
@@ -167,9 +175,16 @@ void CudaDevice::copy_in(const std::byte* host, std::int64_t bytes, std::byte* m
 }
 
 std::byte* CudaDevice::take_host_memory(std::int64_t bytes) {
+  wait_for_collectives();
   return static_cast<std::byte*>(take_pinned(static_cast<std::size_t>(bytes)));
 }
-void CudaDevice::give_back_host_memory(std::byte* memory, std::int64_t) { give_back_pinned(memory); }
+void CudaDevice::give_back_host_memory(std::byte* memory, std::int64_t) {
+  try {
+    wait_for_collectives();
+  } catch (const CommunicationError&) {  // what is under way has ended
+  }
+  give_back_pinned(memory);
+}
 
 at::Tensor CudaDevice::view(std::byte* memory, at::IntArrayRef sizes, at::ScalarType dtype) {
   map_pages(memory, static_cast<std::int64_t>(bytes_of(sizes, dtype)));
@@ -190,7 +205,13 @@ bool CudaDevice::holds(const at::Tensor& tensor) const {
   return memory < range->first + bytes || on_device(memory);
 }
 
+// Pinned memory is taken before collectives are under way.
 std::shared_ptr<Group> CudaDevice::connect(std::shared_ptr<Group> host, double timeout) {
+  for (Staging& block : staging_)
+    if (block.copied == kNoEvent) block.memory.of(kStagedBytes);
+  while (landings_.size() < kLandings) landings_.emplace_back();
+  for (Landing& landing : landings_)
+    if (landing.free) landing.memory.of(kLandingBytes);
   return std::make_shared<DeviceGroup>(std::move(host), timeout, *this);
 }
 
@@ -218,7 +239,7 @@ at::Tensor CudaDevice::arrived(const Coming& coming) {
   Landing& landing = landings_[static_cast<std::size_t>(coming.landing)];
   wait_and_forget(landing.copied);
   const std::size_t bytes = coming.host.nbytes();
-  std::memcpy(coming.host.data_ptr(), landing.memory.of(bytes), bytes);
+  std::memcpy(coming.host.data_ptr(), landing.memory.here(), bytes);
   landing.free = true;
   return coming.host;
 }

@@ -16,18 +16,22 @@
 
 namespace espalier::cuda {
 
-// Pinned memory that grows.
+// Pinned memory that grows. CUDA may wait for the whole device to take or free pinned memory, and collectives may wait
+// for other ranks, which may wait for this host: while one is under way, what does not fit lies in pageable memory.
 class PinnedMemory {
  public:
   PinnedMemory() = default;
   ~PinnedMemory();
   PinnedMemory(const PinnedMemory&) = delete;
   PinnedMemory& operator=(const PinnedMemory&) = delete;
-  std::byte* of(std::size_t bytes);  // its content may be lost
+  std::byte* of(std::size_t bytes);          // its content may be lost
+  std::byte* here() const { return here_; }  // what of() returned last
 
  private:
   void* memory_ = nullptr;
   std::size_t bytes_ = 0;
+  std::vector<std::byte> pageable_;
+  std::byte* here_ = nullptr;
 };
 
 class CudaDevice : public Device {

@@ -1,0 +1,20 @@
+// Where the stand-in for libnccl.so.2 tells its calls: the library is opened by name, so it knows no recorder.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+
+namespace espalier::testing {
+
+struct NcclListener {
+  void (*called)(const char* name);
+  void* (*make)();
+  void (*group)(int change);
+  void (*done)();
+  void (*end)(void* communicator, bool finalizes);
+  void (*collective)(void* communicator, cudaStream_t stream, const void* from, std::size_t from_bytes, void* to,
+                     std::size_t to_bytes);
+};
+
+}  // namespace espalier::testing
