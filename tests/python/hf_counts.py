@@ -120,7 +120,7 @@ class Step:
         self.waves = sum(executor.waves for executor in executors)
 
 
-def step(records, family="Llama", dtype=torch.bfloat16, trunk_state="keep", wave_tokens=4096, loss=None, **changes):
+def step(records, family="Llama", dtype=torch.bfloat16, trunk_state="keep", wave_tokens=4096, loss=None, make=make, **changes):
     """A phased step of records."""
     loss = loss or (lambda wave: wave.logprobs.sum() + wave.entropies.sum())
     with as_on_a_gpu():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+import hf_layers
 from hf_counts import rollouts, step
 
 pytest.importorskip("espalier.hf")
@@ -20,6 +21,15 @@ def test_a_step_waits_once_whatever_the_number_of_waves(family, responses, wave_
 @pytest.mark.parametrize("how", [dict(dtype=torch.float32), dict(family="Mistral", sliding_window=32), dict(family="Gemma")])
 def test_other_kernels_wait_no_more(how):
     assert step(rollouts(8), wave_tokens=64, **how).waits == ["_to_copy"]
+
+
+@pytest.mark.parametrize("family", ["LFM2", "Gemma 2", "Llama 4", "DeepSeek-V3"])
+def test_states_soft_caps_and_chunks_wait_no_more(family, monkeypatch):
+    """Waits of a mixture are transformers' own: which rows an expert has; here, all."""
+    monkeypatch.setattr(torch.fx.experimental._config, "meta_nonzero_assume_all_nonzero", True)
+    waits = step(rollouts(8), family, wave_tokens=64, make=hf_layers.make).waits
+    assert waits[-1] == "_to_copy" and waits.count("_to_copy") == 1
+    assert set(waits) <= {"_to_copy"} or family in ("Llama 4", "DeepSeek-V3")
 
 
 @pytest.mark.parametrize("trunk_state", ["recompute", "offload"])

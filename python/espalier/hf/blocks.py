@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from espalier.hf.transfer import to_device
 from espalier.ops.kernels import accumulator
 
 _FEW_KEYS = 8  # below, two thin products are cheaper than a fused kernel's set-up
@@ -126,7 +127,7 @@ def _scores(q, k, scale, causal, limits, rows, keys):
     if causal:
         scores.masked_fill_(at > torch.arange(rows.start, rows.stop, device=q.device)[:, None], float("-inf"))
     if limits.first is not None:
-        scores.masked_fill_(at < torch.as_tensor(limits.first[rows], device=q.device)[:, None], float("-inf"))
+        scores.masked_fill_(at < to_device(q.device, limits.first[rows])[0][:, None], float("-inf"))
     return scores
 
 

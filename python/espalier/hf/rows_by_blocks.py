@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from espalier.hf import blocks
+from espalier.hf.transfer import to_device
 from espalier.ops.kernels import accumulator
 
 
@@ -95,16 +96,16 @@ def _rectangles(sets, layer, k, v, rule, own=(None, None)):
     for rows in sets:
         depths = rows.depths
         for trunk, at in zip(rows.trunks, np.cumsum([0, *(trunk.rows for trunk in rows.trunks)])):
-            for queries, keys, limits in _seen(rule, depths, rows.begin, rows.begin, rows.end, at, trunk.rows):
+            for queries, keys, limits in _seen(rule, depths, rows.begin, rows.begin, rows.end, at, trunk.rows, k.device):
                 grads = [sums.transpose(0, 1)[:, keys] for sums in trunk.sums(layer)] if wanted else own
                 yield queries, grads, trunk.k[layer][0][:, keys], trunk.v[layer][0][:, keys], limits
         for (begin, length, _, depth), (_, _, subtree_end) in zip(rows.segments, rows.runs):
-            for queries, keys, limits in _seen(rule, depths, rows.begin, begin + length, subtree_end, depth, length):
+            for queries, keys, limits in _seen(rule, depths, rows.begin, begin + length, subtree_end, depth, length, k.device):
                 keys = slice(begin + keys.start, begin + keys.stop)
                 yield queries, [g[:, keys] for g in own] if wanted else own, k[:, keys], v[:, keys], limits
 
 
-def _seen(rule, depths, origin, begin, end, first_key, keys):
+def _seen(rule, depths, origin, begin, end, first_key, keys, device):
     """For rows [begin, end) and `keys` keys from depth `first_key` on: the rows that see any, the keys that any of them sees, limits.
     Nothing or one block; `depths` are those of rows `origin` and later. A rule's blocks take their rows in the order of depth."""
     if begin == end:
@@ -119,7 +120,7 @@ def _seen(rule, depths, origin, begin, end, first_key, keys):
         return
     mine, lowest = mine[order], max(0, int(rule.lowest(mine[order][:1])[0]) - first_key)
     whole = len(order) == end - begin and (np.diff(order) == 1).all()
-    yield slice(begin, end) if whole else torch.from_numpy(begin + order), slice(lowest, keys), _limits(rule, mine, first_key + lowest)
+    yield slice(begin, end) if whole else to_device(device, begin + order)[0], slice(lowest, keys), _limits(rule, mine, first_key + lowest)
 
 
 def _merge(out, lse, rows, more, more_lse):

@@ -7,6 +7,7 @@ them. A trunk of fewer rows than K - 1 hands on part of what it found.
 import torch
 
 from espalier.hf.mixers.segments import Gather
+from espalier.hf.transfer import to_device
 
 
 def over_segments(theirs, segments, x, weight, bias=None, activation=None, **_):
@@ -21,4 +22,4 @@ def over_segments(theirs, segments, x, weight, bias=None, activation=None, **_):
     if segments.captures is not None:
         segments.leave(Gather.apply(path, 2, columns.last))
     out = theirs(Gather.apply(path, 2, columns.gather), weight, bias, activation=activation)
-    return out.index_select(2, torch.as_tensor(columns.own, device=x.device))
+    return out.index_select(2, *to_device(x.device, columns.own))

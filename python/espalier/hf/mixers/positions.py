@@ -5,7 +5,8 @@ how far its depth is ahead of its number; keys and values pass it unchanged.
 """
 
 import numpy as np
-import torch
+
+from espalier.hf.transfer import to_device
 
 
 def counts_rows(module):
@@ -24,7 +25,7 @@ def tell_depths(module, args, kwargs):
 class _Ahead:
     def __init__(self, phase, device):
         depths = np.concatenate([rows.depths for rows in phase.sets])
-        self.rows = torch.from_numpy(depths - np.arange(len(depths))).to(device)
+        self.rows = to_device(device, depths - np.arange(len(depths)))[0]
 
     def get_seq_length(self, layer_idx=0):
         return self.rows

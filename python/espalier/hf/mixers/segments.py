@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from espalier.hf.transfer import to_device
 from espalier.ops.kernels import accumulator
 
 
@@ -88,7 +89,7 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, axis, index):
         ctx.axis, ctx.shape, ctx.dtype = axis, x.shape, x.dtype
-        index = torch.as_tensor(index, device=x.device)
+        index, = to_device(x.device, index)
         ctx.save_for_backward(index)
         return x.index_select(axis, index)
 
