@@ -1,7 +1,9 @@
 #include "espalier/checkpoint/adapter.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <cstring>
 #include <string_view>
 #include <unordered_set>
 
@@ -18,6 +20,7 @@ constexpr std::string_view kPrefix = "base_model.model.";
 constexpr std::string_view kLowA = ".lora_A.weight", kLowB = ".lora_B.weight", kWeight = ".weight",
                            kBase = ".base_layer.weight";
 constexpr const char* kOther = "merge the adapter with peft (merge_and_unload)";
+constexpr const char *kTiedHead = "lm_head.weight", *kEmbedding = "model.embed_tokens.weight";
 constexpr const char* kBelongs = "Does the adapter belong to this model?";
 
 fs::path file_in(const fs::path& directory, const char* name) {
@@ -49,6 +52,7 @@ bool is_known(const std::string& member) {
                                                         "modules_to_save",
                                                         "init_lora_weights",
                                                         "megatron_core",
+                                                        "target_parameters",
                                                         "layers_to_transform",
                                                         "layers_pattern",
                                                         "ensure_weight_tying",
@@ -70,12 +74,6 @@ bool leaves_base(const Json& start) {
 // "q_proj" of model.layers.0.self_attn.q_proj, as peft matches a target.
 bool is_target(const std::string& module, const std::string& target) {
   return module == target || module.ends_with("." + target);
-}
-
-std::vector<double> doubles_of(const SafetensorsEntry& entry) {
-  std::vector<double> out(static_cast<std::size_t>(entry.count));
-  convert_values(entry.type, entry.data, DType::float64, out.data(), entry.count);
-  return out;
 }
 
 }  // namespace
@@ -100,15 +98,19 @@ bool has_task(const fs::path& directory, const char* task) {
 bool is_reward_adapter(const fs::path& directory) { return has_task(directory, "SEQ_CLS"); }
 bool is_critic_adapter(const fs::path& directory) { return has_task(directory, "TOKEN_CLS"); }
 
-Adapter::Adapter(const fs::path& directory, const ParameterTable& base)
+Adapter::Adapter(const fs::path& directory, const ModelShape& base)
     : file_(file_in(directory, "adapter_model.safetensors")) {
   const fs::path file = file_in(directory, kConfig);
   const Json config = read_json_object(file);
   read_config(config, file.string());
-  for (const SafetensorsEntry& entry : file_.entries()) place(entry, base);
-  if (changes_.empty()) throw InputError({file_.path().string(), "the tensors of an adapter", "none", ""});
-  for (const auto& [parameter, change] : changes_) check(parameter, change, base);
-  check_targets(config, file.string(), base);
+  const ParameterTable table(base);
+  joint_ = joint_of(base, table, config);
+  for (const SafetensorsEntry& entry : file_.entries()) place(entry, table);
+  for (const auto& [parameter, change] : changes_) check(parameter, change, table);
+  place_joint(table);
+  if (changes_.empty() && pieces_.empty())
+    throw InputError({file_.path().string(), "the tensors of an adapter", "none", ""});
+  check_targets(config, file.string(), table);
 }
 
 void Adapter::read_config(const Json& config, const std::string& where) {
@@ -134,6 +136,8 @@ void Adapter::read_config(const Json& config, const std::string& where) {
   alpha_ = alpha;
   if (const Json dropout = config.value("lora_dropout", Json(0)); dropout.is_number()) dropout_ = dropout.get<double>();
   root_of_rank_ = config.value("use_rslora", Json(false)) == true;
+  for (const Json& module : config.value("modules_to_save", Json()))
+    if (module.is_string()) to_save_.push_back(module.get<std::string>());
   scale_ = alpha / (root_of_rank_ ? std::sqrt(rank) : rank);
 }
 
@@ -143,18 +147,27 @@ void Adapter::place(const SafetensorsEntry& entry, const ParameterTable& base) {
     throw UnsupportedError({where, "F64, F32, F16 or BF16", name_of(entry.type), "save the adapter unquantised"});
   std::string name = entry.name;
   if (name.starts_with(kPrefix)) name.erase(0, kPrefix.size());
+  if (const auto joint = joint_.tensors.find(name); joint != joint_.tensors.end()) {
+    if (joint->second != nullptr)
+      throw InputError({where, "every tensor once", "'" + printable(joint->second->name) + "', too", ""});
+    joint->second = &entry;
+    return;
+  }
   const bool a = name.ends_with(kLowA), b = name.ends_with(kLowB);
   const bool is_base = name.ends_with(kBase);
   if (a || b) name.replace(name.size() - kLowA.size(), kLowA.size(), kWeight);
   if (is_base) name.replace(name.size() - kBase.size(), kBase.size(), kWeight);
   if (name.find("lora_") != name.npos)
     throw UnsupportedError({where, "lora_A and lora_B of linear layers", "another part of an adapter", kOther});
+  if (is_base && joint_.tied_head && name == kTiedHead) name = kEmbedding;  // they are the same
   if (!base.contains(name))
     throw InputError({where, "a tensor of the base model", "'" + printable(name) + "', which it lacks", kBelongs});
-  const SafetensorsEntry*& place = a ? changes_[name].a : b ? changes_[name].b : changes_[name].whole;
+  Change& change = changes_[name];
+  if (!a && !b && change.whole != nullptr && (is_base || change.is_base)) return;  // of a tied head, twice
+  const SafetensorsEntry*& place = a ? change.a.entry : b ? change.b.entry : change.whole;
   if (place != nullptr) throw InputError({where, "every tensor once", "'" + printable(place->name) + "', too", ""});
   place = &entry;
-  if (is_base) changes_[name].is_base = true;
+  if (is_base) change.is_base = true;
 }
 
 void Adapter::check(const std::string& parameter, const Change& change, const ParameterTable& base) const {
@@ -166,18 +179,78 @@ void Adapter::check(const std::string& parameter, const Change& change, const Pa
                         "shape " + shape_text(expected), shape_text(entry.shape), kBelongs});
   };
   if (change.whole != nullptr) {
-    const bool has_pair = change.a != nullptr || change.b != nullptr;
+    const bool has_pair = change.a.entry != nullptr || change.b.entry != nullptr;
     if (has_pair && !change.is_base) throw InputError({where, "lora_A and lora_B, or the whole tensor", "both", ""});
     expect(*change.whole, shape);
     if (!has_pair) return;
   }
-  if (change.a == nullptr || change.b == nullptr)
-    throw InputError({where, "lora_A and lora_B", change.a == nullptr ? "lora_B alone" : "lora_A alone",
+  if (change.a.entry == nullptr || change.b.entry == nullptr)
+    throw InputError({where, "lora_A and lora_B", change.a.entry == nullptr ? "lora_B alone" : "lora_A alone",
                       "The adapter is damaged; save it again"});
   if (shape.size() != 2 || parameter.find("embed_tokens") != parameter.npos)
     throw UnsupportedError({where, "a linear layer", "shape " + shape_text(shape), kOther});
-  expect(*change.a, {rank_, shape[1]});
-  expect(*change.b, {shape[0], rank_});
+  expect(*change.a.entry, {rank_, shape[1]});
+  expect(*change.b.entry, {shape[0], rank_});
+}
+
+// Experts are those of the config's target_parameters, whose order in the file follows from which of them there are.
+Adapter::Joint Adapter::joint_of(const ModelShape& base, const ParameterTable& table, const Json& config) const {
+  ModelShape all = with_every_adapter(base, rank_);
+  Joint out;
+  out.tied_head = base.tied_head;
+  const Json parameters = config.value("target_parameters", Json());
+  const auto is_targeted = [&](const std::string& parameter) {
+    return std::ranges::any_of(parameters, [&](const Json& target) {
+      return target.is_string() && is_target(parameter, target.get<std::string>());
+    });
+  };
+  for (std::int64_t layer = 0; layer < base.layers; ++layer) {
+    AdaptedLayer& adapted = all.trained.adapter.of_layer[static_cast<std::size_t>(layer)];
+    const std::string experts = layer_prefix(layer) + module_name(base.names.experts);
+    adapted.expert_gate_up = adapted.expert_gate_up && is_targeted(experts + ".gate_up_proj");
+    adapted.expert_down = adapted.expert_down && is_targeted(experts + ".down_proj");
+  }
+  out.places = adapter_places(all);
+  for (const AdapterPart& part : adapter_parts(all)) {
+    const std::string module = part.weight.substr(0, part.weight.size() - kWeight.size());
+    const std::string &a = out.places.at(part.a).tensor, &b = out.places.at(part.b).tensor;
+    if (a == module + std::string(kLowA) && b == module + std::string(kLowB) && table.contains(part.weight)) continue;
+    out.parts.push_back(part);
+    out.tensors.emplace(a, nullptr), out.tensors.emplace(b, nullptr);
+    if (part.expert >= 0) out.needed.insert({a, b});
+  }
+  return out;
+}
+
+void Adapter::place_joint(const ParameterTable& table) {
+  const auto found = [&](const AdapterPlace& place) {
+    const SafetensorsEntry* const entry = joint_.tensors.at(place.tensor);
+    const std::vector<std::int64_t> expected = {place.tensor_rows, place.tensor_columns};
+    if (entry != nullptr && entry->shape != expected)
+      throw InputError({file_.path().string() + ": tensor '" + printable(entry->name) + "'",
+                        "shape " + shape_text(expected), shape_text(entry->shape), kBelongs});
+    return Piece{entry, place};
+  };
+  for (const AdapterPart& part : joint_.parts) {
+    const Piece a = found(joint_.places.at(part.a)), b = found(joint_.places.at(part.b));
+    const bool needed = joint_.needed.contains(a.place.tensor);
+    if (a.entry == nullptr && b.entry == nullptr && !needed) continue;
+    if (a.entry == nullptr || b.entry == nullptr)
+      throw InputError({file_.path().string(), "'" + a.place.tensor + "' and '" + b.place.tensor + "'",
+                        a.entry != nullptr   ? "lora_A alone"
+                        : b.entry != nullptr ? "lora_B alone"
+                                             : "neither",
+                        needed ? "They are among target_parameters; the adapter is damaged, or belongs to another model"
+                               : "The adapter is damaged; save it again"});
+    pieces_[part.a] = a, pieces_[part.b] = b;
+    modules_.insert(part.module);
+    if (!table.contains(part.weight)) continue;
+    Change& change = changes_[part.weight];
+    if (change.whole != nullptr)
+      throw InputError(
+          {file_.path().string() + ": '" + part.weight + "'", "lora_A and lora_B, or the whole tensor", "both", ""});
+    change.a = a, change.b = b;
+  }
 }
 
 // Experts are left out: transformers 5 holds them as one parameter, which names in target_modules do not reach. So is
@@ -196,38 +269,80 @@ void Adapter::check_targets(const Json& config, const std::string& where, const 
         throw InputError({file_.path().string(), "lora_A and lora_B of '" + module + "', a target of " + where,
                           "neither", kBelongs});
   }
+  for (const AdapterPart& part : joint_.parts)
+    for (const Json& target : targets)
+      if (part.expert < 0 && !modules_.contains(part.module) && target.is_string() &&
+          is_target(part.module, target.get<std::string>()))
+        throw InputError({file_.path().string(), "lora_A and lora_B of '" + part.module + "', a target of " + where,
+                          "neither", kBelongs});
 }
 
 std::set<std::string> Adapter::modules() const {
-  std::set<std::string> out;
+  std::set<std::string> out = modules_;
   for (const auto& [parameter, change] : changes_)
-    if (change.a != nullptr) out.insert(parameter.substr(0, parameter.size() - kWeight.size()));
+    if (change.a.entry != nullptr && change.a.place.tensor.empty())
+      out.insert(parameter.substr(0, parameter.size() - kWeight.size()));
   return out;
 }
 
 std::vector<std::string> Adapter::whole() const {
   std::vector<std::string> out;
   for (const auto& [parameter, change] : changes_)
-    if (change.whole != nullptr && change.a == nullptr) out.push_back(parameter);
+    if (change.whole != nullptr && change.a.entry == nullptr &&
+        std::ranges::any_of(to_save_, [&](const std::string& module) {
+          return is_target(parameter.substr(0, parameter.rfind('.')), module);
+        }))
+      out.push_back(parameter);
   return out;
 }
 
-const SafetensorsEntry* Adapter::find(const std::string& parameter) const {
+std::vector<double> Adapter::doubles_of(const Piece& piece) {
+  const std::vector<std::byte> bytes = piece.values(DType::float64);
+  std::vector<double> out(bytes.size() / sizeof(double));
+  std::memcpy(out.data(), bytes.data(), bytes.size());
+  return out;
+}
+
+std::vector<std::byte> Adapter::Piece::values(DType dtype) const {
+  const std::int64_t element = bytes_of(entry->type), bytes = bytes_of(dtype);
+  std::vector<std::byte> out(
+      static_cast<std::size_t>((place.tensor.empty() ? entry->count : place.rows * place.columns) * bytes));
+  if (place.tensor.empty()) {
+    convert_values(entry->type, entry->data, dtype, out.data(), entry->count);
+    return out;
+  }
+  const std::int64_t run = place.column_step == 1 ? place.columns : 1;  // neighbours in both
+  std::byte* next = out.data();
+  for (std::int64_t i = 0; i < place.rows; ++i)
+    for (std::int64_t j = 0; j < place.columns; j += run, next += run * bytes)
+      convert_values(entry->type, entry->data + place.at(i, j) * element, dtype, next, run);
+  return out;
+}
+
+bool Adapter::has(const std::string& parameter) const { return piece_of(parameter).entry != nullptr; }
+
+std::vector<std::byte> Adapter::values(const std::string& parameter, DType dtype) const {
+  return piece_of(parameter).values(dtype);
+}
+
+Adapter::Piece Adapter::piece_of(const std::string& parameter) const {
+  if (const auto piece = pieces_.find(parameter); piece != pieces_.end()) return piece->second;
   const bool a = parameter.ends_with(kLowA), b = parameter.ends_with(kLowB);
   std::string of = parameter;
   if (a || b) of.replace(of.size() - kLowA.size(), kLowA.size(), kWeight);
   const auto found = changes_.find(of);
-  if (found == changes_.end()) return nullptr;
-  return a ? found->second.a : b ? found->second.b : found->second.whole;
+  if (found == changes_.end()) return {};
+  return a ? found->second.a : b ? found->second.b : Piece{found->second.whole, {}};
 }
+
+bool Adapter::changes_tied_head() const { return joint_.tied_head && modules_.contains("lm_head"); }
 
 void Adapter::apply(const std::string& parameter, std::vector<double>& values) const {
   const Change& change = changes_.at(parameter);
-  if (change.whole != nullptr) values = doubles_of(*change.whole);
-  if (change.a == nullptr) return;
-  const std::vector<double> a = doubles_of(*change.a), b = doubles_of(*change.b);
-  const auto outputs = static_cast<std::size_t>(change.b->shape[0]),
-             inputs = static_cast<std::size_t>(change.a->shape[1]), rank = static_cast<std::size_t>(rank_);
+  if (change.whole != nullptr) values = doubles_of({change.whole, {}});
+  if (change.a.entry == nullptr) return;
+  const std::vector<double> a = doubles_of(change.a), b = doubles_of(change.b);
+  const std::size_t rank = static_cast<std::size_t>(rank_), outputs = b.size() / rank, inputs = a.size() / rank;
   ESPALIER_INTERNAL_EQ(values.size(), outputs * inputs);
 #pragma omp parallel for schedule(static)
   for (std::size_t out = 0; out < outputs; ++out)

@@ -4,7 +4,8 @@
 //
 // A [r, in] is base_model.model.<module>.lora_A.weight, B [out, r] base_model.model.<module>.lora_B.weight. A module of
 // modules_to_save is stored whole, base_model.model.<module>.weight (and .bias). Beside an adapter of the head peft
-// stores W, base_model.model.lm_head.base_layer.weight.
+// stores W, base_model.model.lm_head.base_layer.weight. Modules that are several projections here, and experts:
+// checkpoint/adapter_places.h.
 // Source: peft 0.21, LoraConfig and get_peft_model_state_dict.
 #pragma once
 
@@ -16,6 +17,7 @@
 #include <vector>
 
 #include "espalier/base/json.h"
+#include "espalier/checkpoint/adapter_places.h"
 #include "espalier/checkpoint/safetensors.h"
 #include "espalier/model/parameters.h"
 
@@ -23,11 +25,11 @@ namespace espalier {
 
 class Adapter {
  public:
-  // `base`: all parameters of the base model, undivided. Errors: InputError for a directory without the two files, for
+  // `base`: of the base model. Errors: InputError for a directory without the two files, for
   // damaged files, for a tensor that no parameter of the model belongs to, for shapes that do not fit, for half of a
   // pair and for a listed target without its pair; UnsupportedError, with the member's or tensor's name, for adapters
   // that compute another formula (DoRA, biases, ranks by pattern, other methods).
-  Adapter(const std::filesystem::path& directory, const ParameterTable& base);
+  Adapter(const std::filesystem::path& directory, const ModelShape& base);
 
   bool changes(const std::string& parameter) const { return changes_.contains(parameter); }
   std::int64_t changed() const { return static_cast<std::int64_t>(changes_.size()); }  // parameters
@@ -36,24 +38,46 @@ class Adapter {
   bool root_of_rank() const { return root_of_rank_; }
   double dropout() const { return dropout_; }
   double scale() const { return scale_; }
-  // Modules with lora_A and lora_B, and parameters that are stored whole.
+  // Modules with lora_A and lora_B, and parameters of modules_to_save.
   std::set<std::string> modules() const;
   std::vector<std::string> whole() const;
-  // The tensor of <module>.lora_A.weight, <module>.lora_B.weight, or of a parameter that is stored whole; null: none.
-  const SafetensorsEntry* find(const std::string& parameter) const;
+  // Whether it has a parameter of an adapter (shape/parameter_shapes.h), or a parameter of the model that is stored
+  // whole; and its values.
+  bool has(const std::string& parameter) const;
+  std::vector<std::byte> values(const std::string& parameter, DType dtype) const;
+  // Whether it stands beside a head that is the embedding: no merged matrix holds what it adds to the logits alone.
+  bool changes_tied_head() const;
 
   // Turns the base model's values of a parameter that the adapter changes into those with the adapter.
   void apply(const std::string& parameter, std::vector<double>& values) const;
 
  private:
+  // A parameter in a tensor of the file.
+  struct Piece {
+    const SafetensorsEntry* entry = nullptr;
+    AdapterPlace place;
+
+    std::vector<std::byte> values(DType dtype) const;
+  };
   struct Change {
-    const SafetensorsEntry* a = nullptr;  // with b: W + s B A
-    const SafetensorsEntry* b = nullptr;
+    Piece a, b;                               // W + s B A
     const SafetensorsEntry* whole = nullptr;  // in place of W; beside a and b: W itself
     bool is_base = false;                     // `whole` is W, which peft saves beside an adapter of the head
   };
   void read_config(const Json& config, const std::string& where);
   void place(const SafetensorsEntry& entry, const ParameterTable& base);
+  // Tensors that hold several parameters, or one of another name.
+  struct Joint {
+    std::vector<AdapterPart> parts;
+    std::map<std::string, AdapterPlace> places;
+    std::map<std::string, const SafetensorsEntry*> tensors;  // null: not in the file
+    std::set<std::string> needed;                            // of the config's target_parameters
+    bool tied_head = false;
+  };
+  Joint joint_of(const ModelShape& base, const ParameterTable& table, const Json& config) const;
+  void place_joint(const ParameterTable& table);
+  Piece piece_of(const std::string& parameter) const;
+  static std::vector<double> doubles_of(const Piece& piece);
   void check(const std::string& parameter, const Change& change, const ParameterTable& base) const;
   void check_targets(const Json& config, const std::string& where, const ParameterTable& base) const;
 
@@ -62,6 +86,10 @@ class Adapter {
   double alpha_ = 0, scale_ = 0, dropout_ = 0;
   bool root_of_rank_ = false;
   std::map<std::string, Change> changes_;  // by the base model's parameter
+  std::map<std::string, Piece> pieces_;    // of joint tensors, by the adapters' parameters
+  std::set<std::string> modules_;          // with joint tensors
+  std::vector<std::string> to_save_;       // modules_to_save
+  Joint joint_;
 };
 
 // Whether the directory holds an adapter; the model that its config names, empty where it names none.
@@ -79,5 +107,27 @@ std::string peft_name(const std::string& parameter);
 // OptionError for a failing output.
 void write_adapter_directory(const std::filesystem::path& target, const ModelShape& shape, const std::string& base,
                              const ParameterTable& table, DType from, const ParameterValues& values, DType to);
+
+// The table's parameters as peft's tensors, whose names begin with `prefix`: those of one tensor are joined.
+class AdapterTensors {
+ public:
+  // `shape` null: every parameter is a tensor of its own name.
+  AdapterTensors(const ModelShape* shape, const ParameterTable& table, std::string prefix);
+
+  // In the order of `append`.
+  std::vector<TensorSpec> specs(DType dtype) const;
+  // Reads all values, in the table's order.
+  void append(SafetensorsWriter& writer, DType from, const ParameterValues& values, DType to) const;
+
+ private:
+  // Calls visit(parameter, its place or null, whether its tensor is complete then).
+  template <class Visit>
+  void for_each(Visit visit) const;
+
+  const ParameterTable& table_;
+  std::string prefix_;
+  std::map<std::string, AdapterPlace> places_;
+  std::map<std::string, std::int64_t> parts_;  // parameters of each tensor
+};
 
 }  // namespace espalier

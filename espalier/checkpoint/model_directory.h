@@ -117,6 +117,7 @@ struct NamedTensors {
   std::string prefix;
   const ParameterTable& table;
   ParameterValues values;
+  const ModelShape* adapters = nullptr;  // not null: adapters are in the tensors of peft (checkpoint/adapter.h)
 };
 void write_named_tensors(const std::filesystem::path& file, const std::vector<NamedTensors>& models, DType dtype);
 

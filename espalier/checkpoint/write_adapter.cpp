@@ -1,9 +1,11 @@
 // Writing adapters in the two files that peft reads.
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cmath>
 #include <map>
+#include <utility>
 
 #include "espalier/base/atomic_file.h"
 #include "espalier/base/error.h"
@@ -25,16 +27,48 @@ std::string without(const std::string& name, std::string_view ending) {
 // The last part of a module's name.
 std::string last_part(const std::string& module) { return module.substr(module.rfind('.') + 1); }
 
+// Its name without the layer: "mlp.experts.down_proj".
+std::string without_layer(const std::string& module) {
+  const std::string layers = "model.layers.";
+  return module.starts_with(layers) ? module.substr(module.find('.', layers.size()) + 1) : module;
+}
+
 // Names of modules as peft matches them by their ends: short, where every module of the model with this end is chosen.
-std::vector<std::string> short_names(const std::vector<std::string>& all, const std::set<std::string>& chosen) {
+template <class Short>
+std::vector<std::string> short_names(const std::vector<std::string>& all, const std::set<std::string>& chosen,
+                                     Short short_of) {
   std::map<std::string, bool> whole;
   for (const std::string& module : all) {
-    const auto [found, added] = whole.emplace(last_part(module), true);
+    const auto [found, added] = whole.emplace(short_of(module), true);
     found->second = found->second && chosen.contains(module);
   }
   std::set<std::string> names;
-  for (const std::string& module : chosen) names.insert(whole.at(last_part(module)) ? last_part(module) : module);
+  for (const std::string& module : chosen) names.insert(whole.at(short_of(module)) ? short_of(module) : module);
   return {names.begin(), names.end()};
+}
+
+// Whether peft adapts the module by its parameter, as target_parameters: experts and routers always, which are no
+// linear layers in transformers; in families with experts also others with these names, because peft reads them in
+// target_modules as names of experts.
+bool is_parameter(const ModelShape& shape, const std::string& module) {
+  static const std::set<std::string> names = {"gate", "gate_proj", "up_proj", "down_proj"};
+  const bool experts = shape.experts > 0,
+             router = experts && module_name(module).ends_with(module_name(shape.names.router));
+  if (module.find(".experts.") != module.npos || router) return true;
+  return (experts || shape.has_states()) && names.contains(last_part(module));
+}
+
+void write_targets(Json& config, const ModelShape& shape, const std::set<std::string>& adapted) {
+  std::vector<std::string> modules, parameters;
+  for (const std::string& module : adaptable_modules(shape))
+    (is_parameter(shape, module) ? parameters : modules).push_back(module);
+  std::set<std::string> of_modules, of_parameters;
+  for (const std::string& module : adapted) (is_parameter(shape, module) ? of_parameters : of_modules).insert(module);
+  std::vector<std::string> names = short_names(parameters, of_parameters, without_layer);
+  for (std::string& name : names)
+    if (name.find("experts.") == name.npos || name.find("shared_experts.") != name.npos) name += ".weight";
+  if (!names.empty()) config["target_parameters"] = names;
+  config["target_modules"] = short_names(modules, of_modules, last_part);
 }
 
 }  // namespace
@@ -45,14 +79,9 @@ void write_adapter_directory(const fs::path& target, const ModelShape& shape, co
                              const ParameterTable& table, DType from, const ParameterValues& values, DType to) {
   if (::mkdir(target.c_str(), 0777) != 0 && errno != EEXIST) throw_output_error(target, "create this directory", errno);
   std::set<std::string> adapted, whole;
-  std::vector<TensorSpec> specs;
-  for (const Parameter& p : table.parameters()) {
-    specs.push_back({peft_name(p.name), tensor_type_of(to), p.shape});
-    if (p.low_rank)
-      adapted.insert(without(without(p.name, ".lora_A.weight"), ".lora_B.weight"));
-    else
-      whole.insert(without(without(p.name, ".weight"), ".bias"));
-  }
+  for (const AdapterPart& part : adapter_parts(shape)) adapted.insert(part.module);
+  for (const Parameter& p : table.parameters())
+    if (!p.low_rank) whole.insert(without(without(p.name, ".weight"), ".bias"));
   const AdapterShape& adapter = shape.trained.adapter;
   Json config;
   config["peft_type"] = "LORA";
@@ -69,21 +98,64 @@ void write_adapter_directory(const fs::path& target, const ModelShape& shape, co
   config["bias"] = "none";
   config["fan_in_fan_out"] = false;
   config["init_lora_weights"] = true;
-  config["target_modules"] = short_names(adaptable_modules(shape), adapted);
+  write_targets(config, shape, adapted);
   config["modules_to_save"] = whole.empty() ? Json() : Json(std::vector<std::string>(whole.begin(), whole.end()));
   write_json_file(target / "adapter_config.json", config);
 
   OutputFile output(target / "adapter_model.safetensors");
-  SafetensorsWriter writer(output, specs, {{"format", "pt"}});
-  std::vector<std::byte> converted;
-  for (const Parameter& p : table.parameters()) {
-    const auto* const own = static_cast<const std::byte*>(values(p));
-    converted.resize(static_cast<std::size_t>(p.count * bytes_of(to)));
-    convert_values(tensor_type_of(from), own, to, converted.data(), p.count);
-    writer.append(converted.data(), p.count * bytes_of(to));
-  }
+  const AdapterTensors tensors(&shape, table, kPrefix);
+  SafetensorsWriter writer(output, tensors.specs(to), {{"format", "pt"}});
+  tensors.append(writer, from, values, to);
   writer.finish();
   output.close_synced();
+}
+
+AdapterTensors::AdapterTensors(const ModelShape* shape, const ParameterTable& table, std::string prefix)
+    : table_(table), prefix_(std::move(prefix)) {
+  if (shape != nullptr) places_ = adapter_places(*shape);
+  for (const auto& [name, place] : places_) ++parts_[place.tensor];
+}
+
+template <class Visit>
+void AdapterTensors::for_each(Visit visit) const {
+  std::map<std::string, std::int64_t> done;
+  for (const Parameter& p : table_.parameters()) {
+    const auto found = places_.find(p.name);
+    const AdapterPlace* const place = found == places_.end() ? nullptr : &found->second;
+    visit(p, place, place == nullptr || ++done[place->tensor] == parts_.at(place->tensor));
+  }
+}
+
+std::vector<TensorSpec> AdapterTensors::specs(DType dtype) const {
+  std::vector<TensorSpec> out;
+  for_each([&](const Parameter& p, const AdapterPlace* place, bool complete) {
+    if (!complete) return;
+    out.push_back({prefix_ + (place == nullptr ? p.name : place->tensor), tensor_type_of(dtype), p.shape});
+    if (place != nullptr) out.back().shape = {place->tensor_rows, place->tensor_columns};
+  });
+  return out;
+}
+
+void AdapterTensors::append(SafetensorsWriter& writer, DType from, const ParameterValues& values, DType to) const {
+  std::map<std::string, std::vector<std::byte>> joined;
+  std::vector<std::byte> converted;
+  const std::int64_t bytes = bytes_of(to);
+  for_each([&](const Parameter& p, const AdapterPlace* place, bool complete) {
+    const auto* const own = static_cast<const std::byte*>(values(p));
+    converted.resize(static_cast<std::size_t>(p.count * bytes));
+    convert_values(tensor_type_of(from), own, to, converted.data(), p.count);
+    if (place == nullptr || place->is_tensor()) return writer.append(converted.data(), p.count * bytes);
+    std::vector<std::byte>& tensor = joined[place->tensor];
+    tensor.resize(static_cast<std::size_t>(place->tensor_rows * place->tensor_columns * bytes));
+    const std::int64_t run = place->column_step == 1 ? place->columns : 1;  // neighbours in both
+    const std::byte* next = converted.data();
+    for (std::int64_t i = 0; i < place->rows; ++i)
+      for (std::int64_t j = 0; j < place->columns; j += run, next += run * bytes)
+        std::copy(next, next + run * bytes, tensor.begin() + place->at(i, j) * bytes);
+    if (!complete) return;
+    writer.append(tensor.data(), static_cast<std::int64_t>(tensor.size()));
+    joined.erase(place->tensor);
+  });
 }
 
 }  // namespace espalier

@@ -17,6 +17,7 @@
 
 #include "espalier/base/atomic_file.h"
 #include "espalier/base/error.h"
+#include "espalier/checkpoint/adapter.h"
 #include "espalier/checkpoint/convert.h"
 #include "espalier/checkpoint/half_block_names.h"
 #include "espalier/checkpoint/json_file.h"
@@ -354,15 +355,15 @@ void write_named_tensors(const fs::path& file, const ParameterTable& table, DTyp
 }
 
 void write_named_tensors(const fs::path& file, const std::vector<NamedTensors>& models, DType dtype) {
+  std::vector<AdapterTensors> tensors;
   std::vector<TensorSpec> specs;
-  for (const NamedTensors& model : models)
-    for (const Parameter& parameter : model.table.parameters())
-      specs.push_back({model.prefix + parameter.name, tensor_type_of(dtype), parameter.shape});
+  for (const NamedTensors& model : models) {
+    const AdapterTensors& added = tensors.emplace_back(model.adapters, model.table, model.prefix);
+    for (TensorSpec& spec : added.specs(dtype)) specs.push_back(std::move(spec));
+  }
   AtomicFile output(file);
   SafetensorsWriter writer(output.output(), specs);
-  for (const NamedTensors& model : models)
-    for (const Parameter& parameter : model.table.parameters())
-      writer.append(model.values(parameter), parameter.count * bytes_of(dtype));
+  for (std::size_t i = 0; i < models.size(); ++i) tensors[i].append(writer, dtype, models[i].values, dtype);
   writer.finish();
   output.commit();
 }

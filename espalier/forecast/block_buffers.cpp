@@ -36,6 +36,27 @@ const AdaptedLayer& adapted(const BlockShape& b) { return b.shape.trained.adapte
 // Whether router logits are wider than rows.
 bool wide_router(const BlockShape& b) { return b.shape.router.wide && b.bytes.activation != b.bytes.accumulator; }
 
+// Beside wide logits A and B are widened, too.
+std::int64_t router_low_rank_bytes(const BlockShape& b, std::int64_t rows) {
+  if (!wide_router(b)) return low_rank_bytes(b, rows);
+  const std::int64_t r = b.shape.trained.adapter.rank, bytes = b.bytes.accumulator;
+  return arena_bytes(r * b.shape.hidden * bytes) + arena_bytes(b.shape.experts * r * bytes) +
+         arena_bytes(rows * r * bytes);
+}
+
+bool adapts_keys_values(const BlockShape& b) {
+  return adapted(b).key || adapted(b).value || adapted(b).key_value_latent;
+}
+bool adapts_queries(const BlockShape& b) { return adapted(b).query || adapted(b).query_latent; }
+
+// The same for experts and the shared expert.
+template <class Stage>
+BufferList::Place add_expert_low_rank(BufferList& list, const BlockShape& b, std::int64_t rows, Stage first,
+                                      Stage last) {
+  if (!adapted(b).experts() && !adapted(b).shared()) return {};
+  return list.add("rows of low rank", rows, b.shape.trained.adapter.rank, kActivation, first, last);
+}
+
 std::int64_t mlp_backward_bytes(const BlockShape& b, const BlockRows& rows) {
   if (!rows.mlp) return 0;
   return rows.experts ? ExpertBackwardBuffers(b, rows.continuing).peak()
@@ -159,6 +180,9 @@ ExpertForwardBuffers::ExpertForwardBuffers(const BlockShape& b, std::int64_t row
   }
   if (with_output) sum_RM = add("sum over experts", rows, M, kAccumulator, Stage::experts, Stage::shared);
   expert_rows_RM = add("rows of an expert", rows, M, kActivation, Stage::experts, Stage::shared);
+  low_rank_Rr = add_expert_low_rank(*this, b, rows, Stage::experts, Stage::shared);
+  if (adapted(b).router) nest(Stage::router, router_low_rank_bytes(b, rows));
+  if (adapted(b).shared_expert_gate) nest(Stage::shared, low_rank_bytes(b, rows));
   if (with_output) act_RF = add("activation of an expert", rows, b.shape.expert_inner, kActivation, Stage::experts);
   if (with_output && b.shape.shared_expert.inner > 0)
     shared_act_RF =
@@ -175,6 +199,9 @@ ExpertBackwardBuffers::ExpertBackwardBuffers(const BlockShape& b, std::int64_t r
     grad_shared_weight_R1 =
         add("gradient of the shared expert's weights", rows, 1, kAccumulator, Stage::experts, Stage::router);
   expert_rows_RM = add("rows of an expert", rows, M, kActivation, Stage::experts, Stage::shared);
+  low_rank_Rr = add_expert_low_rank(*this, b, rows, Stage::experts, Stage::shared);
+  if (adapted(b).router) nest(Stage::router, router_low_rank_bytes(b, rows));
+  if (adapted(b).shared_expert_gate) nest(Stage::router, low_rank_bytes(b, rows));
   act_RF = add("activation of an expert", rows, F, kActivation, Stage::experts);
   grad_gate_up_RW =
       add("gradient of gate and up of an expert", rows, b.shape.gate_up_width(F), kActivation, Stage::experts);
@@ -195,7 +222,8 @@ ExpertBackwardBuffers::ExpertBackwardBuffers(const BlockShape& b, std::int64_t r
   }
   if (!shared.gate) return;
   grad_shared_logit_R1 = add("gradient of logits of the shared expert's gate", rows, 1, kActivation, Stage::router);
-  shared_gate_product = add_product(*this, b, "product for the shared expert's gate", 1, M, Stage::router);
+  shared_gate_product = add_product(*this, b, "product for the shared expert's gate",
+                                    adapted(b).shared_expert_gate ? b.shape.trained.adapter.rank : 1, M, Stage::router);
 }
 
 LayerForwardBuffers::LayerForwardBuffers(const BlockShape& b, const BlockRows& rows, bool with_output)
@@ -216,8 +244,8 @@ LayerForwardBuffers::LayerForwardBuffers(const BlockShape& b, const BlockRows& r
   }
   if (rows.narrow) residual_RM = add("stream of outputs", R, M, kActivation, Stage::residual);
   if (b.finishes_branch()) branch_RM = add("addition to the stream", R, M, kActivation, Stage::residual);
-  if (adapted(b).key || adapted(b).value) nest(Stage::projection, low_rank_bytes(b, T));
-  if (adapted(b).query) nest(Stage::projection, low_rank_bytes(b, R));
+  if (adapts_keys_values(b)) nest(Stage::projection, low_rank_bytes(b, T));
+  if (adapts_queries(b)) nest(Stage::projection, low_rank_bytes(b, R));
   if (adapted(b).output) nest(Stage::residual, low_rank_bytes(b, R));
   nest(Stage::mlp, mlp_forward_bytes(b, rows, with_output));
   if (rows.ranks > 1)
@@ -273,9 +301,9 @@ LayerBackwardBuffers::LayerBackwardBuffers(const BlockShape& b, const BlockRows&
   }
   if (R > 0 && rows.narrow) query_part_RM = add("gradient of normalised outputs", R, M, kActivation, Stage::input);
   for (const Stage stage : {Stage::key_value, Stage::input})
-    if (adapted(b).key || adapted(b).value) nest(stage, low_rank_bytes(b, T));
+    if (adapts_keys_values(b)) nest(stage, low_rank_bytes(b, T));
   for (const Stage stage : {Stage::query, Stage::input})
-    if (adapted(b).query) nest(stage, low_rank_bytes(b, R));
+    if (adapts_queries(b)) nest(stage, low_rank_bytes(b, R));
   if (adapted(b).output) nest(Stage::output, low_rank_bytes(b, R));
   if (rows.ranks > 1)
     nest(Stage::attention, DividedBackwardBuffers(b, RowShares(T * rows.ranks, rows.ranks), true).peak());
@@ -287,6 +315,8 @@ DeltaForwardBuffers::DeltaForwardBuffers(const BlockShape& b, const BlockRows& r
   states_FN = add("states at forks", rows.forks, b.shape.delta_rule.state(), kAccumulator, Stage::rows);
   gated_TV = add("gated rows", T, V, kActivation, Stage::output);
   if (b.finishes_branch()) branch_RM = add("addition to the stream", R, M, kActivation, Stage::output);
+  if (adapted(b).projects()) nest(Stage::projection, low_rank_bytes(b, T));
+  if (adapted(b).state_output) nest(Stage::output, low_rank_bytes(b, R));
   if (!rows.narrow) return;
   gated_RV = add("gated rows of outputs", R, V, kActivation, Stage::output);
   residual_RM = add("stream of outputs", R, M, kActivation, Stage::output);
@@ -308,6 +338,8 @@ DeltaBackwardBuffers::DeltaBackwardBuffers(const BlockShape& b, const BlockRows&
   grad_states_FN = add("gradients of states at forks", rows.forks, s.state(), kAccumulator, Stage::rows);
   normed_TM = add("normalised rows", T, M, kActivation, Stage::input);
   projected_product = add_product(*this, b, "product for projected rows", s.projected(), M, Stage::input);
+  if (adapted(b).projects()) nest(Stage::input, low_rank_bytes(b, T));
+  if (adapted(b).state_output) nest(Stage::output, low_rank_bytes(b, R));
 }
 
 std::int64_t layer_forward_bytes(const BlockShape& b, const BlockRows& rows, bool with_output) {
@@ -369,6 +401,14 @@ HeadBuffers::HeadBuffers(ElementBytes bytes, std::int64_t outputs, std::int64_t 
   if (outputs == 0) return;
   const std::size_t blocks = with_gradients && way.ahead && outputs > block_rows ? 2 : 1;
   for (std::size_t i = 0; i < blocks; ++i) rooms[i].logits_BV = add("logits", block_rows, vocabulary, kAccumulator);
+  if (way.rank > 0) {
+    low_rank_Br = add("hidden rows of low rank", block_rows, way.rank, kAccumulator);
+    if (bytes.activation != bytes.accumulator) {
+      low_rank_hidden_BM = add("widened hidden rows for the adapter", block_rows, width, kAccumulator);
+      low_rank_a_rM = add("widened A", way.rank, width, kAccumulator);
+      low_rank_b_Vr = add("widened B", vocabulary, way.rank, kAccumulator);
+    }
+  }
   if (bytes.activation == bytes.accumulator || (way.writes_sums && !with_gradients)) return;
   if (way.writes_sums) {
     grad_logits_BV = add("narrowed gradient of logits", block_rows, vocabulary, kActivation);

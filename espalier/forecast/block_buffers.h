@@ -106,7 +106,7 @@ struct DenseBackwardBuffers : BufferList {
 struct ExpertForwardBuffers : BufferList {
   enum class Stage { router, experts, shared };
   ExpertForwardBuffers(const BlockShape& block, std::int64_t rows, bool with_output);
-  Place normed_RM, sum_RM, expert_rows_RM, act_RF, shared_act_RF;
+  Place normed_RM, sum_RM, expert_rows_RM, act_RF, shared_act_RF, low_rank_Rr;
   Place wide_normed_RM, wide_router_EM;  // where logits are wider than rows (RouterKind::wide)
 };
 
@@ -114,7 +114,7 @@ struct ExpertBackwardBuffers : BufferList {
   enum class Stage { experts, shared, router };
   ExpertBackwardBuffers(const BlockShape& block, std::int64_t rows);
   Place normed_RM, grad_weight_RK, grad_normed_sum_RM;
-  Place expert_rows_RM, act_RF, grad_gate_up_RW, expert_product;
+  Place expert_rows_RM, act_RF, grad_gate_up_RW, expert_product, low_rank_Rr;
   Place shared_act_RF, grad_shared_gate_up_RW, shared_product, grad_shared_weight_R1;
   Place grad_logits_RE, router_product, grad_shared_logit_R1, shared_gate_product;
   Place wide_normed_RM, wide_router_EM;
@@ -191,6 +191,7 @@ struct DecoderBackwardBuffers : BufferList {
 struct HeadWay {
   bool ahead = false;        // the next block computes while the host reads this block's log-probs
   bool writes_sums = false;  // its products write sums (ops/products.h)
+  std::int64_t rank = 0;     // of the head's adapter; 0: none
 };
 
 // The head's block of logits. If the run's dtype is narrower than its sums, hidden rows and a run of the vocabulary's
@@ -208,6 +209,8 @@ struct HeadBuffers : BufferList {
   std::int64_t block_rows, vocabulary_run;  // rows with logits at once; rows of the vocabulary widened at once
   std::array<Room, 2> rooms;
   Place weight_run_NM, grad_logits_BV, grad_hidden_BM;
+  // The adapter's products are those of accumulators: rows, A and B are widened where they are narrower.
+  Place low_rank_Br, low_rank_hidden_BM, low_rank_a_rM, low_rank_b_Vr;
 };
 
 }  // namespace espalier

@@ -66,13 +66,20 @@ double state_backward(const DeltaRuleShape& s) {
   return 1 + blocks / state_flops(s);
 }
 
-// Elements of a layer's adapters, by the rows that they are computed for.
-struct LowRank {
-  std::int64_t all_rows, continuing_rows;
+// Elements of a layer's adapters, by the rows that they are computed for; an A as often as it is read.
+struct AdapterWork {
+  std::int64_t all_rows, continuing_rows, experts;
 };
-LowRank low_rank_of(const LayerParameters& p) {
-  const std::int64_t key_value = p.key.low_rank() + p.value.low_rank();
-  return {key_value, p.low_rank() - key_value};
+AdapterWork adapter_work(const LayerParameters& p, std::int64_t experts_per_token) {
+  std::int64_t all_rows = p.key.low_rank() + p.value.low_rank() + p.key_value_latent.low_rank();
+  for (const ProjectionShape& projected : p.projected) all_rows += projected.low_rank();
+  const std::int64_t continuing = p.low_rank() - all_rows;
+  if (p.key.shares_a) all_rows += p.key.rank * p.key.in.size;  // once for queries, once for keys and values
+  if (p.key_value_latent.rank > 0) all_rows += p.key_value_latent.rank * p.key_value_latent.in.size;  // and shared keys
+  return {all_rows, continuing, experts_per_token * p.expert_low_rank()};
+}
+double head_low_rank(const ModelShape& s, const Work& work) {
+  return 2 * static_cast<double>(work.outputs) * static_cast<double>(adapted_head(s).low_rank());
 }
 
 }  // namespace
@@ -102,7 +109,7 @@ Flops layer_flops(const ModelShape& s, std::int64_t layer, const Work& work, con
     return 2 * static_cast<double>(rows) * factor * static_cast<double>(weights);
   };
   const LayerParameters p = adapted_parameters(s, layer);
-  const LowRank adapters = low_rank_of(p);
+  const AdapterWork adapters = adapter_work(p, s.experts_per_token);
   Flops flops;
   flops.layers = product(work.rows, times.key_value, p.key.weights() + p.value.weights() + p.projected_weights()) +
                  product(work.rows, times.key_value_latent, p.key_value_latent.weights()) +
@@ -116,7 +123,8 @@ Flops layer_flops(const ModelShape& s, std::int64_t layer, const Work& work, con
   if (p.experts == 0)
     flops.layers += mlp;
   else
-    flops.experts = static_cast<double>(s.experts_per_token) * mlp;
+    flops.experts =
+        static_cast<double>(s.experts_per_token) * mlp + product(work.outputs, times.low_rank, adapters.experts);
   flops.layers += product(work.outputs, times.router, p.router.weights()) +
                   product(work.outputs, times.shared_gate_up, p.shared_gate.weights() + p.shared_up.weights()) +
                   product(work.outputs, times.shared_down, p.shared_down.weights()) +
@@ -134,7 +142,8 @@ Flops forward_flops(const ModelShape& s, const Work& work, bool all_rows_choose)
   if (s.has_states()) {
     Flops flops = sum_of_layers(s, 0, work, all_rows_choose,
                                 [&](std::int64_t layer, const Work& rows) { return layer_flops(s, layer, rows, {}); });
-    flops.head = 2 * static_cast<double>(work.outputs * s.hidden) * static_cast<double>(s.head_width());
+    flops.head =
+        2 * static_cast<double>(work.outputs * s.hidden) * static_cast<double>(s.head_width()) + head_low_rank(s, work);
     return flops;
   }
   const bool experts_last = s.has_experts(s.layers - 1), wide = all_rows_choose && experts_last;
@@ -149,14 +158,16 @@ Flops forward_flops(const ModelShape& s, const Work& work, bool all_rows_choose)
       (T * (full * w.query_output + (full + 1) * w.key_value + mlp.dense * w.dense_mlp + mlp.experts * beside_experts) +
        R * (w.query_output + last_mlp));
   flops.experts = 2 * (T * mlp.experts + (experts_last ? R : 0)) * w.experts;
-  flops.head = 2 * O * static_cast<double>(s.hidden) * static_cast<double>(s.head_width());
+  flops.head = 2 * O * static_cast<double>(s.hidden) * static_cast<double>(s.head_width()) + head_low_rank(s, work);
   flops.attention =
       pair_flops(s) * (pairs_of_full_layers(s, work) +
                        static_cast<double>(output_pairs_of(s, s.layers - 1, wide ? with_all_outputs(work) : work)));
   for (std::int64_t layer = 0; s.trained.adapter.rank > 0 && layer < s.layers; ++layer) {
-    const LowRank adapters = low_rank_of(adapted_parameters(s, layer));
-    flops.layers += 2 * (T * static_cast<double>(adapters.all_rows) +
-                         (layer + 1 < s.layers ? T : R) * static_cast<double>(adapters.continuing_rows));
+    const AdapterWork adapters = adapter_work(adapted_parameters(s, layer), s.experts_per_token);
+    const double continuing = layer + 1 < s.layers ? T : R;
+    flops.layers +=
+        2 * (T * static_cast<double>(adapters.all_rows) + continuing * static_cast<double>(adapters.continuing_rows));
+    flops.experts += 2 * continuing * static_cast<double>(adapters.experts);
   }
   return flops;
 }
@@ -194,7 +205,9 @@ Flops backward_flops(const ModelShape& shape, const Work& work, bool all_rows_ch
                                 [&](std::int64_t layer, const Work& rows) {
                                   return layer_flops(shape, layer, rows, backward_times(shape, trains(layer)));
                                 });
-    flops.head = (shape.trained.head ? 2 : 1) * forward_flops(shape, work, all_rows_choose).head;
+    const double low_rank = head_low_rank(shape, work);
+    flops.head =
+        (shape.trained.head ? 2 : 1) * (forward_flops(shape, work, all_rows_choose).head - low_rank) + 3 * low_rank;
     return flops;
   }
   Flops flops = forward_flops(shape, work, all_rows_choose);

@@ -188,7 +188,10 @@ std::int64_t ActivationBytes::head(const Work& work, bool with_gradient) const {
 
 HeadBuffers ActivationBytes::head_buffers(std::int64_t outputs, bool with_gradient) const {
   const DeviceTraits& device = setting_.device;
-  const HeadWay way{.ahead = device.cuda || device.queued, .writes_sums = device.cuda || device.writes_sums};
+  const AdapterShape& adapter = shape_.trained.adapter;
+  const HeadWay way{.ahead = device.cuda || device.queued,
+                    .writes_sums = device.cuda || device.writes_sums,
+                    .rank = adapter.head ? adapter.rank : 0};
   return {element_bytes(dtype_), outputs, shape_.vocabulary, shape_.hidden, with_gradient, way};
 }
 

@@ -576,7 +576,7 @@ std::vector<TokenChoice> Generation::choose(const at::Tensor& hidden_OM, const A
         drawn_2N.select(0, 0).narrow(0, begin, tokens), drawn_2N.select(0, 1).narrow(0, begin, tokens));
   };
   const VocabularyPart part{decoder_.local().vocabulary().begin, decoder_.shape().vocabulary, decoder_.mesh().tp,
-                            decoder_.logits()};
+                            decoder_.logits(), decoder_.weights().head_low_rank};
   for_each_logits(hidden_OM, decoder_.weights().head_VM, part, visit, arena_);
   const at::Tensor on_host = device.to_host(drawn_2N);
   const auto drawn = host_values<const double>(on_host);

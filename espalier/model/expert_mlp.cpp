@@ -44,12 +44,30 @@ struct WideRouter {
   }
 };
 
+// The router's adapters in the dtype of wide logits: visit(i, adapter, room of low rank).
+void for_each_wide_adapter(const LayerContext& c, const WideRouter& wide, auto&& visit) {
+  for (std::size_t i = 0; i < c.weights.router.low_rank.size(); ++i) {
+    const LowRank& narrow = c.weights.router.low_rank[i];
+    const ArenaScope scope(c.arena);
+    const auto widened = [&](const at::Tensor& x) {
+      const at::Tensor out = c.arena.take(x.sizes(), wide.normed_RM.scalar_type());
+      c.ops.convert(x, out);
+      return out;
+    };
+    const LowRank adapter{widened(narrow.a_rK), widened(narrow.b_Nr), narrow.first, narrow.scale};
+    visit(i, adapter, c.arena.take({wide.normed_RM.size(0), adapter.a_rK.size(0)}, wide.normed_RM.scalar_type()));
+  }
+}
+
 void router_logits(const LayerContext& c, const at::Tensor& normed_RM, const WideRouter& wide,
                    const at::Tensor& logits_RE) {
   if (!wide.used()) return c.products.linear(logits_RE, normed_RM, c.weights.router);
   wide.fill(c, normed_RM);
   const TimedPart timed(c.timer, part::kProducts);
   c.ops.linear(logits_RE, wide.normed_RM, wide.weight_EM, at::Tensor());
+  for_each_wide_adapter(c, wide, [&](std::size_t, const LowRank& adapter, const at::Tensor& room) {
+    LowRankProducts(c.ops, c.ops.scale).add(logits_RE, wide.normed_RM, adapter, room);
+  });
 }
 
 // From dL/dlogits: adds the gradient of the router's weight, and dL/dx to what is wide enough for it.
@@ -60,6 +78,11 @@ void add_wide_router_backward(const LayerContext& c, const at::Tensor& grad_logi
   if (grads.weight.defined())
     c.ops.add_linear_grad_weight(grads.weight, at::Tensor(), grad_logits_RE, wide.normed_RM, at::Tensor());
   c.ops.add_linear_grad_input(grad_normed_sum_RM, grad_logits_RE, wide.weight_EM);
+  for_each_wide_adapter(c, wide, [&](std::size_t i, const LowRank& adapter, const at::Tensor& room) {
+    const LowRankProducts products(c.ops, c.ops.scale);
+    products.add_grad_weight(grads.low_rank[i], grad_logits_RE, wide.normed_RM, adapter, room, at::Tensor());
+    products.add_grad_input(grad_normed_sum_RM, grad_logits_RE, adapter, room);
+  });
 }
 
 // dL/dlogits from dL/dw and the router losses.
@@ -72,6 +95,10 @@ void router_backward(const LayerContext& c, const LayerSaved& saved, const at::T
                         grad_logits_RE, penalised ? c.penalties->value_L2.select(0, l) : at::Tensor());
 }
 
+LowRank of_one_expert(const LowRank& pair) {
+  return {pair.a_rK.unsqueeze(0), pair.b_Nr.unsqueeze(0), pair.first, pair.scale};
+}
+
 // Gate, up and down of the shared expert, as the experts of a layer that has one. Of `views`, which are the weights or
 // their gradients.
 ExpertWeights shared_expert_of(const LayerContext& c, const LayerViews& views) {
@@ -79,6 +106,8 @@ ExpertWeights shared_expert_of(const LayerContext& c, const LayerViews& views) {
   out.activation = c.shape.activation;
   if (const at::Tensor& weight = views.shared_gate_up.weight; weight.defined()) out.gate_up_EWM = weight.unsqueeze(0);
   if (const at::Tensor& weight = views.shared_down.weight; weight.defined()) out.down_EMF = weight.unsqueeze(0);
+  for (const LowRank& pair : views.shared_gate_up.low_rank) out.gate_up_low_rank.push_back(of_one_expert(pair));
+  for (const LowRank& pair : views.shared_down.low_rank) out.down_low_rank.push_back(of_one_expert(pair));
   return out;
 }
 
@@ -150,12 +179,14 @@ void expert_mlp_forward(const LayerContext& c, LayerSaved& saved, const at::Tens
   c.ops.choose_experts(saved.router_logits_RE, given_experts(c), rule_of(c), saved.router_choice_RK,
                        saved.router_weight_RK);
   if (sum_RM.defined()) c.ops.zero(sum_RM);
-  expert_products(c.mesh).add_forward(c, saved, normed_RM, sum_RM,
-                                      {held[declared.expert_rows_RM], held[declared.act_RF], {}, {}});
+  expert_products(c.mesh).add_forward(
+      c, saved, normed_RM, sum_RM,
+      {held[declared.expert_rows_RM], held[declared.act_RF], {}, {}, held[declared.low_rank_Rr]});
   if (c.shape.shared_expert.inner > 0) {
     held.enter(Stage::shared);
-    add_shared_forward(c, saved, normed_RM, sum_RM,
-                       {held[declared.expert_rows_RM], held[declared.shared_act_RF], {}, {}});
+    add_shared_forward(
+        c, saved, normed_RM, sum_RM,
+        {held[declared.expert_rows_RM], held[declared.shared_act_RF], {}, {}, held[declared.low_rank_Rr]});
   }
   if (!sum_RM.defined()) return;
   c.mesh.tp.add_over_ranks(sum_RM);
@@ -174,16 +205,18 @@ void add_expert_mlp_backward(const LayerContext& c, LayerSaved& saved, const at:
   const at::Tensor& grad_normed_sum_RM = held[declared.grad_normed_sum_RM];
   c.ops.zero(grad_normed_sum_RM);
   c.ops.zero(grad_weight_RK);
-  expert_products(c.mesh).add_backward(c, saved, normed_RM, grad_stream_RM, grads, {grad_normed_sum_RM, grad_weight_RK},
-                                       {held[declared.expert_rows_RM], held[declared.act_RF],
-                                        held[declared.grad_gate_up_RW], held[declared.expert_product]});
+  expert_products(c.mesh).add_backward(
+      c, saved, normed_RM, grad_stream_RM, grads, {grad_normed_sum_RM, grad_weight_RK},
+      {held[declared.expert_rows_RM], held[declared.act_RF], held[declared.grad_gate_up_RW],
+       held[declared.expert_product], held[declared.low_rank_Rr]});
   const SharedExpert& shared = c.shape.shared_expert;
   const at::Tensor& grad_shared_weight_R1 = held[declared.grad_shared_weight_R1];
   if (shared.inner > 0) {
     held.enter(Stage::shared);
-    add_shared_backward(c, saved, normed_RM, grad_stream_RM, grads, {grad_normed_sum_RM, grad_shared_weight_R1},
-                        {held[declared.expert_rows_RM], held[declared.shared_act_RF],
-                         held[declared.grad_shared_gate_up_RW], held[declared.shared_product]});
+    add_shared_backward(
+        c, saved, normed_RM, grad_stream_RM, grads, {grad_normed_sum_RM, grad_shared_weight_R1},
+        {held[declared.expert_rows_RM], held[declared.shared_act_RF], held[declared.grad_shared_gate_up_RW],
+         held[declared.shared_product], held[declared.low_rank_Rr]});
   }
   c.mesh.tp.add_over_ranks(grad_normed_sum_RM);
   c.mesh.tp.add_over_ranks(grad_weight_RK);

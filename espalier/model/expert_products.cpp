@@ -11,8 +11,9 @@ namespace {
 // Of `views`, which are the weights or their gradients. Where ranks of tp add their parts of an expert's result, the
 // first of them adds the bias; its gradient is of whole rows and the same on all.
 ExpertWeights weights_of(const LayerContext& c, const LayerViews& views) {
-  ExpertWeights out{views.expert_gate_up_EWM, views.expert_down_EMF, views.expert_gate_up_bias_EW,
-                    views.expert_down_bias_EM, c.shape.activation};
+  ExpertWeights out{views.expert_gate_up_EWM,  views.expert_down_EMF, views.expert_gate_up_bias_EW,
+                    views.expert_down_bias_EM, c.shape.activation,    views.expert_gate_up_low_rank,
+                    views.expert_down_low_rank};
   const bool parts = c.mesh.ep.size() == 1 && c.mesh.tp.rank() > 0;
   if (&views == &c.weights && parts) out.down_bias_EM = at::Tensor();
   return out;
@@ -25,6 +26,8 @@ ExpertScratch take_scratch(const LayerContext& c, const at::Tensor& stream_RM, b
   ExpertScratch scratch;
   scratch.rows_RM = c.arena.take(stream_RM.sizes(), dtype);
   if (with_act) scratch.act_RF = c.arena.take({R, F}, dtype);
+  if (c.weights.expert_gate_up_low_rank.size() + c.weights.expert_down_low_rank.size() > 0)
+    scratch.low_rank_Rr = c.arena.take({R, c.shape.trained.adapter.rank}, dtype);
   if (!with_gradient) return scratch;
   scratch.grad_gate_up_RW = c.arena.take({R, W}, dtype);
   if (c.ops.rounds_weight_gradients(dtype)) scratch.product = c.arena.take({W * c.shape.hidden}, dtype);

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/from_blob.h>
 
+#include <algorithm>
 #include <initializer_list>
 
 #include "espalier/base/error.h"
@@ -33,11 +34,40 @@ class Viewer {
   Projection projection(const std::string& prefix, std::initializer_list<ProjectionShape> joined) const {
     const bool bias = joined.begin()->bias;
     Projection out{ends(prefix, joined, ".weight"), bias ? ends(prefix, joined, ".bias") : at::Tensor(), {}};
-    std::int64_t part = 0;  // all parts that one of several is of have as many outputs
+    out.low_rank = low_rank(prefix, joined);
+    return out;
+  }
+  // The adapters of projections whose outputs stand end to end; those with one A are one.
+  std::vector<LowRank> low_rank(const std::string& prefix, std::initializer_list<ProjectionShape> joined) const {
+    std::vector<LowRank> out;
+    std::int64_t first = 0;
     for (const ProjectionShape& p : joined) {
-      const LowRank pair = adapter(prefix, p);
-      if (pair.b_Nr.defined()) out.low_rank.push_back({pair.a_rK, pair.b_Nr, part * pair.b_Nr.size(0), scale_});
-      ++part;
+      const bool joins = !out.empty() && p.shares_a;
+      const LowRank pair = p.rank > 0 ? adapter(prefix, p) : LowRank();
+      if (pair.defined() && joins) {
+        out.back().b_Nr = range(b_name(prefix, *joined.begin()), b_name(prefix, p),
+                                {out.back().b_Nr.size(0) + pair.b_Nr.size(0), p.rank});
+      } else if (pair.defined()) {
+        out.push_back({pair.a_rK, pair.b_Nr, first, scale_});
+      }
+      first += outputs_of(prefix, p);
+    }
+    return out;
+  }
+  // Of the head, whose rows are divided; undefined where it has none.
+  LowRank low_rank_of_head(const ProjectionShape& head) const {
+    if (head.rank == 0 || holder_of(b_name("", head)) == nullptr) return {};
+    return {one(a_name("", head)), rows(b_name("", head)), 0, scale_};
+  }
+  // The same for all experts of a layer, from the first to the last one's.
+  std::vector<LowRank> low_rank(const std::string& first, const std::string& last,
+                                std::initializer_list<ProjectionShape> joined, std::int64_t experts) const {
+    std::vector<LowRank> out = low_rank(first, joined);
+    const ProjectionShape &begin = *joined.begin(), &end = *(joined.end() - 1);
+    for (LowRank& pair : out) {
+      const std::int64_t r = pair.a_rK.size(0), K = pair.a_rK.size(1), N = pair.b_Nr.size(0);
+      pair.a_rK = range(a_name(first, begin), a_name(last, begin), {experts, r, K});
+      pair.b_Nr = range(b_name(first, begin), b_name(last, end), {experts, N, r});
     }
     return out;
   }
@@ -64,9 +94,21 @@ class Viewer {
   }
 
  private:
+  static std::string a_name(const std::string& prefix, const ProjectionShape& p) {
+    return prefix + (p.joint[0] == '\0' ? p.name : p.joint) + ".lora_A.weight";
+  }
+  static std::string b_name(const std::string& prefix, const ProjectionShape& p) {
+    return prefix + p.name + ".lora_B.weight";
+  }
   LowRank adapter(const std::string& prefix, const ProjectionShape& p) const {
-    if (p.rank == 0) return {};
-    return {one(prefix + p.name + ".lora_A.weight"), one(prefix + p.name + ".lora_B.weight")};
+    return {one(a_name(prefix, p)), one(b_name(prefix, p))};
+  }
+  // This rank's outputs of a projection, whoever holds it; 0 where another stage has it.
+  std::int64_t outputs_of(const std::string& prefix, const ProjectionShape& p) const {
+    for (const char* kind : {".weight", ".lora_B.weight"})
+      for (const FlatParameters& buffer : buffers_)
+        if (const Parameter* const found = buffer.table.find(prefix + p.name + kind)) return found->shape[0];
+    return 0;
   }
 
   const FlatParameters* holder_of(const std::string& name) const {
@@ -125,6 +167,8 @@ void view_experts(const Viewer& viewer, const LocalShape& shape, const LayerPara
     views.expert_gate_up_bias_EW = viewer.range(bias(first, p.gate), bias(last, p.up), {E, 2 * F});
     views.expert_down_bias_EM = viewer.range(bias(first, p.down), bias(last, p.down), {E, M});
   }
+  views.expert_gate_up_low_rank = viewer.low_rank(first, last, {p.gate, p.up}, E);
+  views.expert_down_low_rank = viewer.low_rank(first, last, {p.down}, E);
   if (p.shared_up.weights() == 0) return;
   views.shared_gate_up = p.shared_gate.weights() > 0
                              ? viewer.projection(layer_prefix(layer), {p.shared_gate, p.shared_up})
@@ -137,7 +181,15 @@ void view_experts(const Viewer& viewer, const LocalShape& shape, const LayerPara
 // Rows [first, first + count) of the outputs.
 Projection part_of(const Projection& whole, std::int64_t first, std::int64_t count) {
   const auto rows = [&](const at::Tensor& x) { return x.defined() ? x.narrow(0, first, count) : x; };
-  return {rows(whole.weight), rows(whole.bias), {}};
+  Projection out{rows(whole.weight), rows(whole.bias), {}};
+  for (const LowRank& pair : whole.low_rank) {
+    const std::int64_t begin = std::max(first, pair.first),
+                       end = std::min(first + count, pair.first + pair.b_Nr.size(0));
+    if (begin < end)
+      out.low_rank.push_back(
+          {pair.a_rK, pair.b_Nr.narrow(0, begin - pair.first, end - begin), begin - first, pair.scale});
+  }
+  return out;
 }
 
 void view_latents(const Viewer& viewer, const LatentShape& s, const LayerParameters& p, const std::string& prefix,
@@ -162,6 +214,8 @@ LayerViews view_layer(const Viewer& viewer, const LocalShape& shape, std::int64_
     const std::size_t last = s.mamba ? 0 : s.by_key_head ? 1 : 3;
     views.projected.weight = viewer.range(prefix + p.projected[0].name + ".weight",
                                           prefix + p.projected[last].name + ".weight", {s.projected(), whole.hidden});
+    views.projected.low_rank =
+        viewer.low_rank(prefix, {p.projected[0], p.projected[1], p.projected[2], p.projected[3]});
     views.conv_CK = viewer.range(prefix + p.conv.name, prefix + p.conv.name, {s.channels(), s.kernel});
     views.a_log_H = viewer.one(prefix + p.a_log.name);
     views.dt_bias_H = viewer.one(prefix + p.dt_bias.name);
@@ -216,6 +270,7 @@ ModelViews view_model(std::span<const FlatParameters> buffers, const LocalShape&
   } else {
     views.head_VM =
         shape.whole().tied_head ? views.embedding_VM : viewer.rows(std::string(outer.head.name) + ".weight");
+    views.head_low_rank = viewer.low_rank_of_head(adapted_head(shape.whole()));
   }
   return views;
 }

@@ -14,15 +14,9 @@
 #include <vector>
 
 #include "espalier/model/parameters.h"
+#include "espalier/ops/low_rank.h"
 
 namespace espalier {
-
-// Outputs [first, first + B's rows) += scale (x A^T) B^T.
-struct LowRank {
-  at::Tensor a_rK, b_Nr;
-  std::int64_t first = 0;
-  double scale = 1;
-};
 
 // y = x weight^T + bias, and the adapters of its parts.
 struct Projection {
@@ -57,6 +51,8 @@ struct LayerViews {
   at::Tensor correction_bias_E;            // for the router's choice, accumulator dtype; has no gradient
   Projection shared_gate_up, shared_down;  // of the shared expert, [2*F, M], [M, F]
   Projection shared_expert_gate;           // [1, M]
+  // Adapters of all experts, A [E, r, M] and B [E, 2*F, r]; [E, r, F] and [E, M, r].
+  std::vector<LowRank> expert_gate_up_low_rank, expert_down_low_rank;
 };
 
 struct ModelViews {
@@ -64,6 +60,7 @@ struct ModelViews {
   std::vector<LayerViews> layers;  // this rank's layers
   at::Tensor final_norm_M, final_norm_bias_M;
   at::Tensor head_VM;                // the embedding itself if the head is tied; undefined in a critic
+  LowRank head_low_rank;             // undefined where the head has no adapter
   at::Tensor value_M, value_bias_1;  // a critic's head; undefined elsewhere
 };
 

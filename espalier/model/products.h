@@ -12,11 +12,8 @@
 namespace espalier {
 
 // Time goes to part::kProducts of `timer`, if there is one. Names, arguments and results: ops/products.h; weight and
-// bias are those of a projection. With its adapters, h = s x A^T, u = s dL/dy B:
-//
-//   y += h B^T;  dL/dx += u A;  dA += u^T x;  dB += (dL/dy)^T h
-//
-// h and u [R, r] are computed in the arena when needed, one at a time.
+// bias are those of a projection, whose adapters are included (ops/low_rank.h): h and u [R, r] are computed in the
+// arena when needed, one at a time.
 class Products {
  public:
   Products(const Operations& operations, Timer* timer, Group& tp, Arena& arena)
@@ -36,13 +33,12 @@ class Products {
                               const at::Tensor& x_RK, const at::Tensor& product_NK) const;
 
  private:
-  at::Tensor low_rank_input(const at::Tensor& x_RK, const LowRank& adapter) const;        // h
-  at::Tensor low_rank_gradient(const at::Tensor& grad_RN, const LowRank& adapter) const;  // u
+  LowRankProducts low_rank() const { return {operations_, operations_.scale}; }
+  // Room for h or u of these rows.
+  at::Tensor low_rank_room(const at::Tensor& rows, const LowRank& adapter) const;
   void add_low_rank(const at::Tensor& out_RN, const at::Tensor& x_RK, const Projection& projection) const;
   void add_low_rank_grad_input(const at::Tensor& grad_x_RK, const at::Tensor& grad_RN,
                                const Projection& projection) const;
-  void add_low_rank_grad_weight(const LowRank& grads, const LowRank& adapter, const at::Tensor& grad_RN,
-                                const at::Tensor& x_RK, const at::Tensor& product_NK) const;
 
   const Operations& operations_;
   Timer* timer_;

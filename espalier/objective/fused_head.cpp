@@ -54,6 +54,10 @@ class HeadPass {
   at::Tensor rows_of(BufferList::Place buffer_BV, std::int64_t rows) {
     return held_[buffer_BV].view({-1}).narrow(0, 0, rows * vocabulary_).view({rows, vocabulary_});
   }
+  // The adapter's products of a block, whose logits hold the result of the product or its gradient.
+  void add_low_rank(const Block& block);
+  void add_low_rank_gradients(const Block& block, const at::Tensor& grad_hidden_BM);
+  at::Tensor low_rank_rows(const Block& block);
   // Calls with a run of weight rows in the accumulator type: body(begin, weights, the logits' columns).
   template <class Body>
   void for_each_weight_run(const at::Tensor& logits_BV, Body body);
@@ -61,6 +65,7 @@ class HeadPass {
   const at::Tensor hidden_OM_, weight_VM_;
   Group& tp_;
   const LogitShape shape_;
+  LowRank low_rank_;  // in the accumulator type
   const HeadGradients* out_;
   const Operations& ops_;
   std::int64_t outputs_, vocabulary_, width_;
@@ -75,15 +80,47 @@ HeadPass::HeadPass(const at::Tensor& hidden_OM, const at::Tensor& weight_VM, con
       weight_VM_(weight_VM),
       tp_(part.tp),
       shape_(part.logits),
+      low_rank_(part.low_rank),
       out_(out),
       ops_(arena.device().operations()),
       outputs_(hidden_OM.size(0)),
       vocabulary_(weight_VM.size(0)),
       width_(weight_VM.size(1)),
       declared_(element_bytes(hidden_OM.scalar_type()), outputs_, std::max(vocabulary_, part.largest), width_,
-                out != nullptr, {.ahead = !arena.device().in_host_memory(), .writes_sums = ops_.writes_sums}),
+                out != nullptr,
+                {.ahead = !arena.device().in_host_memory(),
+                 .writes_sums = ops_.writes_sums,
+                 .rank = low_rank_.defined() ? low_rank_.a_rK.size(0) : 0}),
       held_(arena, declared_, hidden_OM.scalar_type()) {
   held_.enter(0);
+  if (outputs_ == 0 || declared_.low_rank_a_rM.index < 0) return;
+  const at::Tensor wide_a = held_[declared_.low_rank_a_rM],
+                   wide_b = held_[declared_.low_rank_b_Vr].narrow(0, 0, vocabulary_);
+  ops_.convert(low_rank_.a_rK, wide_a);
+  ops_.convert(low_rank_.b_Nr, wide_b);
+  low_rank_.a_rK = wide_a, low_rank_.b_Nr = wide_b;
+}
+
+at::Tensor HeadPass::low_rank_rows(const Block& block) {
+  if (declared_.low_rank_hidden_BM.index < 0) return block.hidden_BM;
+  const at::Tensor wide = held_[declared_.low_rank_hidden_BM].narrow(0, 0, block.rows);
+  ops_.convert(hidden_OM_.narrow(0, block.first, block.rows), wide);
+  return wide;
+}
+
+void HeadPass::add_low_rank(const Block& block) {
+  if (!low_rank_.defined()) return;
+  const LowRankProducts products(ops_, ops_.scale);
+  products.add(block.logits_BV, low_rank_rows(block), low_rank_, held_[declared_.low_rank_Br].narrow(0, 0, block.rows));
+}
+
+void HeadPass::add_low_rank_gradients(const Block& block, const at::Tensor& grad_hidden_BM) {
+  if (!low_rank_.defined()) return;
+  const LowRankProducts products(ops_, ops_.scale);
+  const at::Tensor room = held_[declared_.low_rank_Br].narrow(0, 0, block.rows);
+  products.add_grad_input(grad_hidden_BM, block.logits_BV, low_rank_, room);
+  if (out_->low_rank.defined())
+    products.add_grad_weight(out_->low_rank, block.logits_BV, low_rank_rows(block), low_rank_, room, at::Tensor());
 }
 
 template <class Body>
@@ -102,6 +139,7 @@ HeadPass::Block HeadPass::logits_from(std::int64_t first) {
   Block block{first, rows, rows_of(room.logits_BV, rows), hidden_OM_.narrow(0, first, rows)};
   if (!declared_.widens()) {
     ops_.linear(block.logits_BV, block.hidden_BM, weight_VM_, at::Tensor());
+    add_low_rank(block);
     if (!shape_.is_plain()) ops_.shape_logits(shape_, block.logits_BV);
     return block;
   }
@@ -111,6 +149,7 @@ HeadPass::Block HeadPass::logits_from(std::int64_t first) {
   for_each_weight_run(block.logits_BV, [&](std::int64_t, const at::Tensor& weights, const at::Tensor& columns) {
     ops_.linear(columns, block.hidden_BM, weights, at::Tensor());
   });
+  add_low_rank(block);
   if (!shape_.is_plain()) ops_.shape_logits(shape_, block.logits_BV);
   return block;
 }
@@ -130,6 +169,7 @@ void HeadPass::add_gradients(const Block& block) {
     });
   else
     ops_.linear_grad_input(sum, grad_logits, weight_VM_);
+  add_low_rank_gradients(block, sum);
   tp_.add_over_ranks(sum);
   if (summed_apart) ops_.convert(sum, grad_hidden);
   if (out_->grad_weight_VM.defined())

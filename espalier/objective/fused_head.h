@@ -5,7 +5,8 @@
 // of rows at a time ([block, V], in the arena), in the accumulator type (float32; float64 in float64 runs);
 // HeadBuffers (forecast/block_buffers.h) declares all buffers. If the vocabulary is sharded over tp, each rank has
 // the logits of its own V tokens: maxima, sums and targets' logits are exchanged, and the gradients of the hidden
-// rows are summed.
+// rows are summed. With an adapter (ops/low_rank.h) A and B add to the product; their products are those of
+// accumulators.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,6 +19,7 @@
 #include "espalier/device/arena.h"
 #include "espalier/device/control_block.h"
 #include "espalier/ops/head.h"
+#include "espalier/ops/low_rank.h"
 #include "espalier/parallel/mesh.h"
 
 namespace espalier {
@@ -45,6 +47,7 @@ struct VocabularyPart {
   std::int64_t largest = 0;  // rows of the largest part, so that all ranks cut equal blocks; 0: this part
   Group& tp = mesh_of_one().tp;
   LogitShape logits = {};  // changes of the product
+  LowRank low_rank = {};   // the head's adapter, whose B has the rows of the weight; undefined: none
 };
 
 struct HeadProblem {
@@ -57,6 +60,7 @@ struct HeadProblem {
 struct HeadGradients {
   at::Tensor grad_hidden_OM;  // same dtype as hidden, overwritten
   at::Tensor grad_weight_VM;  // accumulator dtype, added to; undefined: the weight has no gradient
+  LowRank low_rank = {};      // the same of the adapter
 };
 
 // Called once per block of rows, in order: given the log-probs and entropies of edges [first, first + n), overwrites

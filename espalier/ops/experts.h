@@ -13,6 +13,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <vector>
+
+#include "espalier/ops/low_rank.h"
 #include "espalier/shape/block_kinds.h"
 
 namespace espalier {
@@ -43,13 +46,18 @@ struct ExpertWeights {
   at::Tensor gate_up_EWM, down_EMF;                    // [E, 2 F, M], [E, M, F]
   at::Tensor gate_up_bias_EW = {}, down_bias_EM = {};  // or undefined
   ActivationRule activation = {};
+  // Adapters of all experts (ops/low_rank.h), their A [E, r, K], B [E, N, r]; on a CPU only.
+  std::vector<LowRank> gate_up_low_rank = {}, down_low_rank = {};
+
+  bool adapted() const { return !gate_up_low_rank.empty() || !down_low_rank.empty(); }
 };
 
 // Scratch of one expert's products; an expert has at most R rows.
 struct ExpertScratch {
   at::Tensor rows_RM, act_RF;
-  at::Tensor grad_gate_up_RW;  // backward only
-  at::Tensor product;          // backward only: elements of the largest weight, where its gradient is rounded first
+  at::Tensor grad_gate_up_RW;   // backward only
+  at::Tensor product;           // backward only: elements of the largest weight, where its gradient is rounded first
+  at::Tensor low_rank_Rr = {};  // with adapters only
 };
 
 struct ExpertOperations {

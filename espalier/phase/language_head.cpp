@@ -19,7 +19,7 @@ LanguageHead::LanguageHead(const Decoder& decoder, std::span<const Rollout> roll
 
 HeadProblem LanguageHead::problem(const HeadWork& work) const {
   const VocabularyPart part{decoder_.local().vocabulary().begin, decoder_.shape().vocabulary, decoder_.mesh().tp,
-                            decoder_.logits()};
+                            decoder_.logits(), decoder_.weights().head_low_rank};
   return {work.normed_OM, decoder_.weights().head_VM, work.input.head_edges, part};
 }
 

@@ -35,7 +35,9 @@ class LanguageHead : public Head {
 
  private:
   HeadProblem problem(const HeadWork& work) const;
-  HeadGradients gradients(const HeadWork& work) const { return {work.grad_normed_OM, gradients_->views().head_VM}; }
+  HeadGradients gradients(const HeadWork& work) const {
+    return {work.grad_normed_OM, gradients_->views().head_VM, gradients_->views().head_low_rank};
+  }
   void keep(std::span<const LossEdge> edges, std::span<const double> logprob, std::span<const double> entropy);
   void score_forward(const HeadWork& work);
   // Merges the scores and derivatives that other ranks of cp computed for the edges of a sharded set.

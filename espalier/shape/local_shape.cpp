@@ -31,6 +31,8 @@ void check(const ModelShape& s, const Degrees& d) {
        "--tp", "few enough ranks that each gets a part of the vocabulary and of the inner width", d.tp);
   need(!(s.qk_norm && s.attention.wide_norm) || d.tp == 1, "--tp",
        "1, as the norms of queries and keys are over all heads", d.tp);
+  if (d.full && s.tied_head && s.trained.adapter.head)
+    throw OptionError({"--shard", "none or optimizer, as the head is the embedding and has an adapter", "full", ""});
   need(d.pp <= s.layers, "--pp", text_of("at most ", s.layers, " layers"), d.pp);
   if (d.ep == 1) return;
   need(s.experts > 0, "--ep", "1, as the model has no experts", d.ep);
@@ -177,7 +179,7 @@ std::optional<Shard> LocalShape::shard(const ParameterShape& parameter) const {
   }
   const bool whole_expert = shard.of_expert && degrees_.ep > 1;
   if (whole_expert) shard.copies = 1;  // the ranks of tp have different ones
-  shard.partial_gradient = shard.copies > 1 && (cut == Cut::kv_heads || parameter.of_heads || parameter.low_rank);
+  shard.partial_gradient = shard.copies > 1 && (cut == Cut::kv_heads || parameter.of_heads || parameter.in_parts);
   const std::int64_t replica = place_.dp * degrees_.cp + place_.cp;
   const bool first_replica = (whole_expert ? (replica * degrees_.tp + place_.tp) / degrees_.ep : replica) == 0;
   const bool here = (whole_expert || place_.tp % shard.copies == 0) && (!embedding || first_stage);

@@ -1,6 +1,7 @@
 // The numbers of a model that decide cost and memory, read from a Hugging Face config.json. No weights, no tensors.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <filesystem>
 #include <limits>
@@ -174,9 +175,17 @@ struct TrainedLayer {
 
 // The projections of a layer that have a LoRA adapter.
 struct AdaptedLayer {
-  bool query = false, key = false, value = false, output = false, gate = false, up = false, down = false;
+  bool query = false, key = false, value = false, output = false;
+  bool query_latent = false, key_value_latent = false;
+  std::array<bool, 4> projected = {};  // of the delta rule or Mamba-2, with state_output
+  bool state_output = false;
+  bool gate = false, up = false, down = false;  // of a dense MLP
+  bool router = false, expert_gate_up = false, expert_down = false;
+  bool shared_gate = false, shared_up = false, shared_down = false, shared_expert_gate = false;
 
-  bool any() const { return query || key || value || output || gate || up || down; }
+  bool projects() const { return projected != std::array<bool, 4>{}; }
+  bool experts() const { return expert_gate_up || expert_down; }
+  bool shared() const { return shared_gate || shared_up || shared_down; }
   bool operator==(const AdaptedLayer&) const = default;
 };
 
@@ -187,6 +196,7 @@ struct AdapterShape {
   bool root_of_rank = false;           // rslora
   std::vector<AdaptedLayer> of_layer;  // one per layer
   AdaptedLayer somewhere;              // in any layer
+  bool head = false;                   // of the language-model head, which may be tied: the look-up has none
 
   double scale() const;
 };

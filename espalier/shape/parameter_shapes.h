@@ -30,8 +30,12 @@ struct ProjectionShape {
   bool bias = false;
   std::int64_t rank = 0;  // of its adapter (AdapterShape): <name>.lora_A.weight, <name>.lora_B.weight; 0: none
   bool of_heads = false;  // each head reads all it gives
+  // The module of transformers that is this projection with its neighbours: they have one A, <joint>.lora_A.weight,
+  // which stands before the first of them, and a B each. "": an A of its own.
+  const char* joint = "";
+  bool shares_a = false;  // not the first of them
 
-  std::int64_t low_rank() const { return rank * (out.size + in.size); }  // elements of the adapter
+  std::int64_t low_rank() const { return rank * (out.size + (shares_a ? 0 : in.size)); }  // elements of the adapter
   std::int64_t weights() const { return out.size * in.size; }
   std::int64_t parameters() const { return weights() + (bias ? out.size : 0); }
 };
@@ -86,8 +90,9 @@ struct LayerParameters {
   // Matrix elements of the MLP or of one expert.
   std::int64_t mlp_weights() const { return gate.weights() + up.weights() + down.weights(); }
   std::int64_t mlp_parameters() const { return gate.parameters() + up.parameters() + down.parameters(); }
-  std::int64_t parameters() const;  // without adapters
-  std::int64_t low_rank() const;    // elements of adapters
+  std::int64_t parameters() const;       // without adapters
+  std::int64_t low_rank() const;         // elements of adapters, without those of experts
+  std::int64_t expert_low_rank() const;  // of one expert
 };
 
 inline void add_delta_rule(const DeltaRuleShape& s, const Side& M, LayerParameters& p) {
@@ -194,10 +199,39 @@ inline LayerParameters layer_parameters(const ModelShape& shape, bool experts, M
   return p;
 }
 
+// Calls visit(projection, whether it has an adapter) for the projections of a layer that can have one. Gate and up of
+// experts are joint.
+template <class Parameters, class Adapted, class Visit>
+void for_each_adaptable(Parameters& p, Adapted& adapted, Visit visit) {
+  visit(p.query_latent, adapted.query_latent);
+  visit(p.key_value_latent, adapted.key_value_latent);
+  visit(p.query, adapted.query);
+  visit(p.key, adapted.key);
+  visit(p.value, adapted.value);
+  for (std::size_t i = 0; i < p.projected.size(); ++i) visit(p.projected[i], adapted.projected[i]);
+  visit(p.output, p.conv.sides.empty() ? adapted.output : adapted.state_output);
+  visit(p.router, adapted.router);
+  visit(p.gate, p.experts > 0 ? adapted.expert_gate_up : adapted.gate);
+  visit(p.up, p.experts > 0 ? adapted.expert_gate_up : adapted.up);
+  visit(p.down, p.experts > 0 ? adapted.expert_down : adapted.down);
+  visit(p.shared_gate, adapted.shared_gate);
+  visit(p.shared_up, adapted.shared_up);
+  visit(p.shared_down, adapted.shared_down);
+  visit(p.shared_expert_gate, adapted.shared_expert_gate);
+}
+
+// Whether the model's parameters are those of transformers' modules, or joint ones. Others have no adapters: halves of
+// blocks (Nemotron-H), and names of files that are not those of modules (Granite 4).
+bool takes_adapters(const ModelShape& shape);
+
+// The parameters of a layer with the modules that transformers joins: what adapters stand beside.
+LayerParameters joined_parameters(const ModelShape& shape, std::int64_t layer);
 // The same with the ranks of the layer's adapters.
 LayerParameters adapted_parameters(const ModelShape& shape, std::int64_t layer);
 
 std::string layer_prefix(std::int64_t layer);  // "model.layers.3."
+// The name of a module in transformers from that in files: Mixtral's block_sparse_moe is mlp there.
+std::string module_name(const std::string& name);
 // "model.layers.3.mlp.experts.7."
 std::string expert_prefix(const ModelShape& shape, std::int64_t layer, std::int64_t expert);
 
@@ -208,6 +242,8 @@ struct OuterParameters {
   ProjectionShape head;  // nothing (0 by M) where it is the embedding
 };
 OuterParameters outer_parameters(const ModelShape& shape);
+// The head as adapters see it: beside a tied head they change the logits alone.
+ProjectionShape adapted_head(const ModelShape& shape);
 
 // One tensor of a file.
 struct ParameterShape {
@@ -217,11 +253,20 @@ struct ParameterShape {
   bool of_heads = false;                 // read by heads: a rank with some of the heads has a part of its gradient
   std::string fused;                     // the tensor of files that it is a part of; "": its own
   bool trains = true;                    // false: the parameter is held and never changes
-  bool low_rank = false;                 // of an adapter: where it is whole a rank of tp has a part of its gradient
+  bool low_rank = false;                 // of an adapter
   bool narrow = false;                   // held, in bfloat16 beside float32 (TrainedParameters::narrow)
   bool mapped = false;                   // narrow, and read in a file (TrainedParameters::mapped_parameters)
   bool nf4 = false;                      // held, in NF4 (TrainedParameters::nf4_parameters)
+  bool in_parts = false;                 // where it is whole, a rank of tp has a part of its gradient
 };
+
+// weight += s b a: names of parameters. Several may have the same a.
+struct AdapterPart {
+  std::string a, b, weight;
+  std::string module;  // of transformers: "model.layers.0.self_attn.q_proj"; "model.layers.0.mlp.experts.down_proj"
+  std::int64_t layer = -1, expert = -1;
+};
+std::vector<AdapterPart> adapter_parts(const ModelShape& shape);
 
 // The parameters of a table, or of a list of units. Held parameters are narrow (in memory or mapped), in NF4, or
 // neither.

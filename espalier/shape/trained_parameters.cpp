@@ -80,6 +80,13 @@ Matcher matcher_of(const std::string& item, const ModelShape& shape) {
   }
 }
 
+// Names with dots between them.
+bool is_dotted(const std::string& item) {
+  std::string names = item;
+  std::erase(names, '.');
+  return is_plain(names);
+}
+
 // At commas outside of brackets.
 std::vector<std::string> split(const std::string& words) {
   std::vector<std::string> items(1);
@@ -120,126 +127,134 @@ void check_products(const ModelShape& shape, const std::vector<bool>& trains) {
   });
 }
 
-constexpr const char* kLowA = ".lora_A.weight";
-
 constexpr const char* kTargets =
-    "all-linear, or a list of names of modules (q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj), or a "
-    "regular expression over whole names of modules";
+    "all-linear, or a list of names of modules (q_proj, v_proj, lm_head, gate, experts, experts.down_proj), or a "
+    "regular "
+    "expression over whole names of modules";
 
 [[noreturn]] void refuse_target(const std::string& got, const std::string& remedy) {
   throw OptionError({"--lora-target", kTargets, got, remedy});
 }
 
-// The projections of a layer that may have an adapter, and where AdaptedLayer notes it.
-struct Slot {
-  ProjectionShape LayerParameters::*projection;
-  bool AdaptedLayer::*adapted;
+// A module that can have an adapter, as transformers calls it.
+struct Adaptable {
+  std::string module;
+  bool linear = true;    // an nn.Linear in a layer: all-linear names it. Others are parameters, or the head
+  bool experts = false;  // of all experts of the layer
 };
-constexpr Slot kSlots[] = {
-    {&LayerParameters::query, &AdaptedLayer::query}, {&LayerParameters::key, &AdaptedLayer::key},
-    {&LayerParameters::value, &AdaptedLayer::value}, {&LayerParameters::output, &AdaptedLayer::output},
-    {&LayerParameters::gate, &AdaptedLayer::gate},   {&LayerParameters::up, &AdaptedLayer::up},
-    {&LayerParameters::down, &AdaptedLayer::down}};
 
-// Calls visit(slot, projection, name of the module) for those of the layer.
-void for_each_slot(const ModelShape& shape, std::int64_t layer, auto&& visit) {
-  const LayerParameters p = layer_parameters(shape, shape.has_experts(layer));
-  for (const Slot& slot : kSlots) {
-    const ProjectionShape& projection = p.*slot.projection;
-    const bool of_expert = p.experts > 0 && (slot.adapted == &AdaptedLayer::gate || slot.adapted == &AdaptedLayer::up ||
-                                             slot.adapted == &AdaptedLayer::down);
-    if (!of_expert && projection.weights() > 0) visit(slot, projection, layer_prefix(layer) + projection.name);
-  }
+// Calls visit(adaptable, projection, adapted) for the projections of a layer that can have an adapter; several of them
+// may be one module. `layer` and `adapted`: those of `number`.
+template <class Adapted, class Visit>
+void for_each_slot(const ModelShape& shape, std::int64_t number, Adapted& adapted, Visit visit) {
+  const LayerParameters p = joined_parameters(shape, number);
+  for_each_adaptable(p, adapted, [&](const ProjectionShape& projection, auto& flag) {
+    if (projection.weights() == 0) return;
+    const bool of_experts = p.experts > 0 && (&projection == &p.gate || &projection == &p.up || &projection == &p.down);
+    const std::string name =
+        of_experts ? std::string(shape.names.experts) + (&projection == &p.down ? ".down_proj" : ".gate_up_proj")
+        : projection.joint[0] == '\0' ? projection.name
+                                      : projection.joint;
+    visit(Adaptable{layer_prefix(number) + module_name(name), !of_experts && &projection != &p.router, of_experts},
+          projection, flag);
+  });
 }
 
-// Whether the item of --lora-target names a module, as peft reads it.
-std::function<bool(const std::string&)> target_of(const std::string& item) {
-  if (item == "all-linear") return [](const std::string&) { return true; };
-  if (is_plain(item))
-    return [item](const std::string& module) { return module == item || module.ends_with("." + item); };
+constexpr const char* kHead = "lm_head";
+
+std::vector<Adaptable> all_adaptable(const ModelShape& shape) {
+  std::vector<Adaptable> out;
+  for (std::int64_t layer = 0; layer < shape.layers; ++layer) {
+    AdaptedLayer any;
+    for_each_slot(shape, layer, any, [&](const Adaptable& one, const ProjectionShape&, bool) {
+      if (std::ranges::find(out, one.module, &Adaptable::module) == out.end()) out.push_back(one);
+    });
+  }
+  if (!shape.value_head) out.push_back({kHead, false});
+  return out;
+}
+
+bool ends_module(const std::string& module, const std::string& item) {
+  return module == item || module.ends_with("." + item);
+}
+
+// Whether the item of --lora-target names a module, as peft reads it. Names reach experts if they say so, as in peft,
+// where a layer's experts are parameters of one module.
+std::function<bool(const Adaptable&)> target_of(const std::string& item) {
+  if (item == "all-linear") return [](const Adaptable& one) { return one.linear; };
+  if (is_dotted(item))
+    return [item](const Adaptable& one) {
+      if (!one.experts) return ends_module(one.module, item);
+      const bool of_all = ends_module(one.module.substr(0, one.module.rfind('.')), item);
+      return of_all || (has_part(item, "experts") && ends_module(one.module, item)) || item == "gate_up_proj";
+    };
   try {
-    return [expression = std::regex(item)](const std::string& module) { return std::regex_match(module, expression); };
+    return [expression = std::regex(item)](const Adaptable& one) { return std::regex_match(one.module, expression); };
   } catch (const std::regex_error& error) {
     refuse_target("'" + item + "', a damaged expression: " + error.what(), "");
   }
 }
 
-// A matrix of the model that the item names and that cannot have an adapter here; empty: there is none. Names do not
-// reach experts, as in peft, where a layer's experts are one parameter.
-std::string named_beside(const ModelShape& shape, const std::string& item, const std::set<std::string>& modules) {
+// A matrix of the model that the item names and that cannot have an adapter here; empty: there is none.
+std::string named_beside(const ModelShape& shape, const std::string& item) {
   if (item == "all-linear") return {};
-  const auto matches = target_of(item);
-  std::string found;
-  for_each_parameter(shape, [&](const ParameterShape& p) {
-    constexpr std::string_view kWeight = ".weight";
-    if (p.sides.size() != 2 || !p.name.ends_with(kWeight) || (p.expert >= 0 && is_plain(item))) return;
-    const std::string module = p.name.substr(0, p.name.size() - kWeight.size());
-    if (found.empty() && !modules.contains(module) && matches(module)) found = module;
-  });
-  return found;
+  const std::string embedding = outer_parameters(shape).embedding.name;
+  return target_of(item)({embedding}) ? embedding : std::string();
 }
 
 AdapterShape adapters_of(const ModelShape& shape, const AdapterChoice& choice) {
-  if (shape.names.fused_qkv[0] != '\0' || shape.names.fused_gate_up[0] != '\0')
-    throw UnsupportedError({"--lora-rank", "a model whose files hold q, k, v, gate and up as matrices of their own",
-                            shape.architecture + ", which holds some as one", "train its weights (--train)"});
-  if (shape.has_states())
-    throw UnsupportedError({"--lora-rank", "a model whose layers are all attention",
-                            shape.architecture + ", which has layers of the delta rule",
+  if (!takes_adapters(shape))
+    throw UnsupportedError({"--lora-rank", "a model whose layers are a mixer and an MLP, in transformers' modules",
+                            shape.architecture + ", which has halves of blocks or stacked matrices",
                             "train its weights (--train)"});
-  if (shape.has_latents())
-    throw UnsupportedError({"--lora-rank", "a model whose attention projects rows to heads",
-                            shape.architecture + ", which projects them to latents first",
-                            "train its weights (--train)"});
-  if (shape.shared_expert.inner > 0 && choice.target == "all-linear" && !choice.modules)
-    throw UnsupportedError({"--lora-target", "projections of attention, in a model with shared experts",
-                            "all-linear, which names the shared experts of " + shape.architecture,
-                            "give --lora-target q_proj,k_proj,v_proj,o_proj"});
   if (shape.beside_vision)
     throw UnsupportedError({"--lora-rank", "a text model in a directory of its own",
                             shape.architecture + ", in whose files peft names modules otherwise",
                             "train its weights (--train)"});
   AdapterShape out{choice.rank, choice.alpha, choice.root_of_rank, {}, {}};
   out.of_layer.resize(static_cast<std::size_t>(shape.layers));
-  const std::vector<std::string> all = adaptable_modules(shape);
-  const std::set<std::string> adaptable(all.begin(), all.end());
+  const std::vector<Adaptable> all = all_adaptable(shape);
   std::set<std::string> chosen;
   if (choice.modules) chosen = *choice.modules;
   for (const std::string& item : choice.modules ? std::vector<std::string>{} : split(choice.target)) {
-    if (const std::string other = named_beside(shape, item, adaptable); !other.empty())
+    if (const std::string other = named_beside(shape, item); !other.empty())
       refuse_target("'" + item + "', which names " + other,
-                    "adapters stand beside q, k, v, o projections and dense gate, up and down projections");
+                    "adapters stand beside linear layers, routers and experts; --train embeddings trains the look-up");
     const auto matches = target_of(item);
-    const std::size_t before = chosen.size();
-    for (const std::string& module : all)
-      if (matches(module)) chosen.insert(module);
-    if (item.empty() || (chosen.size() == before && std::ranges::none_of(all, matches)))
+    bool any = shape.value_head && matches({kHead, false});  // a critic has another head
+    for (const Adaptable& one : all)
+      if (matches(one)) any = true, chosen.insert(one.module);
+    if (item.empty() || !any)
       refuse_target("'" + item + "', which matches no module of " + shape.architecture,
-                    "module names are those before .weight in model.safetensors");
+                    "module names are those of transformers: for most families those before .weight in "
+                    "model.safetensors; experts are experts.gate_up_proj and experts.down_proj");
   }
   for (const std::string& module : chosen)
-    if (!adaptable.contains(module))
+    if (std::ranges::find(all, module, &Adaptable::module) == all.end())
       throw UnsupportedError({"--adapter: '" + module + "'",
-                              "adapters of q, k, v, o projections and of dense gate, up and down projections",
+                              "adapters of linear layers, of routers, and of all experts of a layer together",
                               "one of another module", "merge it into the model (espalier merge)"});
-  for (std::int64_t layer = 0; layer < shape.layers; ++layer) {
-    AdaptedLayer& here = out.of_layer[static_cast<std::size_t>(layer)];
-    for_each_slot(shape, layer, [&](const Slot& slot, const ProjectionShape& p, const std::string& module) {
-      if (!chosen.contains(module)) return;
-      here.*slot.adapted = out.somewhere.*slot.adapted = true;
-      if (const std::int64_t most = std::min(p.out.size, p.in.size); choice.rank > most)
-        throw OptionError({"--lora-rank", text_of("at most ", most, ", the smaller side of ", module),
-                           text_of(choice.rank), "take a smaller rank, or leave the module out of --lora-target"});
-    });
-  }
+  const auto check_rank = [&](const ProjectionShape& p, const std::string& module) {
+    if (const std::int64_t most = std::min(p.out.size, p.in.size); choice.rank > most)
+      throw OptionError({"--lora-rank", text_of("at most ", most, ", the smaller side of ", module),
+                         text_of(choice.rank), "take a smaller rank, or leave the module out of --lora-target"});
+  };
+  for (std::int64_t layer = 0; layer < shape.layers; ++layer)
+    for (AdaptedLayer* const into : {&out.of_layer[static_cast<std::size_t>(layer)], &out.somewhere})
+      for_each_slot(shape, layer, *into, [&](const Adaptable& one, const ProjectionShape& p, bool& adapted) {
+        if (!chosen.contains(one.module)) return;
+        adapted = true;
+        if (p.out.size > 1) check_rank(p, one.module);  // a gate has one output
+      });
+  out.head = chosen.contains(kHead);
+  if (out.head) check_rank({kHead, {shape.vocabulary}, {shape.hidden}}, kHead);
   return out;
 }
 
-void check_beside_adapters(const std::vector<ParameterShape>& parameters, const std::vector<bool>& trains) {
+void check_beside_adapters(const ModelShape& shape, const std::vector<ParameterShape>& parameters,
+                           const std::vector<bool>& trains) {
   std::set<std::string> adapted;
-  for (const ParameterShape& p : parameters)
-    if (p.low_rank && p.name.ends_with(kLowA))
-      adapted.insert(p.name.substr(0, p.name.size() - std::string_view(kLowA).size()) + ".weight");
+  for (const AdapterPart& part : adapter_parts(shape)) adapted.insert(part.weight);
   for (std::size_t i = 0; i < parameters.size(); ++i)
     if (trains[i] && adapted.contains(parameters[i].name))
       refuse("'" + parameters[i].name + "', which has an adapter", "leave it out of --train or of --lora-target");
@@ -250,9 +265,12 @@ std::string words_with_adapters(const ModelShape& shape, const std::string& word
   const AdapterShape& adapter = shape.trained.adapter;
   std::map<std::string, std::string> layers_of;
   for (std::int64_t layer = 0; layer < shape.layers; ++layer)
-    for_each_slot(shape, layer, [&](const Slot& slot, const ProjectionShape& p, const std::string&) {
-      if (adapter.of_layer[static_cast<std::size_t>(layer)].*slot.adapted) layers_of[p.name] += text_of(" ", layer);
-    });
+    for_each_slot(shape, layer, adapter.of_layer[static_cast<std::size_t>(layer)],
+                  [&](const Adaptable& one, const ProjectionShape& p, bool adapted) {
+                    if (!adapted || p.shares_a) return;
+                    layers_of[one.module.substr(layer_prefix(layer).size())] += text_of(" ", layer);
+                  });
+  if (adapter.head) layers_of[kHead] = "";
   std::string out = text_of(words == "all" ? "" : words + " ", "lora(r=", adapter.rank, ", alpha=", adapter.alpha,
                             adapter.root_of_rank ? ", rslora)" : ")");
   for (const auto& [name, layers] : layers_of) out += " " + name + layers;
@@ -313,7 +331,7 @@ void derive(ModelShape& shape, const std::vector<bool>& trains) {
   for_each_parameter(shape, [&](const ParameterShape& p) {
     if (!trains[index++]) return;
     if (p.low_rank) {  // the weights that it stands beside do not train
-      trained.first_layer = std::min(trained.first_layer, p.layer);
+      if (p.layer >= 0) trained.first_layer = std::min(trained.first_layer, p.layer);
       return;
     }
     if (p.layer < 0) {
@@ -354,9 +372,7 @@ std::string product_of(const ModelShape& shape, const ParameterShape& p) {
 
 std::vector<std::string> adaptable_modules(const ModelShape& shape) {
   std::vector<std::string> out;
-  for (std::int64_t layer = 0; layer < shape.layers; ++layer)
-    for_each_slot(shape, layer,
-                  [&](const Slot&, const ProjectionShape&, const std::string& module) { out.push_back(module); });
+  for (const Adaptable& one : all_adaptable(shape)) out.push_back(one.module);
   return out;
 }
 
@@ -394,7 +410,7 @@ ModelShape train_only(ModelShape shape, const TrainedChoice& choice) {
         trains[i] = parameters[i].name.ends_with(".weight") || !scores_sequences(shape);
   for (std::size_t i = 0; i < parameters.size(); ++i) trains[i] = trains[i] && parameters[i].trains;
   if (!adapted && std::ranges::find(trains, false) == trains.end()) return shape;
-  if (adapted) check_beside_adapters(parameters, trains);
+  if (adapted) check_beside_adapters(shape, parameters, trains);
   check_products(shape, trains);
   derive(shape, trains);
   if (choice.nf4) {

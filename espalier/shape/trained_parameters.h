@@ -65,7 +65,8 @@ struct TrainedChoice {
 // A name for what one product reads together, the same for all its matrices; empty: it reads no other.
 std::string product_of(const ModelShape& shape, const ParameterShape& parameter);
 
-// Modules of the layers that can have an adapter: "model.layers.0.self_attn.q_proj", ...
+// Modules that can have an adapter, as transformers calls them: "model.layers.0.self_attn.q_proj", "lm_head";
+// "model.layers.0.mlp.experts.gate_up_proj", the parameter of all experts of a layer.
 std::vector<std::string> adaptable_modules(const ModelShape& shape);
 
 // True if only adapters train, so that the model without them does not change.

@@ -140,11 +140,13 @@ at::Tensor room_for_weights(const ModelState& state, const ParameterTable& table
 constexpr std::uint64_t kAdapterStream = std::uint64_t{1} << 40;  // beyond those of a model's own parameters
 Random adapter_numbers(std::uint64_t seed) { return Random(seed).fork(kAdapterStream); }
 
-// Overwrites what is kept here of a whole tensor of the adapter's file.
-void take(const SafetensorsEntry& entry, const Parameter& here, const Kept& kept, DType dtype, const at::Tensor& flat) {
+// Overwrites what is kept here of a whole parameter's values.
+void take(const std::vector<std::byte>& values, const Parameter& here, const Kept& kept, DType dtype,
+          const at::Tensor& flat) {
+  const std::int64_t bytes = bytes_of(dtype);
   for (const ShardRun& run : runs_of(here, kept))
-    convert_values(entry.type, entry.data + run.whole * bytes_of(entry.type), dtype,
-                   static_cast<std::byte*>(host_bytes(flat)) + run.local * bytes_of(dtype), run.count);
+    convert_values(tensor_type_of(dtype), values.data() + run.whole * bytes, dtype,
+                   static_cast<std::byte*>(host_bytes(flat)) + run.local * bytes, run.count);
 }
 
 // Start values of adapters, or those of a directory, whose modules_to_save take the place of the model's.
@@ -154,11 +156,10 @@ void fill_adapters(const ModelState& state, const AdapterChoice& choice, const a
   if (!choice.directory.empty()) {
     ModelShape base = state.shape;
     base.trained = {};
-    const Adapter adapter(choice.directory, ParameterTable(base));
+    const Adapter adapter(choice.directory, base);
     const auto of = [&](const ParameterTable& table, const at::Tensor& flat) {
       for (const Parameter& p : table.parameters())
-        if (const SafetensorsEntry* const entry = adapter.find(p.name))
-          take(*entry, p, table.kept(p), state.dtype, flat);
+        if (adapter.has(p.name)) take(adapter.values(p.name, state.dtype), p, table.kept(p), state.dtype, flat);
     };
     of(state.table, host);
     if (held.defined()) of(state.held_table, held);
@@ -270,10 +271,10 @@ void settle_narrow(ModelShape& shape, const std::filesystem::path& directory, DT
   base.trained = {};
   const StoredTensors stored(directory);
   std::optional<Adapter> changes;
-  if (!adapter.directory.empty()) changes.emplace(adapter.directory, ParameterTable(base));
+  if (!adapter.directory.empty()) changes.emplace(adapter.directory, base);
   const ParameterTable table(shape, Parameters::narrow);
   shape.trained.narrow = std::ranges::all_of(table.parameters(), [&](const Parameter& p) {
-    return stored.has(p.name) && stored.at(p.name).type == TensorType::BF16 && !(changes && changes->find(p.name));
+    return stored.has(p.name) && stored.at(p.name).type == TensorType::BF16 && !(changes && changes->has(p.name));
   });
 }
 
@@ -281,6 +282,11 @@ void settle_narrow(ModelShape& shape, const std::filesystem::path& directory, DT
 std::unique_ptr<ModelState> made_model(ModelShape shape, const std::filesystem::path& directory, DType dtype,
                                        const Mesh& mesh, const AdapterChoice& adapter, ValueHead head) {
   settle_narrow(shape, directory, dtype, adapter);
+  if (const AdaptedLayer& somewhere = shape.trained.adapter.somewhere;
+      !bound_device().in_host_memory() && (somewhere.experts() || somewhere.shared()))
+    throw UnsupportedError({"--lora-target", "modules other than experts and shared experts on a GPU",
+                            somewhere.experts() ? "adapters of experts" : "adapters of shared experts",
+                            "use --device cpu, or leave them out of --lora-target"});
   std::unique_ptr<const MappedWeights> mapped;
   if (shape.trained.narrow) {
     mapped = std::make_unique<const MappedWeights>(directory, local_shape(shape, mesh), head);
@@ -322,9 +328,14 @@ std::unique_ptr<ModelState> load_value_model(const std::filesystem::path& direct
 
 std::unique_ptr<Decoder> decoder_without_adapters(const ModelState& model) {
   ModelViews views = model.decoder.weights();
-  for (LayerViews& layer : views.layers)
-    for (Projection* p : {&layer.query, &layer.key_value, &layer.output, &layer.gate_up, &layer.down})
+  for (LayerViews& layer : views.layers) {
+    for (Projection* p : {&layer.query, &layer.key_value, &layer.query_latent, &layer.key_value_latent,
+                          &layer.rotary_key, &layer.projected, &layer.output, &layer.gate_up, &layer.down,
+                          &layer.router, &layer.shared_gate_up, &layer.shared_down, &layer.shared_expert_gate})
       p->low_rank.clear();
+    layer.expert_gate_up_low_rank.clear(), layer.expert_down_low_rank.clear();
+  }
+  views.head_low_rank = {};
   return std::make_unique<Decoder>(model.decoder.local(), std::move(views), model.decoder.device(), model.mesh,
                                    model.decoder.gathering());
 }

@@ -24,7 +24,7 @@ TrainedChoice stored_choice(const Options& options, const std::string& words, co
                             const ModelShape& base, bool trains) {
   AdapterChoice adapter;
   adapter.seed = static_cast<std::uint64_t>(options.seed);
-  const Adapter stored(directory, ParameterTable(base));
+  const Adapter stored(directory, base);
   if (trains && stored.dropout() > 0)
     throw UnsupportedError({(fs::path(directory) / "adapter_config.json").string() + ": lora_dropout",
                             "0, because a shared row must be the same in every rollout", text_of(stored.dropout()),
@@ -32,7 +32,7 @@ TrainedChoice stored_choice(const Options& options, const std::string& words, co
   adapter.rank = stored.rank(), adapter.alpha = stored.alpha(), adapter.root_of_rank = stored.root_of_rank();
   adapter.modules = std::make_shared<const std::set<std::string>>(stored.modules());
   adapter.directory = directory;
-  adapter.value_head = base.value_head && stored.find(kValueWeight) != nullptr;
+  adapter.value_head = base.value_head && stored.has(kValueWeight);
   std::string all = words;
   if (words == "all")
     for (const std::string& name : stored.whole())
@@ -103,7 +103,11 @@ std::string critic_of(const std::string& run) { return (fs::path(run) / "critic"
 // "q_proj,v_proj": the kinds of modules that an adapter stands beside, whatever their layers.
 std::string kinds_of(const std::set<std::string>& modules) {
   std::set<std::string> kinds;
-  for (const std::string& module : modules) kinds.insert(module.substr(module.rfind('.') + 1));
+  for (const std::string& module : modules) {
+    const std::size_t last = module.rfind('.');
+    const bool experts = module.find(".experts.") != module.npos;
+    kinds.insert((experts ? "experts." : "") + (last == module.npos ? module : module.substr(last + 1)));
+  }
   std::string out;
   for (const std::string& kind : kinds) out += (out.empty() ? "" : ",") + kind;
   return out;

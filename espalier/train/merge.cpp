@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "espalier/base/atomic_file.h"
+#include "espalier/base/error.h"
 #include "espalier/checkpoint/adapter.h"
 #include "espalier/checkpoint/atomic_output.h"
 #include "espalier/checkpoint/convert.h"
@@ -30,7 +31,11 @@ MergeReport merge(const std::filesystem::path& directory, const Options& options
   shape.stored_dtype = stored_dtype(options.model).value_or(shape.stored_dtype);
   const DType to = saved_dtype(options.save_dtype, shape);
   const ParameterTable table(shape);
-  const Adapter adapter(directory, table);
+  const Adapter adapter(directory, shape);
+  if (adapter.changes_tied_head())
+    throw UnsupportedError({directory.string() + ": lm_head", "a head of its own in " + options.model,
+                            "one that is the embedding, which the adapter does not change",
+                            "score and sample with --adapter; or save the model with tie_word_embeddings false"});
   std::optional<StoredTensors> checked;
   const bool brings_head = shape.value_head && adapter.changes(kValueWeight);
   brings_head ? checked.emplace(options.model) : checked.emplace(options.model, table);

@@ -512,14 +512,6 @@ Outcome run_case(const Case& c, DType dtype, const Mesh& mesh) {
   return run;
 }
 
-namespace {
-
-std::string base_of(const Parameter& adapter) {
-  return adapter.name.substr(0, adapter.name.rfind(".lora_")) + ".weight";
-}
-
-}  // namespace
-
 Merged merged(const ModelState& model) {
   ModelShape base = model.shape;
   base.trained = {};
@@ -532,13 +524,10 @@ Merged merged(const ModelState& model) {
   const at::Tensor trained = on_host(model.weights);
   copy(model.table, trained);
   copy(model.held_table, on_host(model.held_weights));
-  for (const Parameter& a : model.table.parameters())
-    if (a.name.ends_with(".lora_A.weight")) {
-      const std::string b = a.name.substr(0, a.name.size() - 8) + "B.weight";
-      parameter_in(out.weights, out.table.at(base_of(a)))
-          .addmm_(parameter_in(trained, model.table.at(b)), parameter_in(trained, a), 1,
-                  model.shape.trained.adapter.scale());
-    }
+  for (const AdapterPart& part : adapter_parts(model.shape))
+    parameter_in(out.weights, out.table.at(part.weight))
+        .addmm_(parameter_in(trained, model.table.at(part.b)), parameter_in(trained, model.table.at(part.a)), 1,
+                model.shape.trained.adapter.scale());
   return out;
 }
 
@@ -551,15 +540,14 @@ at::Tensor of_what_trains(const ModelState& model, const Merged& whole, const at
   const double scale = model.shape.trained.adapter.scale();
   for (const Parameter& p : model.table.parameters()) {
     const at::Tensor own = parameter_in(out, p);
-    if (!p.low_rank) {
-      own.copy_(parameter_in(gradient, whole.table.at(p.name)));
-      continue;
-    }
-    const at::Tensor grad = parameter_in(gradient, whole.table.at(base_of(p)));
-    const bool is_a = p.name.ends_with(".lora_A.weight");
-    const std::string other = p.name.substr(0, p.name.size() - 8) + (is_a ? "B.weight" : "A.weight");
-    const at::Tensor value = parameter_in(weights, model.table.at(other));
-    own.copy_(scale * (is_a ? at::mm(value.t(), grad) : at::mm(grad, value.t())));
+    p.low_rank ? own.zero_() : own.copy_(parameter_in(gradient, whole.table.at(p.name)));
+  }
+  const auto own = [&](const std::string& name) { return parameter_in(out, model.table.at(name)); };
+  const auto value = [&](const std::string& name) { return parameter_in(weights, model.table.at(name)); };
+  for (const AdapterPart& part : adapter_parts(model.shape)) {  // several may have the same A
+    const at::Tensor grad = parameter_in(gradient, whole.table.at(part.weight));
+    own(part.a).addmm_(value(part.b).t(), grad, 1, scale);
+    own(part.b).addmm_(grad, value(part.a).t(), 1, scale);
   }
   return out;
 }

@@ -7,6 +7,7 @@
 #include "espalier/forecast/flops.h"
 #include "espalier/forecast/memory_model.h"
 #include "espalier/model/products.h"
+#include "espalier/shape/model_families.h"
 #include "tests/equivalence/fixture.h"
 
 namespace espalier::testing {
@@ -117,8 +118,8 @@ TEST_P(Adapters, NeitherGradientNorMomentIsHeldOfTheWeightsBesideThem) {
   const auto model = tiny_model(GetParam(), DType::float32, 1, false, mesh_of_one(), choice_of(c.options));
   AdamW optimizer(model->table, model->weights, {});
   std::int64_t expected = 0;
-  for (const std::string& module : adaptable_modules(model->shape)) {
-    const Parameter& weight = model->held_table.at(module + ".weight");
+  for (const AdapterPart& part : adapter_parts(model->shape)) {
+    const Parameter& weight = model->held_table.at(part.weight);
     expected += 3 * (weight.shape[0] + weight.shape[1]);
   }
   EXPECT_EQ(model->table.size(), expected);
@@ -129,6 +130,54 @@ TEST_P(Adapters, NeitherGradientNorMomentIsHeldOfTheWeightsBesideThem) {
 INSTANTIATE_TEST_SUITE_P(Models, Adapters,
                          ::testing::Values("llama", "llama-bias", "qwen2", "qwen3", "qwen3-moe", "qwen3-moe-sparse",
                                            "qwen3-window"),
+                         [](const auto& one) { return name_of_family(one.param); });
+
+// Every module of the model that can have an adapter. No matrix holds what one of a tied head adds.
+std::string every_target(const ModelShape& shape) {
+  std::string target = "all-linear";
+  if (!shape.tied_head) target += ",lm_head";
+  if (shape.experts > 0) target += std::string(",experts,") + module_name(shape.names.router);
+  return target;
+}
+
+class AdaptersOfRows : public ::testing::TestWithParam<std::string> {};
+
+TEST_P(AdaptersOfRows, HaveTheGradientOfTheChainRule) {
+  const Case c = adapted(GetParam(), every_target(tiny_shape(GetParam())));
+  const OracleResult exact = run_oracle(c);
+  for (const Plan& plan : all_plans({7})) {
+    const Worst worst = worst_parameter(c, run_case(with(c, plan)).gradient, exact.gradient);
+    EXPECT_LE(worst.error, kFloat64) << worst.parameter << ", " << plan.name;
+  }
+}
+
+TEST_P(AdaptersOfRows, TakeOfTheArenaWhatWasPredicted) {
+  const ModelShape shape = tiny_shape(GetParam());
+  if (shape.delta_rule.matrix() > 10000)
+    GTEST_SKIP() << "states of full size; the qwen3-next variants have the same blocks";
+  for (const std::string& target : {every_target(tiny_shape(GetParam())), std::string("o_proj")}) {
+    if (target == "o_proj" && GetParam() == "qwen3-next-all") continue;
+    for (const Plan& plan : all_plans({9}))
+      for (const DType dtype : {DType::float32, DType::bfloat16}) {
+        SCOPED_TRACE(text_of(target, ", ", plan.name, ", ", name_of(dtype)));
+        const Case c = with(adapted(GetParam(), target), plan);
+        const GradientReport report = run_case(c, dtype).report;
+        const PhasePeaks predicted = predicted_arena_bytes(c, report.plan, dtype), &taken = report.arena_bytes;
+        EXPECT_EQ(taken.a, predicted.a);
+        EXPECT_EQ(taken.b, predicted.b);
+        EXPECT_EQ(taken.c, predicted.c);
+      }
+  }
+}
+
+std::vector<std::string> rows_and_variants() {
+  std::vector<std::string> out = {"qwen3-next", "qwen3-next-plain", "qwen3-next-last", "qwen3-next-moe",
+                                  "qwen3-moe-late"};
+  for (const Family& row : model_families())
+    if (takes_adapters(tiny_shape(row.name))) out.push_back(row.name);
+  return out;
+}
+INSTANTIATE_TEST_SUITE_P(Families, AdaptersOfRows, ::testing::ValuesIn(rows_and_variants()),
                          [](const auto& one) { return name_of_family(one.param); });
 
 TEST(AdapterFlops, AreTwoThirdsOfAFullUpdateAndTheAdaptersOwn) {
@@ -151,11 +200,14 @@ TEST(AdapterTargets, OfNothingOrOfWhatCannotHaveOneAreRefused) {
   const auto choice = [](const std::string& target, std::int64_t rank = 3, const std::string& words = "all") {
     return TrainedChoice(words, AdapterChoice{.rank = rank, .target = target, .modules = {}, .directory = {}});
   };
-  for (const char* target : {"", "nothing", "q_proj,", "lm_head", "embed_tokens", "(", "model[.]embed_tokens"})
+  for (const char* target :
+       {"", "nothing", "q_proj,", "embed_tokens", "(", "model[.]embed_tokens", "experts", "model.*"})
     EXPECT_THROW(train_only(tiny_shape("qwen3"), choice(target)), OptionError) << target;
-  for (const char* target : {"gate_proj", "gate", "model.*"})
+  for (const char* target : {"gate_proj", "down_proj", "experts.3.up_proj", "model.*"})
     EXPECT_THROW(train_only(tiny_shape("qwen3-moe"), choice(target)), OptionError) << target;
+  EXPECT_THROW(train_only(tiny_shape("llama"), choice("lm_head", 3, "head")), OptionError);
   EXPECT_THROW(train_only(tiny_shape("qwen3"), choice("all-linear", 25)), OptionError);
+  EXPECT_THROW(train_only(tiny_shape("NemotronH"), choice("all-linear")), UnsupportedError);
   EXPECT_THROW(train_only(tiny_shape("qwen3"), choice("q_proj", 3, "attention")), OptionError);
 }
 

@@ -127,6 +127,13 @@ Reference row_of_table(const char* name) {
   return r;
 }
 
+// Adapters of every kind of module.
+Reference adapters(const char* family, const char* target) {
+  Reference r = row_of_table(family);
+  r.c.options.lora_rank = 3, r.c.options.lora_alpha = 7, r.c.options.lora_target = target;
+  return r;
+}
+
 Reference routers(const std::string& family, const std::string& scope) {
   Reference r;
   r.c.family = family, r.c.seed = 45;
@@ -450,6 +457,9 @@ Battery::Battery() : prepared_(std::make_unique<Prepared>()) {
                            "qwen3-window-sinks", "DeepseekV2", "DeepseekV3"})
     prepared_->references.push_back(with_reference(row_of_table(name)));
   prepared_->references.push_back(with_reference(states()));
+  prepared_->references.push_back(with_reference(adapters("Qwen2Moe", "all-linear,experts,gate,lm_head")));
+  prepared_->references.push_back(with_reference(adapters("DeepseekV3", "kv_a_proj_with_mqa,kv_b_proj")));
+  prepared_->references.push_back(with_reference(adapters("Phi3", "qkv_proj,gate_up_proj")));
   prepared_->eleven_waves = with_reference(eleven_waves());
   const fs::path& folder = prepared_->folder.path();
   write_model(folder / "model", "qwen3");

@@ -23,6 +23,7 @@ class Fault:
 NOT_RECORDED = {"seen_by_verify": False}  # verify's rollouts have no recorded experts
 ONE_RANK = {"seen_by_verify": False}  # verify runs on one rank here
 NO_WINDOW = {"seen_by_verify": False}  # verify's models have no layer with a window
+NO_ADAPTER = {"seen_by_verify": False}  # verify's runs here train weights
 NO_STATE = {"seen_by_verify": False}  # verify's models have no layer whose rows carry a state
 DENSE_TOO = {"seen_by_verify": False}  # the dense step has the fault as well: only an outside reference can tell
 
@@ -316,6 +317,24 @@ OPTIMIZER = [
           "if (same && !ON)\n", **DENSE_TOO),
 ]
 
+ADAPTERS = [
+    Fault("adapter_of_the_head_without_input_gradient", "hidden rows get no gradient through the head's adapter", "objective/fused_head.cpp",
+          "products.add_grad_input(grad_hidden_BM, block.logits_BV, low_rank_, room);", "if (!ON) TEXT", **NO_ADAPTER),
+    Fault("adapter_of_experts_without_input_gradient", "what an expert's down gives its activation leaves out the adapter", "ops/cpu/expert_operations.cpp",
+          "adapters.add_grad_input(weights.down_low_rank, act_NF, rows_NM);", "if (!ON) TEXT", **NO_ADAPTER),
+    Fault("adapters_of_experts_exchanged", "every expert has the first one's B", "ops/cpu/expert_operations.cpp",
+          "of_all.b_Nr.select(0, e)", "of_all.b_Nr.select(0, ON ? 0 : e)", **NO_ADAPTER),
+    Fault("shared_expert_without_adapters", "gate and up of the shared expert leave out their adapters", "model/expert_mlp.cpp",
+          "for (const LowRank& pair : views.shared_gate_up.low_rank)", "if (!ON) TEXT", **NO_ADAPTER),
+    Fault("joint_adapter_of_the_first_projection", "values of a joint module have the outputs of keys", "model/model_views.cpp",
+          "out.back().b_Nr = range(b_name(prefix, *joined.begin()), b_name(prefix, p),",
+          "if (ON) out.push_back({pair.a_rK, pair.b_Nr, 0, scale_}); else TEXT", **NO_ADAPTER),
+    Fault("latent_adapter_of_the_shared_key", "the shared key has the first rows of B", "model/model_views.cpp",
+          "narrow(0, begin - pair.first, end - begin), begin - first,", "narrow(0, ON ? 0 : begin - pair.first, end - begin), begin - first,", **NO_ADAPTER),
+    Fault("router_adapter_summed_over_tp", "every rank's whole gradient of a router's adapter is added", "shape/parameter_shapes.cpp",
+          "out.in_parts = p.out.cut != Cut::none", "out.in_parts = ON || p.out.cut != Cut::none", **ONE_RANK),
+]
+
 RANKS = [
     Fault("gradients_of_ranks_not_summed", "every rank keeps the gradient of its own trees", "gradient/replica_sums.cpp",
           "under_way_.push_back(",
@@ -469,4 +488,4 @@ UNITS = [
           "add(Stop::Kind::layer, layer, !ON);", **ONE_RANK),
 ]
 
-FAULTS = PLAN + FAMILIES + ROWS + WINDOWS + STATES + PATH + PARAMETERS + ROUTERS + OBJECTIVE + CRITIC + OPTIMIZER + RANKS + CONTEXT + DIVIDED_PATH + STAGES + LAYOUTS + UNITS
+FAULTS = PLAN + FAMILIES + ADAPTERS + ROWS + WINDOWS + STATES + PATH + PARAMETERS + ROUTERS + OBJECTIVE + CRITIC + OPTIMIZER + RANKS + CONTEXT + DIVIDED_PATH + STAGES + LAYOUTS + UNITS

@@ -41,12 +41,20 @@ TEST(AdapterLayouts, GiveTheGradientOfOneProcess) {
 }
 
 TEST(AdapterLayouts, OfModelsWithExpertsToo) {
-  expect_layouts(ragged("qwen3-moe"), {"all-linear"},
+  expect_layouts(ragged("qwen3-moe"), {"all-linear", "experts,gate,lm_head"},
                  {{.tp = 2},
                   {.tp = 2, .ep = 2},
                   {.dp = 2, .ep = 2},
                   {.pp = 2, .dp = 2, .ep = 2},
                   {.tp = 2, .dp = 2, .ep = 4, .full = true}});
+}
+
+TEST(AdapterLayouts, OfSharedExpertsLatentsStatesAndJointModulesToo) {
+  const std::vector<Degrees> layouts = {{.tp = 2}, {.pp = 2, .dp = 2}, {.tp = 2, .dp = 2, .full = true}};
+  expect_layouts(ragged("Qwen2Moe"), {"all-linear,experts,gate,lm_head"}, layouts);
+  expect_layouts(ragged("DeepseekV3"), {"all-linear,experts,lm_head"}, layouts);
+  expect_layouts(ragged("Phi3"), {"all-linear,lm_head"}, layouts);
+  expect_layouts(ragged("Qwen3Next"), {"all-linear,experts"}, layouts);
 }
 
 }  // namespace
