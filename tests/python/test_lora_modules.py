@@ -130,7 +130,7 @@ def test_sampled_logprobs_are_those_of_scoring(espalier, case, tmp_path):  # noq
     adapter = make_adapter(base, tmp_path / "adapter", r=3, **every_target(base))
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt_ids": [3, 7, 11, 5]}) + "\n")
     model = ("--model", base, "--adapter", adapter, "--dtype", "float64")
-    espalier("generate", *model, "--prompts", tmp_path / "prompts.jsonl", "--n", 4, "--max-tokens", 9, "--out", tmp_path / "sampled.jsonl")
+    espalier("generate", *model, "--prompts", tmp_path / "prompts.jsonl", "--n", 4, "--max-response-length", 9, "--out", tmp_path / "sampled.jsonl")
     espalier("score", *model, "--rollouts", tmp_path / "sampled.jsonl", "--as", "logprobs", "--out", tmp_path / "scored.jsonl")
     sampled, scored = ([json.loads(line) for line in (tmp_path / name).read_text().splitlines()] for name in ("sampled.jsonl", "scored.jsonl"))
     for a, b in zip(sampled, scored, strict=True):
