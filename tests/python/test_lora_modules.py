@@ -12,6 +12,7 @@ import oracle
 from comparison import FLOAT64_RELATIVE, relative_errors
 from make_model import FAMILIES
 from test_lora import PREFIX, case, exact_gradients, gradients_of, load_peft, make_adapter, run, with_config, with_tensors  # noqa: F401
+from test_parallel import Ranks
 
 peft = pytest.importorskip("peft")
 
@@ -101,6 +102,24 @@ def test_peft_loads_what_was_trained_and_gives_the_engines_logprobs(family, espa
     if family in UNTIED:
         espalier("merge", tmp_path / "out", "--model", base, "--out", tmp_path / "merged", "--save-dtype", "float64")
         assert difference(scored("--model", tmp_path / "merged"), ours) <= 1e-10
+
+
+LAYOUTS = {"tp": ("--tp", 2), "ep": ("--dp", 2, "--ep", 2), "pp": ("--pp", 2), "full": ("--dp", 2, "--shard", "full"),
+           "tp_ep": ("--tp", 2, "--ep", 2), "optimizer": ("--dp", 2, "--shard", "optimizer")}
+
+
+@pytest.mark.parametrize("family, layout", [
+    *(("deepseek_v3_moe", layout) for layout in LAYOUTS), ("qwen2_moe", "tp"), ("qwen3_moe", "tp"), ("qwen3_moe", "full"), ("gpt_oss_moe", "tp_ep"),
+    ("phi3", "tp"), ("phi3", "pp"), ("qwen3_next_moe", "tp"), ("qwen3_5", "tp"), ("bamba", "tp"), ("qwen3_tied", "pp")])
+def test_ranks_give_the_gradients_of_one_process(family, layout, espalier, program, case, tmp_path):  # noqa: F811
+    base, *_ = case(family)
+    adapter = make_adapter(base, tmp_path / "adapter", r=3, **every_target(base))
+    one = gradients_of(espalier, case(family), tmp_path, "--adapter", adapter)
+    run_of_ranks = Ranks(program, 2, ["train", "--model", base, "--rollouts", case(family)[2], "--dtype", "float64", "--adapter", adapter, *LAYOUTS[layout],
+                                      "--gradients", tmp_path / "of_ranks.safetensors"])
+    assert run_of_ranks.end() == [0, 0], run_of_ranks.stderr
+    errors = relative_errors(load_file(tmp_path / "of_ranks.safetensors"), one)
+    assert max(errors.values()) <= FLOAT64_RELATIVE, (max(errors, key=errors.get), max(errors.values()))
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "phi3", "deepseek_v3_moe"])
