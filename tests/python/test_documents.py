@@ -73,6 +73,19 @@ def test_commands_run(page, program, model_of, tmp_path):
         assert done.returncode == 0, f"{command}\n{done.stdout[-1500:]}\n{done.stderr[-1500:]}"
 
 
+def test_the_first_screen_of_readme_has_one_table_and_the_two_commands():
+    screen = (ROOT / "README.md").read_text().splitlines()[:60]
+    assert sum(line.startswith("| ---") for line in screen) == 1
+    assert [line.split()[1] for line in screen if line.startswith("    make ")] == ["demo", "test"]
+    assert screen.index("## How it works") < 45  # above it: what Espalier is, who it is for, what it saves, how to run it
+    assert not [line for line in screen if "$(" in line]  # commands as they are typed
+
+
+def test_the_changelog_of_an_unreleased_version_has_40_lines():
+    lines = (ROOT / "CHANGELOG.md").read_text().splitlines()
+    assert len(lines) <= 40 and max(map(len, lines)) <= 144
+
+
 def test_readme_names_the_targets_of_the_makefile():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     named = set(re.findall(r"(?:`|^    )make ([a-z-]+)", (ROOT / "README.md").read_text(), re.M))

@@ -23,12 +23,12 @@ def test_the_page_has_a_row_for_every_family_of_the_engine():
 
 
 def test_readme_names_the_families_of_the_page():
-    assert named_in_readme("one of [these families](docs/families.md): ", "; or the text model of ") == [row[0] for row in ROWS]
+    assert named_in_readme("one of [these families](docs/families.md): ", "; - or the text model of ") == [row[0] for row in ROWS]
 
 
 def test_readme_names_the_models_with_a_tower():
     rows = TABLE.split("kVisionFamilies[] = {")[1].split("};")[0]
-    assert named_in_readme("; or the text model of ", ", whose vision tower") == [TOWERS[name] for name in dict.fromkeys(re.findall(r'\{"(\w+)"', rows))]
+    assert named_in_readme("; - or the text model of ", ", whose vision tower") == [TOWERS[name] for name in dict.fromkeys(re.findall(r'\{"(\w+)"', rows))]
 
 
 def test_every_family_has_a_published_config():
