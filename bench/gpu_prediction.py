@@ -103,10 +103,10 @@ def section():
     """Lines of Markdown."""
     kept = json.loads(RESULT.read_text())
     lines = ["## On a GPU: predicted, not measured", "",
-             "Nothing in this section ran on a GPU. `tools/python bench/gpu_prediction.py run` computes it from bytes and FLOPs and the rates of",
-             "[machines.md](machines.md). `espalier selftest --device cuda` measures the same kernels where there is a GPU.", "",
-             f"Steps of {kept['layers']} layers of a model's shape with head and embedding, bfloat16, one H100: seconds of one gradient by",
-             "`espalier plan --machine h100`, with attention by cuDNN unless the column says otherwise.", "",
+             "Nothing in this section ran on a GPU. `tools/python bench/gpu_prediction.py run` computes it from bytes, FLOPs and the rates of",
+             "[machines.md](machines.md). On a machine with a GPU, `espalier selftest --device cuda` measures the same kernels.", "",
+             f"Seconds of one gradient by `espalier plan --machine h100`, in bfloat16 on one H100. Each model has {kept['layers']} layers of the given shape,",
+             "the embedding and the head. Attention is cuDNN's unless the column says otherwise.", "",
              "| layers of | prompt/response | N | dense s | phased s | with flash | with own | factor | FLOP ceiling | GiB | published factor |",
              "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |"]
     for s in kept["steps"]:
@@ -114,14 +114,14 @@ def section():
         lines.append(f"| {s['model']} | {s['prompt']}/{s['response']} | {s['n']} | {s['dense']:.2f} | {s['phased']:.2f} | {s['flash']:.2f} | "
                      f"{s['own']:.2f} | {s['dense'] / s['phased']:.2f} | "
                      f"{s['ceiling']:.2f} | {fits} | {s['published']} |")
-    lines += ["", f"Kernels of one layer of Qwen3-8B on {R:,} rows (R; M 4096, F 12,288, 32/8 heads of 128; blocks of logits B = 4096 rows, V 151,936;",
-              "n 8.19e9 parameters), in milliseconds:", "",
+    lines += ["", f"Milliseconds of the kernels of one layer of Qwen3-8B on R = {R:,} rows. M is 4096, F 12,288, H/J 32/8, D 128, V 151,936. A block of logits",
+              "has B = 4096 rows. The model has n = 8.19e9 parameters.", "",
               "| operation | bytes | GB | H100 | H200 |", "| --- | --- | ---: | ---: | ---: |"]
     for name, formula, moved in KERNELS:
         times = " | ".join(milliseconds(moved / rate) for _, rate in MACHINES.values())
         lines.append(f"| {name} | {formula} | {moved / 1e9:.3g} | {times} |")
-    lines += ["", "Attention of one layer, 32,768 prompt rows and 16 responses of 2,048, by the rates of [machines.md](machines.md) on an H100. DualKV",
-              "publishes 526 ms for forward and backward of it in float16 on an A100.", "",
+    lines += ["", "Attention of one layer over 32,768 prompt rows and 16 responses of 2,048 tokens, by the rates of [machines.md](machines.md) on an H100. For",
+              "forward and backward of this case in float16 on an A100, DualKV publishes 526 ms.", "",
               "| operation | `--attention` | TFLOP | ms |", "| --- | --- | ---: | ---: |"]
     lines += [f"| {name} | {kernels} | {flops / 1e12:.3g} | {milliseconds(flops / rate)} |" for name, kernels, flops, rate in attention_rows()]
     return [*lines, ""]

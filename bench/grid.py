@@ -104,9 +104,9 @@ def beyond_ceiling(rows):
             continue
         others = {s: statistics.median(rate(other, s) for other in rows if other is not row) for s in ("dense", "auto", "phased")}
         told = ", ".join(f"{s} {rate(row, s) / others[s]:.2f}" for s in others)
-        text = (f"{row['prefix']}/{row['suffix']}, N = {row['n']}, is above {MOST_REACHED:g} of its FLOP ceiling, which equal rates cannot "
-                f"reach. FLOP/s over the median of the other rows: {told}. Where dense is well below 1 and the others are not, dense's runs were "
-                "slowed, most likely by other work on the machine, and the row does not measure sharing.")
+        text = (f"The row {row['prefix']}/{row['suffix']}, N = {row['n']}, is above {MOST_REACHED:g} of its FLOP ceiling. That is impossible if all "
+                f"schedules run at one rate. FLOP/s over the median of the other rows: {told}. If dense is well below 1 and the others are not, the "
+                "runs of dense were slowed, most likely by other work on the machine, and the row does not measure sharing.")
         out += textwrap.wrap(text, 140)
     return out
 
@@ -176,10 +176,21 @@ def write_readme(row):
     path.write_text(before + README_BEGIN + readme_figures(row) + README_END + rest.split(README_END)[1])
 
 
+BY_HAND, END = "<!-- by hand: bench/targets.py report keeps this -->", "<!-- end -->"
+
+
+def by_hand(page):
+    """The lines of a page that no measurement file gives, with their marks; none: there are none."""
+    if BY_HAND not in page:
+        return []
+    return [BY_HAND, *page.split(BY_HAND + "\n")[1].split("\n" + END)[0].split("\n"), END, ""]
+
+
 def report(targets=()):
     grid = newest(RESULTS / "grid.jsonl", lambda r: (r["hidden"], r["layers"], r["n"], r["prefix"]))
     against = newest(RESULTS / "compare_dense.jsonl", lambda r: (r["n"], r["prompt"]))
-    lines = ["# Performance", "", "This page lists what was measured, with the command for each figure. Compare ratios rather than seconds: CPUs differ, and their",
+    kept = by_hand((ROOT / "docs/performance.md").read_text())
+    lines = ["# Performance", "", "This page lists the measurements, with the command for each figure. Compare ratios rather than seconds: CPUs differ, and their",
              f"speed varies over time. `{PYTHON} bench/targets.py report` writes the page from `bench/results/`.", "", *targets]
     if grid:
         lines += ["## Schedules against each other", "",
@@ -203,6 +214,7 @@ def report(targets=()):
                   f"{m['transformers']}, commit {m['commit']}, {against[-1]['date']}. Seconds of one whole update with AdamW, medians, "
                   "runs alternating.",
                   "", *baseline_table(against), ""]
+    lines += kept
     lines += gpu_prediction.section()
     told = [row for row in against if {"transformers_dense", "espalier dense", "espalier auto"} <= set(row["seconds"])]
     if told:

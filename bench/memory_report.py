@@ -24,8 +24,8 @@ def trunk_states():
         head_dim = of_shape[0].get("head_dim", 32)
         prompts = sorted({row["prompt"] for row in of_shape})
         lines += [f"`{PYTHON} bench/trunk_state.py --prompts {','.join(map(str, prompts))} --layers {layers} --heads {heads} --head-dim {head_dim}` on "
-                  f"{about(of_shape[-1])}: responses of {of_shape[0]['response']} tokens, N = {of_shape[0]['n']}, one rollout a wave, MiB of the arena "
-                  "(activations, path, gradients of keys and values). Seconds: predicted, and of processors where they were counted.", "",
+                  f"{about(of_shape[-1])}: responses of {of_shape[0]['response']} tokens, N = {of_shape[0]['n']}, one rollout per wave. A, B and C are "
+                  "peaks of the arena in MiB: activations, path, and gradients of keys and values.", "",
                   "| prompt | | A | B | C | B against dense | predicted seconds | CPU seconds |", "| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |"]
         for prompt in prompts:
             cells = {row["case"]: row for row in of_shape if row["prompt"] == prompt}
@@ -46,8 +46,9 @@ def frontier():
         return []
     lines = ["### The frontier, run", "",
              f"`{PYTHON} bench/frontier.py --budget {rows[0]['budget'] // MEBI} --response {rows[0]['response']}` on {about(rows[-1])}: the longest "
-             "prompt that the plan says fits, and a run with 0.98 of it under the same budget.", "",
-             "| N | | frontier | prompt and response over dense's | run with | finished | process, of the budget |",
+             f"prompt that fits a budget of {rows[0]['budget'] // MEBI} MiB according to the plan (the frontier), and a run of a prompt with 0.98 of this "
+             "length under the same budget.", "",
+             "| N | | frontier, tokens | prompt + response, relative to dense | prompt of the run | finished | peak of the process over the budget |",
              "| ---: | --- | ---: | ---: | ---: | --- | ---: |"]
     for row in rows:
         cell = row["cell"]
@@ -63,9 +64,9 @@ def sweep():
     off = sorted(rows, key=lambda row: -abs(above(row)[0] / max(above(row)[1], 1) - 1) if above(row)[1] > 8 * MEBI else 0)
     lines = ["### Predicted and measured", "",
              f"`{PYTHON} bench/memory_sweep.py` on {about(rows[-1])}: {len(rows)} combinations of shape, dtype, schedule, budget and trunk state, each "
-             f"a process of its own; {sum(met(row) for row in rows)} are met. Above: what a step holds more than the same run on two tokens, MiB. "
-             "The ten farthest of those above 8 MiB:", "",
-             "| | predicted above | measured above | ratio | met |", "| --- | ---: | ---: | ---: | --- |"]
+             f"in its own process. In {sum(met(row) for row in rows)} of them the peak is within the budget and the prediction within 5 % or 4 MiB. A figure is the peak of a step minus "
+             "the peak of the same run on two tokens, in MiB. The table shows the ten combinations with the largest error among those above 8 MiB:", "",
+             "| | predicted | measured | ratio | within 5 % or 4 MiB |", "| --- | ---: | ---: | ---: | --- |"]
     for row in off[:10]:
         measured, predicted = above(row)
         lines += [f"| {row['case']} | {predicted / MEBI:.1f} | {measured / MEBI:.1f} | {measured / max(predicted, 1):.3f} | {'yes' if met(row) else 'no'} |"]

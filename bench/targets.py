@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 
@@ -364,6 +365,11 @@ def results_of(target, context):
                "spread": [values.low, values.high], "rounds": values.rounds, "met": target.met(values.median)}
 
 
+def what_of(row):
+    """What a row measures, in today's words."""
+    return next((target.what for target in TARGETS if target.name == row["name"]), row["target"])
+
+
 def counts(row):
     return row["met"] and row["rounds"] >= LEAST_ROUNDS
 
@@ -371,11 +377,24 @@ def counts(row):
 def line(row):
     low, high = row["spread"]
     verdict = "yes" if counts(row) else "no" if not row["met"] else "too few rounds"
-    what = next((target.what for target in TARGETS if target.name == row["name"]), row["target"])
-    return f"| {what} | {row['case']} | {row['bound']} | {row['measured']:.3g} | {low:.3g} .. {high:.3g} | {verdict} |"
+    return f"| {what_of(row)} | {row['case']} | {row['bound']} | {row['measured']:.3g} | {low:.3g} .. {high:.3g} | {verdict} |"
 
 
 HEAD = ["| target | case | bound | measured | spread | met |", "| --- | --- | ---: | ---: | ---: | --- |"]
+
+
+def summary(measured):
+    """A row for each target: how many of its cases are met, and the range of their medians."""
+    out = ["| target | bound | measured | cases met |", "| --- | ---: | ---: | ---: |"]
+    by_target = {}
+    for row in measured:
+        by_target.setdefault(what_of(row), []).append(row)
+    for what, rows in by_target.items():
+        values = sorted(row["measured"] for row in rows)
+        between = f"{values[0]:.3g}" if len(values) == 1 else f"{values[0]:.3g} .. {values[-1]:.3g}"
+        few = sum(row["met"] and not counts(row) for row in rows)
+        out.append(f"| {what} | {rows[0]['bound']} | {between} | {sum(map(counts, rows))} of {len(rows)}{f', {few} with too few rounds' if few else ''} |")
+    return out
 
 
 def run(options):
@@ -441,16 +460,19 @@ def section():
     measured = [row for row in rows if "measured" in row]
     left_out = sorted({row["name"] for row in rows} - {row["name"] for row in measured})
     met = sum(counts(row) for row in measured)
-    commands = ", ".join(dict.fromkeys(f"`{grid.PYTHON} {row['command']}` (commit {row['machine']['commit']}, {row['date']})" for row in rows))
-    text = [f"{commands}; on {rows[-1]['machine']['cpu']}, {rows[-1]['threads']} threads, float32, torch {rows[-1]['torch']}, transformers "
-            f"{rows[-1]['transformers']}: {met} of {len(measured)} met. Hidden 512, 4 layers, 8/2 "
-            "heads of 64, vocabulary 8192 unless the case says otherwise. The two sides of a ratio run alternately. \"Measured\" is the median over "
-            f"the rounds, \"spread\" the range of single rounds. A target is met if its median over at least {LEAST_ROUNDS} rounds is within the "
-            "bound. Predicted seconds use the rate of matrix products just before and after each run. If auto's plan equals that of another "
-            "schedule, the runs of both count for either."]
+    about = (f"{met} of {len(measured)} cases are met, on {rows[-1]['machine']['cpu']} with {rows[-1]['threads']} threads, in float32 unless the case "
+             f"says otherwise, with torch {rows[-1]['torch']} and transformers {rows[-1]['transformers']}. The model has hidden size 512, 4 layers, "
+             "8/2 heads of 64 and a vocabulary of 8192 unless the case says otherwise. The two sides of a ratio run alternately. A case is met if its "
+             f"median over at least {LEAST_ROUNDS} rounds is within the bound. \"Measured\" is the range of these medians over the cases of a target. "
+             "Predicted seconds use the rate of matrix products just before and after each run. If the plan of auto equals that of another "
+             "schedule, the runs of both count for each of them.")
+    commands = dict.fromkeys((row["command"], row["machine"]["commit"], row["date"]) for row in rows)
+    text = [*textwrap.wrap(about, 140), "", *summary(measured), "", "Commands:", "",
+            *(f"- commit {commit}, {date}: `{grid.PYTHON} {command}`" for command, commit, date in commands)]
     if left_out:
-        text.append(f"Not measured: {', '.join(left_out)}.")
-    return ["## Targets", "", *text, "", *HEAD, *map(line, measured), ""]
+        text += ["", f"Not measured: {', '.join(left_out)}."]
+    cases = "\"Measured\" is the median of a case over its rounds, \"spread\" the range of single rounds."
+    return ["## Targets", "", *text, "", "### Every case", "", cases, "", *HEAD, *map(line, measured), ""]
 
 
 def main():

@@ -10,6 +10,7 @@ from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "bench"))
 import grid  # noqa: E402
+import targets  # noqa: E402
 
 
 def cells(espalier, model, cache, *words, repetitions=1):
@@ -62,7 +63,23 @@ def test_a_row_above_its_ceiling_is_told_with_the_schedule_that_was_slow():
 
     assert grid.beyond_ceiling([row(10, 1.4), row(20, 1.5), row(30, 1.3)]) == []
     told = " ".join(grid.beyond_ceiling([row(10, 1.4), row(20, 1.4), row(30, 2.8)]))
-    assert told.startswith("30/10, N = 2, is above 1.2") and "dense 0.50, auto 1.00, phased 1.00" in told
+    assert told.startswith("The row 30/10, N = 2, is above 1.2") and "dense 0.50, auto 1.00, phased 1.00" in told
+
+
+def test_the_page_keeps_what_was_written_by_hand():
+    page = (ROOT / "docs/performance.md").read_text()
+    kept = grid.by_hand(page)
+    assert (kept[0], kept[-2:]) == (grid.BY_HAND, [grid.END, ""]) and "### Recurrent layers" in kept
+    assert "\n".join(kept) in page and grid.by_hand("# Performance") == []
+
+
+def test_a_target_s_summary_counts_its_cases():
+    def row(name, measured, rounds, met):
+        return {"name": name, "target": "?", "bound": ">= 0.9", "measured": measured, "rounds": rounds, "met": met}
+
+    lines = targets.summary([row("flops", 0.8, 5, False), row("flops", 1.5, 5, True), row("flops", 1, 2, True), row("gone", 2, 5, True)])
+    assert lines[2:] == ["| FLOP rate of a step over that of a matrix product | >= 0.9 | 0.8 .. 1.5 | 1 of 3, 1 with too few rounds |",
+                         "| ? | >= 0.9 | 2 | 1 of 1 |"]
 
 
 def test_equal_bits_finds_none_that_differ(program):
