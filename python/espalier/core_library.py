@@ -12,7 +12,7 @@ _NAME = "libespalier_core.so"
 
 
 @functools.cache
-def library():
+def library() -> ctypes.CDLL:
     """The core library: in the package where a wheel put it, else in the build folder of the source tree."""
     named = os.environ.get("ESPALIER_CORE_LIBRARY")
     places = [Path(named)] if named else [_PACKAGE / "bin" / _NAME, _PACKAGE.parents[1] / "build" / _NAME]

@@ -7,7 +7,7 @@ NUMPY = "numpy>=1.26"
 EXTRAS = {"hf": ("torch>=2.6", "transformers>=5"), "trl": ("torch>=2.6", "transformers>=5", "trl>=1.16")}
 
 
-def require(part, extra):
+def require(part: str, extra: str) -> None:
     """Refuses to import `part` where a package of its extra is missing: names all of them and the command that installs them."""
     missing = [wanted for wanted in (NUMPY, *EXTRAS[extra]) if importlib.util.find_spec(wanted.split(">")[0]) is None]
     if not missing:

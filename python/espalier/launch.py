@@ -18,7 +18,7 @@ _PACKAGE = Path(__file__).resolve().parent
 _INSTALLED, _BUILT = _PACKAGE / "bin" / "espalier", _PACKAGE.parents[1] / "build" / "espalier"
 
 
-def program():
+def program() -> Path:
     """The program: what ESPALIER_BINARY names, else in the package where a wheel put it, else in the build folder of the source tree."""
     named = os.environ.get("ESPALIER_BINARY")
     places = [Path(named)] if named else [_INSTALLED, _BUILT]
@@ -29,7 +29,7 @@ def program():
                 "Run `make` in the source tree, or install the wheel", 8)
 
 
-def environment():
+def environment() -> dict[str, str]:
     """The environment of the program. Errors: `Error` where an installed program has no torch that it can link."""
     out = dict(os.environ)
     if program() != _INSTALLED:
@@ -42,7 +42,7 @@ def environment():
     return out
 
 
-def _torch_folder():
+def _torch_folder() -> Path:
     remedy = f"pip install 'torch=={TORCH}.*' into this Python; espalier.hf, espalier.trl and espalier.ops work with torch 2.6 and newer"
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
@@ -56,8 +56,8 @@ def _torch_folder():
     return folder
 
 
-def main():
-    """Becomes the program. Before that only what keeps it from starting is told, as the program tells its own errors."""
+def main() -> None:
+    """Replaces this process by the program. If the program cannot start, prints the reason in the form of the program's errors."""
     try:
         binary, its = program(), environment()
     except Error as error:

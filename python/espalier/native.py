@@ -5,7 +5,9 @@ NumPy int32 and int64 buffers cross the border; ctypes releases the interpreter'
 
 import ctypes
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -30,14 +32,14 @@ class _Request(ctypes.Structure):
         (name, ctypes.c_char_p) for name in ("schedule", "share", "trunk_state", "dtype", "device")]
 
 
-def _failed():
+def _failed() -> Error:
     return Error.of(json.loads(library().espalier_last_error()))
 
 
 class _Buffers:
     """Rollouts end to end, as the core reads them; `prompts` and `responses` are lists of id sequences."""
 
-    def __init__(self, prompts, responses):
+    def __init__(self, prompts: Sequence[Any], responses: Sequence[Any]) -> None:
         parts = [token_ids(ids, f"rollout {i // 2}") for i, ids in enumerate(part for pair in zip(prompts, responses) for part in pair)]
         lengths = np.array([len(part) for part in parts], np.int64).reshape(-1, 2)
         self.tokens = np.concatenate(parts) if parts else np.zeros(0, np.int32)
@@ -46,7 +48,8 @@ class _Buffers:
         self.struct = _Rollouts(len(lengths), *(array.ctypes.data for array in (self.tokens, self.starts, self.prompt_lengths)))
 
 
-def token_ids(ids, where):
+def token_ids(ids: Any, where: str) -> np.ndarray:
+    """A flat sequence of token ids (list, array or tensor) as int32."""
     if hasattr(ids, "detach"):
         ids = ids.detach().cpu()
     try:
@@ -62,7 +65,7 @@ def token_ids(ids, where):
     return np.ascontiguousarray(array, np.int32)
 
 
-def group(prompts):
+def group(prompts: Sequence[Any]) -> np.ndarray:
     """The group of each prompt, numbered from 0 in order of first appearance: equal tokens, equal group."""
     buffers = _Buffers(prompts, [()] * len(prompts))
     groups = np.zeros(len(prompts), np.int32)
@@ -87,8 +90,9 @@ class Item:
 class Plan:
     """One step over all rollouts: items depth first, a trunk before what is below it."""
 
-    def __init__(self, prompts, responses, shape, *, wave_tokens, schedule="auto", share="auto", trunk_state="keep",
-                 dtype="float32", device="cpu", threads=1, seconds_per_call=0.0, gradients=True):
+    def __init__(self, prompts: Sequence[Any], responses: Sequence[Any], shape: Mapping[str, int], *, wave_tokens: int, schedule: str = "auto",
+                 share: str = "auto", trunk_state: str = "keep", dtype: str = "float32", device: str = "cpu", threads: int = 1,
+                 seconds_per_call: float = 0.0, gradients: bool = True) -> None:
         buffers = _Buffers(prompts, responses)
         request = _Request(wave_tokens, threads, seconds_per_call, gradients, *(s.encode() for s in (schedule, share, trunk_state, dtype, device)))
         self._handle = library().espalier_plan_new(ctypes.byref(buffers.struct), ctypes.byref(_Shape(**shape)), ctypes.byref(request))
@@ -97,11 +101,11 @@ class Plan:
             raise _failed()
         self.items = [self._item(i) for i in range(library().espalier_plan_items(self._handle))]
 
-    def __del__(self):
+    def __del__(self) -> None:
         if getattr(self, "_handle", None):
             self._delete(self._handle)
 
-    def _table(self, item, name):
+    def _table(self, item: int, name: str) -> np.ndarray:
         data, width = ctypes.POINTER(ctypes.c_int32)(), ctypes.c_int64()
         rows = library().espalier_plan_table(self._handle, item, name.encode(), ctypes.byref(data), ctypes.byref(width))
         if rows < 0:
@@ -110,18 +114,18 @@ class Plan:
         flat = np.ctypeslib.as_array(data, (size,)).copy() if size else np.zeros(0, np.int32)
         return flat.reshape(rows, width.value)
 
-    def _item(self, i):
+    def _item(self, i: int) -> Item:
         trunk, recompute, parent, path_rows, rows, _ = (int(value) for value in self._table(i, "item")[0])
         return Item(bool(trunk), bool(recompute), parent, path_rows, rows, self._table(i, "segments"),
                     self._table(i, "rollouts")[:, 0], self._table(i, "finished")[:, 0])
 
-    def edges(self, item):
+    def edges(self, item: int) -> np.ndarray:
         """Loss edges (row, target, rollout, position) of an item, made when it runs."""
         return self._table(item, "edges")
 
     @property
-    def json(self):
+    def json(self) -> dict[str, Any]:
         return json.loads(library().espalier_plan_json(self._handle))
 
-    def __str__(self):
+    def __str__(self) -> str:
         return library().espalier_plan_text(self._handle).decode()

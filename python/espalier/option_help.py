@@ -5,6 +5,8 @@ import json
 import keyword
 import re
 import textwrap
+from collections.abc import Mapping
+from typing import Any
 
 from espalier.core_library import library
 
@@ -20,54 +22,54 @@ PROGRAM_OPTIONS = {
 
 
 @functools.cache
-def option_table():
+def option_table() -> dict[str, Any]:
     """{"verbs": {name: letter}, "options": [{name, section, type, default, range, unit, verbs, help}], "aliases": {TRL's or peft's name: [options]}}."""
     return json.loads(library().espalier_options())
 
 
-def options_of(verb):
+def options_of(verb: str) -> dict[str, dict[str, Any]]:
     """The rows of the table that a verb takes, by Python name."""
     letter = option_table()["verbs"][verb]
     takes = lambda row: row["verbs"].startswith("*") or letter in row["verbs"] or letter.upper() in row["verbs"]
     return {python_name(row["name"]): row for row in option_table()["options"] if takes(row)}
 
 
-def main_options_of(verb):
+def main_options_of(verb: str) -> dict[str, dict[str, Any]]:
     """The rows that the program's short help shows: a capital letter in the table."""
     letter = option_table()["verbs"][verb].upper()
     return {name: row for name, row in options_of(verb).items() if letter in row["verbs"]}
 
 
-def names_of_trl(verb):
+def names_of_trl(verb: str) -> dict[str, list[str]]:
     """TRL's names that a verb takes: those that set one of its options. Where one is given the update is TRL's."""
     taken = {row["name"] for row in options_of(verb).values()}
     return {name: targets for name, targets in option_table()["aliases"].items() if taken.intersection(targets)}
 
 
-def python_name(option):
+def python_name(option: str) -> str:
     """`_` for `-`, and one more after a word that is Python's own: `as_`."""
     name = option.replace("-", "_")
     return name + "_" if keyword.iskeyword(name) else name
 
 
-def help_of(row, verb):
+def help_of(row: Mapping[str, Any], verb: str) -> str:
     """A row's help for one verb: "{tr|the file}{l|each batch}" stands for what differs from verb to verb."""
     letter = option_table()["verbs"][verb]
     text = re.sub(r"\{(\w+)\|([^}]*)\}", lambda part: part[2] if letter in part[1] else "", row["help"])
     return re.sub(r"--([a-z][a-z-]*)", lambda option: python_name(option[1]), text)
 
 
-def _entry(name, text):
+def _entry(name: str, text: str) -> str:
     head = f"    {name}  ".ljust(28)
     return textwrap.fill(text, 110, initial_indent=head, subsequent_indent=" " * 28, break_long_words=False, break_on_hyphens=False)
 
 
-def _entries(rows, verb):
+def _entries(rows: Mapping[str, Mapping[str, Any]], verb: str) -> list[str]:
     return [_entry(name, help_of(row, verb) + (f" [{row['default']}]" if row["default"] not in ("", "false") else ""))
             for name, row in rows.items()]
 
 
-def arguments_text(verb):
+def arguments_text(verb: str) -> str:
     """The keyword arguments of a verb as text: the most used first, then the others by section, then TRL's names."""
     main, rows = main_options_of(verb), options_of(verb)
     out = ["Most used arguments (defaults in brackets):", *_entries(main, verb)]

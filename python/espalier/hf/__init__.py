@@ -10,7 +10,9 @@ The model is not changed. LoRA, tied embeddings, non-reentrant checkpointing, au
 """
 
 import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from espalier.extras import require
 
@@ -52,13 +54,16 @@ class Result:
     schedule: str = ""
     verified: bool = False
 
-    def __str__(self):
+    def __str__(self) -> str:
         return (f"{self.rows:,} rows run instead of {self.rows_without_sharing:,} ({self.rows_without_sharing / self.rows:.2f} times fewer), "
                 f"{self.schedule}, {self.waves} waves, {self.seconds:.2f} s, peak {self.peak_bytes / 2**20:,.0f} MiB")
 
 
-def phased_step(model, rollouts, loss, *, wave_tokens=4096, trunk_state="keep", schedule="auto", temperature=1.0,
-                router_aux_loss_coef=None, router_aux_loss_scope="rollout", sets=(), verify=False):
+def phased_step(model: torch.nn.Module, rollouts: Iterable[Mapping[str, Any]], loss: Callable[[Wave], torch.Tensor], *, wave_tokens: int = 4096,
+                trunk_state: Literal["keep", "recompute", "offload"] = "keep", schedule: Literal["auto", "shared", "dense"] = "auto",
+                temperature: float = 1.0, router_aux_loss_coef: float | None = None,
+                router_aux_loss_scope: Literal["rollout", "minibatch"] = "rollout", sets: Sequence[Sequence[int]] = (),
+                verify: bool = False) -> Result:
     """Adds the gradients of the sum of `loss(wave)` over all waves to `.grad`. Every shared prompt runs once, forward and backward.
 
     `rollouts`: dicts with `prompt_ids` and `response_ids`. Optional: `images`, the dict that the model's processor returned for the prompt
@@ -127,7 +132,7 @@ def phased_step(model, rollouts, loss, *, wave_tokens=4096, trunk_state="keep", 
                   verification.is_verified(model, regime))
 
 
-def estimate(model, rollouts, *, wave_tokens=4096, entropies=False):
+def estimate(model: torch.nn.Module, rollouts: Iterable[Mapping[str, Any]], *, wave_tokens: int = 4096, entropies: bool = False) -> Estimate:
     """The bytes that `phased_step` would add with each `trunk_state`, as an `Estimate`, from small steps of the same model. Gradients stay as they
     are. `entropies`: whether `loss` reads `wave.entropies`. Text alone, without recorded experts, in a model that FSDP does not shard."""
     arguments.model(model)
@@ -279,19 +284,21 @@ def _router_coefficient(model, given):
 @dataclass(frozen=True)
 class Scores:
     """Log-probs of each rollout, one per response token, and entropies if requested. `rows` as in `Result`."""
-    logprobs: list
-    entropies: list | None
+    logprobs: list[torch.Tensor]
+    entropies: list[torch.Tensor] | None
     rows: int
     rows_without_sharing: int
 
 
-def logprobs(model, rollouts, *, wave_tokens=4096, temperature=1.0):
+def logprobs(model: torch.nn.Module, rollouts: Iterable[Mapping[str, Any]], *, wave_tokens: int = 4096,
+             temperature: float = 1.0) -> list[torch.Tensor]:
     """One tensor for each rollout: the log-prob of every response token."""
     return score(model, rollouts, wave_tokens=wave_tokens, temperature=temperature).logprobs
 
 
 @torch.no_grad()
-def score(model, rollouts, *, wave_tokens=4096, temperature=1.0, entropies=False):
+def score(model: torch.nn.Module, rollouts: Iterable[Mapping[str, Any]], *, wave_tokens: int = 4096, temperature: float = 1.0,
+          entropies: bool = False) -> Scores:
     """`Scores` of all response tokens, every shared prompt run once."""
     arguments.model(model)
     temperature, wave_tokens = arguments.temperature(temperature), arguments.wave_tokens(wave_tokens)

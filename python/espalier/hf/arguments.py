@@ -3,6 +3,8 @@
 import math
 import numbers
 import operator
+from collections.abc import Sequence
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -12,12 +14,14 @@ from espalier.hf.checks import base_model, unwrapped
 TRUNK_STATES = ("keep", "recompute", "offload")
 SCHEDULES = ("auto", "shared", "dense")
 
+_Word = TypeVar("_Word", bound=str)
 
-def _refuse(name, expected, got, remedy=""):
+
+def _refuse(name: str, expected: str, got: object, remedy: str = "") -> NoReturn:
     raise Error("option", name, expected, repr(got), remedy, 2)
 
 
-def temperature(value):
+def temperature(value: Any) -> float:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value) or value <= 0:
@@ -25,7 +29,7 @@ def temperature(value):
     return float(value)
 
 
-def wave_tokens(value):
+def wave_tokens(value: Any) -> int:
     try:
         whole = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -35,19 +39,19 @@ def wave_tokens(value):
     return whole
 
 
-def choice(name, value, among):
+def choice(name: str, value: _Word, among: Sequence[str]) -> _Word:
     if not isinstance(value, str) or value not in among:
         _refuse(name, ", ".join(among), value)
     return value
 
 
-def coefficient(value):
+def coefficient(value: Any) -> Any:
     if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value)):
         _refuse("router_aux_loss_coef", "a finite number or None", value)
     return value
 
 
-def model(given):
+def model(given: Any) -> None:
     """A transformers model whose weights are in memory."""
     if not isinstance(given, torch.nn.Module) or not hasattr(_base(given), "config"):
         raise Error("input", "model", "a transformers causal language model", type(given).__name__, "Load it with AutoModelForCausalLM", 2)
@@ -56,15 +60,15 @@ def model(given):
         raise Error("input", "model", "weights in memory", f"{empty} on the meta device", "Load the weights before the step", 2)
 
 
-def _base(given):
+def _base(given: Any) -> Any:
     try:
         return base_model(given)
     except AttributeError:
         return None
 
 
-def gradients_wanted(given):
-    """A step adds gradients: autograd must record, something must be trained, and nobody may spend a gradient before it is whole."""
+def gradients_wanted(given: torch.nn.Module) -> None:
+    """A step needs autograd, a trained parameter, and gradients that nothing reads before the end of the step."""
     if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
         mode = "torch.inference_mode()" if torch.is_inference_mode_enabled() else "torch.no_grad()"
         raise Error("input", "phased_step", "a call with gradients enabled", mode, "Call it outside, or use espalier.hf.score", 2)
@@ -82,6 +86,6 @@ def gradients_wanted(given):
                               "Remove register_post_accumulate_grad_hook and step the optimizer after the step")
 
 
-def loss(given):
+def loss(given: Any) -> None:
     if not callable(given):
         raise Error("input", "loss", "a function of a wave that returns a scalar tensor", type(given).__name__, "", 2)

@@ -63,7 +63,7 @@ def decoder_layers(base):
     return []
 
 
-def check(model, *, longest=None, by_regime=False, probing=True):
+def check(model: torch.nn.Module, *, longest: int | None = None, by_regime: bool = False, probing: bool = True) -> None:
     """Raises `espalier.Unsupported` with the name of any property of this model that phased_step does not support. Once for each model
     it also runs short sequences, alone and shared, and compares their logits (probe.py).
 

@@ -32,15 +32,15 @@ class Estimate:
     """`weights`: bytes of parameters and buffers on the device. `step`: bytes that a step adds at most, by trunk_state. `trunk_rows`, `wave_rows`:
     the largest path and the largest wave, where it has them. `free`: bytes that the device still has for the step, or None."""
     weights: int
-    step: dict
+    step: dict[str, int]
     trunk_rows: int
     wave_rows: int
     free: int | None = None
 
-    def fits(self, trunk_state):
+    def fits(self, trunk_state: str) -> bool:
         return self.free is None or self.step[trunk_state] <= self.free
 
-    def __str__(self):
+    def __str__(self) -> str:
         lines = [f"weights {self.weights / _GIB:.2f} GiB; a step with {self.trunk_rows:,} rows of prompts and waves of {self.wave_rows:,} rows adds"]
         lines += [f"  {size / _GIB:.2f} GiB with trunk_state={state!r}" for state, size in self.step.items()]
         return "\n".join(lines + ([f"  {self.free / _GIB:.2f} GiB are free"] if self.free is not None else []))

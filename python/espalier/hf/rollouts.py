@@ -1,7 +1,8 @@
 """Rollouts as the phases need them, and their plan from the C++ core."""
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,11 +18,12 @@ _SECONDS_PER_CALL = 40e-6  # eager PyTorch: a kernel with its module and its nod
 class Rollouts:
     """`prompts` and `responses` as int32 arrays; errors name the rollout."""
 
-    def __init__(self, records, vocabulary):
-        self.members = None  # of a part: each rollout's place in the whole step
-        self.records = records = _listed(records)
-        self.prompts, self.responses = [], []
-        for i, record in enumerate(records):
+    def __init__(self, records: Iterable[Mapping[str, Any]], vocabulary: int) -> None:
+        self.members: np.ndarray | None = None  # of a part: the index of each rollout in the whole step
+        self.records = listed = _listed(records)
+        self.prompts: list[np.ndarray] = []
+        self.responses: list[np.ndarray] = []
+        for i, record in enumerate(listed):
             for field, out in (("prompt_ids", self.prompts), ("response_ids", self.responses)):
                 if not isinstance(record, Mapping):
                     raise Error("input", f"rollouts[{i}]", "a dict with prompt_ids and response_ids", type(record).__name__, "", 3)
@@ -33,11 +35,12 @@ class Rollouts:
             if not len(self.prompts[-1]):
                 raise Error("input", f"rollouts[{i}]['prompt_ids']", "at least one token", "none", "", 3)
         self.lengths = np.array([len(p) + len(r) for p, r in zip(self.prompts, self.responses)])
-        self.images = self.routes = None
-        self.keys, self.response_keys = self.prompts, self.responses  # what the planner has for them (images.py, routes.py)
+        self.images: Any = None
+        self.routes: Any = None
+        self.keys, self.response_keys = self.prompts, self.responses  # their ids for the planner (images.py, routes.py)
 
-    def part(self, members):
-        """The rollouts at these places of the step, as rollouts of their own."""
+    def part(self, members: Sequence[int]) -> "Rollouts":
+        """The rollouts with these indices, as rollouts of their own."""
         if len(members) == len(self):
             return self
         out = copy.copy(self)
@@ -47,33 +50,33 @@ class Rollouts:
         out.lengths = self.lengths[out.members]
         return out
 
-    def places(self, rollouts):
-        """Where these rollouts stand in the step."""
+    def places(self, rollouts: Any) -> Any:
+        """The indices of these rollouts in the whole step."""
         return rollouts if self.members is None else self.members[rollouts]
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.prompts)
 
-    def tokens(self, rollout, begin, end):
+    def tokens(self, rollout: int, begin: int, end: int) -> np.ndarray:
         """Tokens [begin, end) of prompt + response."""
         prompt = self.prompts[rollout]
         if end <= len(prompt):
             return prompt[begin:end]
         return np.concatenate([prompt[begin:], self.responses[rollout][max(0, begin - len(prompt)):end - len(prompt)]])
 
-    def with_images(self, images):
+    def with_images(self, images: Any) -> "Rollouts":
         """These rollouts with their Images, or None."""
         if images is not None:
             self.images, self.keys = images, images.keys
         return self
 
-    def with_routes(self, routes):
+    def with_routes(self, routes: Any) -> "Rollouts":
         """These rollouts with their Routes, or None; after their images."""
         if routes is not None:
             self.routes, self.keys, self.response_keys = routes, routes.keys, routes.response_keys
         return self
 
-    def plan(self, model, *, wave_tokens, trunk_state, gradients):
+    def plan(self, model: torch.nn.Module, *, wave_tokens: int, trunk_state: str, gradients: bool) -> native.Plan:
         parameter = next(model.parameters())
         return native.Plan(self.keys, self.response_keys, shape_of(model), wave_tokens=wave_tokens,
                            trunk_state="recompute" if trunk_state == "recompute" else "keep",
@@ -82,7 +85,7 @@ class Rollouts:
                            seconds_per_call=_SECONDS_PER_CALL)
 
 
-def _listed(records):
+def _listed(records: Any) -> list[Mapping[str, Any]]:
     if isinstance(records, (Mapping, str, bytes)) or not isinstance(records, Iterable):
         raise Error("input", "rollouts", "a list of dicts with prompt_ids and response_ids", type(records).__name__, "", 3)
     records = list(records)
@@ -91,7 +94,7 @@ def _listed(records):
     return records
 
 
-def shape_of(model):
+def shape_of(model: torch.nn.Module) -> dict[str, int]:
     """The fields of a transformers config that the cost model needs; names differ between families."""
     config = decoder_config(model)
     get = lambda *names, default=0: next((v for v in (_size(config, name) for name in names) if v), default)
@@ -104,8 +107,8 @@ def shape_of(model):
                 expert_inner=get("moe_intermediate_size", "intermediate_size", default=1))
 
 
-def _size(config, name):
-    """The largest over layers where they differ; None where the config has none, or none for all layers."""
+def _size(config: Any, name: str) -> int | None:
+    """A size of the config; the largest, if layers differ; None, if the config has none, or none for all layers."""
     try:
         value = getattr(config, name, None)
     except Exception:  # transformers refuses to say what differs by layer

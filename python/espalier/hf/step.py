@@ -5,6 +5,7 @@ the items below send back; when all below is done, one backward through the trun
 """
 
 import contextlib
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -25,17 +26,18 @@ class Wave:
     to. `logprobs`, `entropies` [E]: natural logarithms, differentiable.
     """
 
-    def __init__(self, rollouts, rollout, position, logprobs, entropies):
+    def __init__(self, rollouts: Sequence[int], rollout: torch.Tensor, position: torch.Tensor, logprobs: torch.Tensor,
+                 entropies: torch.Tensor | Callable[[], torch.Tensor]) -> None:
         self.rollouts, self.rollout, self.position, self.logprobs = rollouts, rollout, position, logprobs
         self._entropies = entropies
 
     @property
-    def entropies(self):
+    def entropies(self) -> torch.Tensor:
         if callable(self._entropies):
             self._entropies = self._entropies()
         return self._entropies
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.logprobs)
 
 

@@ -202,7 +202,7 @@ _library = torch.library.Library("espalier", "FRAGMENT")
 _library.define("linear_logprob(Tensor hidden, Tensor weight, Tensor targets, Tensor? temperature=None) -> (Tensor, Tensor)")
 
 
-def linear_logprob(hidden, weight, targets, temperature=None):
+def linear_logprob(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Returns logprob [R] and entropy [R], float32 (float64 in float64), both differentiable.
 
     hidden [R, M], weight [V, M] of one dtype; targets [R] int64; temperature: None (1), or [R] of positive numbers.

@@ -15,7 +15,9 @@ import json
 import os
 import re
 import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from . import art, parquet_files, pickles, rllm, safetensors_files, skyrl, slime, torch_files, trl, verl
 from .errors import RecordError, UnsupportedRecords
@@ -29,13 +31,13 @@ _REMEDY = ("Supported formats: JSON Lines with token ids, slime debug dumps, ver
            "(docs/rollout_format.md)")
 
 
-def read(path):
+def read(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """Yields the neutral records of a file or folder, each a dict. Errors: RecordError."""
     yield from Reading(path).records()
 
 
-def convert(path, out, *, overwrite=False):
-    """Writes the records of `path` to `out` (.jsonl or .jsonl.gz), which appears complete or not at all. Their number."""
+def convert(path: str | os.PathLike[str], out: str | os.PathLike[str], *, overwrite: bool = False) -> int:
+    """Writes the records of `path` to `out` (.jsonl or .jsonl.gz) and returns their number. `out` appears complete or not at all."""
     out, count = Path(out), 0
     if not out.name.endswith((".jsonl", ".jsonl.gz")):
         raise RecordError(str(out), "a name that ends in .jsonl or .jsonl.gz", out.name)
@@ -60,17 +62,18 @@ def convert(path, out, *, overwrite=False):
     return count
 
 
-def line_of(record):
+def line_of(record: Mapping[str, Any]) -> str:
     return json.dumps(record, separators=(",", ":"), allow_nan=False) + "\n"
 
 
 class Reading:
     """One file or folder. `format` and `notes` are complete once all records were taken."""
 
-    def __init__(self, path):
-        self.path, self.format, self.notes = str(path), "", []
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path, self.format = str(path), ""
+        self.notes: list[str] = []
 
-    def records(self):
+    def records(self) -> Iterator[dict[str, Any]]:
         try:
             if not os.path.isdir(self.path):
                 yield from self._files([self.path])
@@ -84,8 +87,10 @@ class Reading:
         except OSError as error:
             raise RecordError(error.filename or self.path, "a readable file", error.strerror or str(error)) from None
 
-    def _files(self, paths):
-        kind, contents, empty = None, [], True
+    def _files(self, paths: list[str]) -> Iterator[dict[str, Any]]:
+        kind: Any = None
+        contents: list[tuple[str, Any]] = []
+        empty = True
         for path in paths:
             with open(path, "rb") as file:
                 content = _content(file, path)
@@ -108,15 +113,15 @@ class Reading:
         self.notes = list(dict.fromkeys(self.notes))
 
 
-def step_of_name(path):
+def step_of_name(path: str) -> int | None:
     """12 of "batch_step_12.pkl" and "global_step12.pt"; None where the name has no step."""
     found = re.search(r"step[_-]?(\d+)", Path(path).name, re.IGNORECASE)
     return int(found.group(1)) if found else None
 
 
-def dumps_of(folder):
+def dumps_of(folder: str) -> list[str]:
     """The dumps of a folder, by step and then by name with numbers as numbers."""
-    def order(name):
+    def order(name: str) -> Any:
         step = step_of_name(name)
         return step is None, step or 0, [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
@@ -126,7 +131,7 @@ def dumps_of(folder):
     return [os.path.join(folder, name) for name in sorted(names, key=order)]
 
 
-def _content(file, path):
+def _content(file: BinaryIO, path: str) -> Any:
     start = file.read(32)
     file.seek(0)
     if torch_files.is_zip(start):
@@ -146,7 +151,7 @@ def _content(file, path):
     raise UnsupportedRecords(path, "a file of torch.save, a pickle, safetensors or Parquet", "other bytes", _REMEDY)
 
 
-def _format_of(content, path):
+def _format_of(content: Any, path: str) -> Any:
     for kind in _FORMATS:
         if kind.matches(content):
             return kind
@@ -158,7 +163,7 @@ def _format_of(content, path):
     raise UnsupportedRecords(path, "rollouts with token ids", got, _REMEDY)
 
 
-def _loaded(content):
+def _loaded(content: Any) -> Any:
     """Reads all storages of a value, so that its file may be closed."""
     stack = [content]
     while stack:

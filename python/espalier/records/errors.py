@@ -6,11 +6,11 @@ class RecordError(Exception):
 
     exit_code = 3  # bad input
 
-    def __init__(self, where, expected, got, remedy=""):
+    def __init__(self, where: str, expected: str, got: str, remedy: str = "") -> None:
         super().__init__(f"{where}: expected {expected}, got {got}" + (f". {remedy}" if remedy else ""))
         self.where, self.expected, self.got, self.remedy = where, expected, got, remedy
 
-    def at(self, where):
+    def at(self, where: str) -> "RecordError":
         """The same error with `where` before its place, unless it stands there already."""
         if self.where.startswith(where):
             return self

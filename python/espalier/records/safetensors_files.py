@@ -19,7 +19,7 @@ def load(file, size, where):
         header = json.loads(file.read(length))
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
     except (ValueError, AttributeError, RecursionError):
-        raise RecordError(where, "a JSON header", "something else", _DAMAGED) from None
+        raise RecordError(where, "a JSON header", "other bytes", _DAMAGED) from None
     return {name: _tensor(file, size, 8 + length, entry, f"{where}: {name}") for name, entry in entries.items()}
 
 
@@ -31,7 +31,7 @@ def _tensor(file, size, begin, entry, where):
             count *= part
         sound = all(type(n) is int and n >= 0 for n in (first, end, *shape))
     except (KeyError, TypeError, ValueError):
-        raise RecordError(where, "dtype, shape and data_offsets", "something else", _DAMAGED) from None
+        raise RecordError(where, "dtype, shape and data_offsets", "other members", _DAMAGED) from None
     if kind not in _DTYPES:
         raise UnsupportedRecords(where, "integers, floats or booleans", f"dtype {str(kind)[:20]}")
     dtype = _DTYPES[kind]

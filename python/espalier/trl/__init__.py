@@ -12,6 +12,8 @@ from espalier.extras import require
 
 require("espalier.trl", "trl")
 
+from typing import Any
+
 import trl
 
 from espalier.trl.batches import SharedBatches, SharedReference
@@ -49,8 +51,8 @@ class DistillationTrainer(SharedBatches, trl.DistillationTrainer):
     """`trl.DistillationTrainer` with shared prompts, those of the teacher's pass, too."""
 
 
-def __getattr__(name):
-    """GKDTrainer is made when it is asked for: TRL warns of its experimental part on import."""
+def __getattr__(name: str) -> Any:
+    """Makes GKDTrainer at its first use, because TRL warns of its experimental part on import."""
     if name != "GKDTrainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from trl.experimental.gkd import GKDTrainer as plain

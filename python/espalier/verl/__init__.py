@@ -12,13 +12,15 @@ environment variables are their defaults. `router_replay.mode=R3` of the engine'
 
 import logging
 import os
+from typing import Literal
 
 VENDOR = "espalier"
 __all__ = ["VENDOR", "adds_up", "register"]
 
 
-def register(*, verify=None, trunk_state=None, schedule=None):
-    """Registers the engines with verl. Called again, it changes the options of later engines. None: the environment variable's value.
+def register(*, verify: bool | None = None, trunk_state: Literal["keep", "recompute"] | None = None,
+             schedule: Literal["auto", "shared", "dense"] | None = None) -> None:
+    """Registers the engines with verl. A second call changes the options of later engines. None takes the environment variable.
 
     `verify` (ESPALIER_VERIFY, else False): every gradient of the first update is compared with verl's own path, and the run stops if they
     differ by more than rounding. `trunk_state` (ESPALIER_TRUNK_STATE, else "keep"): "recompute" saves memory by dropping a prompt's activations
@@ -29,7 +31,7 @@ def register(*, verify=None, trunk_state=None, schedule=None):
     engine.register(VENDOR, options.resolved(verify, trunk_state, schedule))
 
 
-def adds_up(loss_mode):
+def adds_up(loss_mode: str) -> None:
     """Declares that a policy loss of your own (verl's `register_policy_loss`) is a sum over tokens or rollouts, divided by numbers
     of the whole mini-batch: only such a loss may be computed wave by wave."""
     from espalier.verl import refusals

@@ -1,5 +1,8 @@
 """verl's mini-batch as rollouts, and waves as the micro-batches that verl's losses expect."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from verl.utils import tensordict_utils as tu
 
@@ -7,7 +10,7 @@ from verl.utils import tensordict_utils as tu
 class MiniBatch:
     """A rank's rows. Row i of `input_ids` (jagged) is prompt i, then response i, without padding."""
 
-    def __init__(self, data):
+    def __init__(self, data: Any) -> None:
         self.data = data
         self.lengths = data["input_ids"].offsets().diff().cpu()
         self.prompt_lengths, responses = _lengths(data)
@@ -16,12 +19,12 @@ class MiniBatch:
         if not bool((self.prompt_lengths > 0).all() and (responses > 0).all()):
             raise ValueError("an empty prompt or response")
 
-    def images(self):
+    def images(self) -> list[dict[str, Any] | None]:
         """The dict of each row's `multi_modal_inputs`, or None."""
         rows = [getattr(row, "data", row) for row in self.data.get("multi_modal_inputs", [])]
         return [{name: x for name, x in (row or {}).items() if x is not None} or None for row in rows] or [None] * len(self.lengths)
 
-    def rollouts(self, replayed=False):
+    def rollouts(self, replayed: bool = False) -> list[dict[str, Any]]:
         """With their images, and with `replayed` their recorded experts, too. verl leaves zeros where nothing was recorded."""
         tokens = self.data["input_ids"].values().cpu().numpy()
         ends = self.lengths.cumsum(0).tolist()
@@ -33,24 +36,24 @@ class MiniBatch:
             out = [dict(rollout, routed_experts=records[end - n:end]) for rollout, end, n in zip(out, ends, self.lengths.tolist())]
         return out
 
-    def tokens(self):
+    def tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Row and position of every response token, [T] each."""
         counts = (self.lengths - self.prompt_lengths).tolist()
         row = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
         return row, torch.cat([torch.arange(n) for n in counts])
 
     @property
-    def temperature(self):
+    def temperature(self) -> float:
         """As verl's engine rounds it."""
         value = self.data["temperature"]
         value = value.flatten()[0] if isinstance(value, torch.Tensor) else torch.tensor(value)
         return float(value.to(torch.float32).clamp(min=1e-8))
 
-    def part(self, rows, device):
+    def part(self, rows: Sequence[int], device: Any) -> Any:
         """The micro-batch of these rows."""
         return tu.index_select_tensor_dict(self.data, torch.tensor(rows)).to(device)
 
-    def layout(self, rows, row, position, values):
+    def layout(self, rows: Sequence[int], row: torch.Tensor, position: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Values of response tokens (`row`, `position` [E]) as verl's engine lays them out: jagged over prompt + response of `rows`,
         each where its logits come from, one before its token. NaN where nothing was computed, which no loss may read."""
         device = values.device
@@ -65,7 +68,7 @@ class MiniBatch:
         return torch.nested.nested_tensor_from_jagged(flat, offsets)
 
 
-def _lengths(data):
+def _lengths(data: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens of each prompt and of each response."""
     prompts, responses = data["prompts"], data["responses"]
     if prompts.is_nested:

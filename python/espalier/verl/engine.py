@@ -2,6 +2,8 @@
 
 import contextlib
 import logging
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from verl.utils import tensordict_utils as tu
@@ -15,30 +17,31 @@ from espalier.errors import Unsupported
 from espalier.hf import verification
 from espalier.verl import own_forwards, refusals
 from espalier.verl.batch import MiniBatch
+from espalier.verl.options import Options
 
 _log = logging.getLogger("espalier")
-_options = {"taken": None}  # of engines that are made from now on
+_options: dict[str, Options] = {}  # of engines that are made from now on
 _BACKENDS = ("fsdp_turbo", "megatron", "veomni", "torchtitan", "automodel")
 
 
 class SharedPromptsEngine(FSDPEngineWithLMHead):
     """verl's engine, with `forward_backward_batch` over waves. `shared_rows`: token rows run forward, and rows without sharing."""
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.shared_rows = {"run": 0, "without_sharing": 0}
-        self._noted = set()
+        self._noted: set[str] = set()
         self.options = _options["taken"]
 
-    def _note(self, reason):
+    def _note(self, reason: str) -> None:
         if reason not in self._noted:
             self._noted.add(reason)
             if self.rank == 0:
                 _log.warning("prompts are not shared: %s", reason)
 
-    def forward_backward_batch(self, data, loss_function, forward_only=False):
+    def forward_backward_batch(self, data: Any, loss_function: Callable[..., Any] | None, forward_only: bool = False) -> dict[str, Any]:
         batch, reason = self._batch(data, loss_function)
-        if reason:
+        if batch is None:
             if refusals.replays(self):
                 raise Unsupported("router_replay.mode=R3", "a batch that espalier.verl can share, because verl's FSDP engine has no replay", reason,
                                   "router_replay.mode=disabled runs it without replay")
@@ -46,11 +49,12 @@ class SharedPromptsEngine(FSDPEngineWithLMHead):
             return super().forward_backward_batch(data, loss_function, forward_only)
         return self._log_probs(batch, loss_function) if forward_only else self._update(batch, loss_function)
 
-    def _batch(self, data, loss_function):
+    def _batch(self, data: Any, loss_function: Callable[..., Any] | None) -> tuple[MiniBatch | None, str]:
         """The mini-batch, or None and why it cannot be shared; the same on every rank, whose calls of the model are collective."""
-        reason, batch, longest = refusals.of_engine(self), None, 0
+        batch: MiniBatch | None = None
+        reason, longest = refusals.of_engine(self), 0
         if not reason:
-            reason = refusals.of_loss(loss_function, data) or refusals.of_batch(data) or (refusals.replays(self) and refusals.of_record(data))
+            reason = refusals.of_loss(loss_function, data) or refusals.of_batch(data) or (refusals.of_record(data) if refusals.replays(self) else "")
         if not reason:
             try:
                 batch = MiniBatch(data)
@@ -71,24 +75,24 @@ class SharedPromptsEngine(FSDPEngineWithLMHead):
             return None, str(refusal)
         return batch, ""
 
-    def _autocast(self):
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         wide = self._autocast_dtype in (torch.float32, torch.float64)
         return contextlib.nullcontext() if wide else torch.autocast(get_device_name(), self._autocast_dtype)
 
-    def _wave_tokens(self, batch):
+    def _wave_tokens(self, batch: MiniBatch) -> int:
         """The rows that verl would run at once."""
         data = batch.data
         if tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True):
             return int(data["max_token_len_per_gpu"])
         return int(data["micro_batch_size_per_gpu"]) * int(batch.lengths.max())
 
-    def _count(self, run, batch):
+    def _count(self, run: int, batch: MiniBatch) -> None:
         self.shared_rows["run"] += run
         self.shared_rows["without_sharing"] += int(batch.lengths.sum())
 
     # ---- old and reference log-probs ------------------------------------------------------------------------------------
 
-    def _log_probs(self, batch, loss_function):
+    def _log_probs(self, batch: MiniBatch, loss_function: Callable[..., Any] | None) -> dict[str, Any]:
         """The whole mini-batch is one micro-batch: all that is held of it are numbers per token."""
         entropies = tu.get_non_tensor_data(data=batch.data, key="calculate_entropy", default=False)
         with self._autocast(), own_forwards.in_use(self.module):
@@ -109,14 +113,16 @@ class SharedPromptsEngine(FSDPEngineWithLMHead):
 
     # ---- the update -----------------------------------------------------------------------------------------------------
 
-    def _update(self, batch, loss_function):
+    def _update(self, batch: MiniBatch, loss_function: Callable[..., Any] | None) -> dict[str, Any]:
         data = batch.data
         self._global_numbers(data)
         with_entropy = tu.get_non_tensor_data(data=data, key="calculate_entropy", default=False)
         returned = tu.get_non_tensor_data(data=data, key="return_model_output", default=False)
-        done, outputs, seen = [], [], set()
+        done: list[tuple[torch.Tensor, Any]] = []
+        outputs: list[tuple[Sequence[int], dict[str, torch.Tensor]]] = []
+        seen: set[int] = set()
 
-        def loss(wave):
+        def loss(wave: hf.Wave) -> torch.Tensor:
             layout = lambda values: batch.layout(wave.rollouts, wave.rollout, wave.position, values)
             output = {"log_probs": layout(wave.logprobs)}
             if with_entropy:
@@ -152,43 +158,44 @@ class SharedPromptsEngine(FSDPEngineWithLMHead):
             answer["metrics"][f"espalier/rows_{name}"] = Metric(AggregationType.SUM, rows)
         return answer
 
-    def _global_numbers(self, data):
+    def _global_numbers(self, data: Any) -> None:
         """Adds the denominators that verl's engine gives its losses: those of the mini-batch over all ranks."""
         tokens = data["loss_mask"].sum().to(get_device_id())
         torch.distributed.all_reduce(tokens, torch.distributed.ReduceOp.SUM, self.get_data_parallel_group())
         tu.assign_non_tensor(data, sp_size=1, batch_num_tokens=tokens.item(), dp_size=self.get_data_parallel_size())
 
-    def _loss(self, loss_function, output, batch, rows):
+    def _loss(self, loss_function: Callable[..., Any] | None, output: dict[str, Any], batch: MiniBatch, rows: Sequence[int]) -> Any:
+        assert loss_function is not None  # verl gives one with every update
         return loss_function(model_output=output, data=batch.part(rows, get_device_id()), dp_group=self.get_data_parallel_group())
 
-    def _plain(self, data, loss_function):
+    def _plain(self, data: Any, loss_function: Callable[..., Any] | None) -> Any:
         return sum(super().forward_backward_batch(data, loss_function, False)["loss"])
 
 
-def _one_by_one(data):
+def _one_by_one(data: Any) -> Any:
     return tu.assign_non_tensor(data.copy(), use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
 
 
-def _in_order(outputs):
+def _in_order(outputs: list[tuple[Sequence[int], dict[str, torch.Tensor]]]) -> dict[str, torch.Tensor]:
     """Rows of all waves, by their place in the mini-batch."""
-    found = {}
+    found: dict[str, dict[int, torch.Tensor]] = {}
     for rows, output in outputs:
         for name, values in output.items():
             found.setdefault(name, {}).update(zip(rows, values.unbind()))
     return {name: torch.nested.as_nested_tensor([of[i] for i in sorted(of)], layout=torch.jagged) for name, of in found.items()}
 
 
-def _result(model_output, done):
-    """Returns what verl's engines return. Metrics that verl adds up over micro-batches and ranks become one value a rank: it wants equal
+def _result(model_output: dict[str, Any], done: list[tuple[Any, Any]]) -> dict[str, Any]:
+    """The object that verl's engines return. Metrics that verl adds up over micro-batches and ranks become one value a rank: it wants equal
     numbers of them from every rank, and ranks have different numbers of waves."""
-    metrics = {}
+    metrics: dict[str, Any] = {}
     for _, values in done:
         append_to_dict(metrics, values)
     metrics = {name: Metric(value.aggregation, value.aggregate()) if isinstance(value, Metric) else value for name, value in metrics.items()}
     return {"model_output": model_output, "loss": [float(loss) for loss, _ in done], "metrics": metrics}
 
 
-def register(vendor, taken):
+def register(vendor: str, taken: Options) -> None:
     """Under this vendor: fsdp and fsdp2 with shared prompts, every other backend and device refused by name. Critics stay verl's.
     `taken`: the Options of engines that are made from now on."""
     _options["taken"] = taken
@@ -203,6 +210,6 @@ def register(vendor, taken):
 
 
 class _Refused(BaseEngine):
-    def __init__(self, *_, engine_config=None, **__):
+    def __init__(self, *_: Any, engine_config: Any = None, **__: Any) -> None:
         raise Unsupported("VERL_ENGINE_VENDOR=espalier", "actor.strategy=fsdp or fsdp2 on a CUDA device",
                           f"{getattr(engine_config, 'strategy', 'another backend')} on {get_device_name()}", "Unset VERL_ENGINE_VENDOR")

@@ -1,7 +1,9 @@
 """The options of espalier.verl: arguments of `register`, whose defaults are environment variables."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from espalier.errors import Error
 from espalier.hf.arguments import SCHEDULES
@@ -13,18 +15,18 @@ _TRUTH = {"": False, "0": False, "false": False, "1": True, "true": True}
 class Options:
     """`verify`: a model's first update is compared with verl's own. `trunk_state`, `schedule`: as in `espalier.hf.phased_step`."""
     verify: bool = False
-    trunk_state: str = "keep"
-    schedule: str = "auto"
+    trunk_state: Literal["keep", "recompute"] = "keep"
+    schedule: Literal["auto", "shared", "dense"] = "auto"
 
 
-def resolved(verify=None, trunk_state=None, schedule=None):
+def resolved(verify: bool | None = None, trunk_state: str | None = None, schedule: str | None = None) -> Options:
     """Options; None takes ESPALIER_VERIFY, ESPALIER_TRUNK_STATE, ESPALIER_SCHEDULE, else the default."""
     return Options(_choice("verify", "ESPALIER_VERIFY", verify, _TRUTH, "0"),
                    _choice("trunk_state", "ESPALIER_TRUNK_STATE", trunk_state, {name: name for name in ("keep", "recompute")}, "keep"),
                    _choice("schedule", "ESPALIER_SCHEDULE", schedule, {name: name for name in SCHEDULES}, "auto"))
 
 
-def _choice(name, variable, given, among, default):
+def _choice(name: str, variable: str, given: Any, among: Mapping[str, Any], default: str) -> Any:
     if given is not None and given in among.values():
         return given
     place, value = (name, given) if given is not None else (variable, os.environ.get(variable) or default)

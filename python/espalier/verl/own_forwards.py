@@ -7,15 +7,18 @@ verl replaces the forwards of Qwen2-VL, Qwen2.5-VL and Qwen3-VL for calls that b
 import contextlib
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
 
 from espalier.hf.checks import base_model
 
 _MODULES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-_own: dict[type, Callable] = {}  # a class's forward
+_own: dict[Any, Callable] = {}  # the forward of each class
 
 
-def remember():
+def remember() -> None:
     """Before verl makes an engine: it patches classes then."""
     for name in _MODULES:
         try:
@@ -28,16 +31,16 @@ def remember():
                 _own.setdefault(kind, forward)
 
 
-def replaced(model):
+def replaced(model: torch.nn.Module) -> list[Any]:
     """The classes of a model's modules whose forward is verl's."""
     kinds = {kind for module in base_model(model).modules() for kind in type(module).__mro__}
     return [kind for kind in kinds if getattr(vars(kind).get("forward"), "__module__", "").startswith("verl.models.transformers.")]
 
 
 @contextlib.contextmanager
-def in_use(model):
+def in_use(model: torch.nn.Module) -> Iterator[None]:
     """A class whose own forward is not known keeps verl's."""
-    patched = {kind: kind.forward for kind in replaced(model) if kind in _own}
+    patched = {kind: vars(kind)["forward"] for kind in replaced(model) if kind in _own}
     for kind in patched:
         kind.forward = _own[kind]
     try:

@@ -1,6 +1,7 @@
 """Features of verl's engine that shared prompts do not have: named before anything runs."""
 
 import functools
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,12 +14,15 @@ from espalier.hf import images
 from espalier.hf.checks import decoder_config
 from espalier.hf.rollouts import Rollouts
 
+if TYPE_CHECKING:
+    from espalier.verl.batch import MiniBatch
+
 # Sums over tokens or rollouts, divided by numbers of the whole mini-batch. The others look at their micro-batch as a whole: geo_mean
 # divides by its rollouts, clip_cov and kl_cov choose tokens among it.
 ADDITIVE_LOSSES = {"vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "dro", "cispo", "bypass_mode"}
 
 
-def of_engine(engine):
+def of_engine(engine: Any) -> str:
     """Why this engine's configuration cannot share, or ""."""
     model, config = engine.model_config, engine.engine_config
     if config.ulysses_sequence_parallel_size > 1:
@@ -31,7 +35,7 @@ def of_engine(engine):
     return f"{', '.join(in_use)} in use" if in_use else ""
 
 
-def of_loss(loss_function, data):
+def of_loss(loss_function: Any, data: Any) -> str:
     """Why a loss cannot be computed wave by wave, or ""."""
     if loss_function is None:
         return ""
@@ -48,12 +52,12 @@ def of_loss(loss_function, data):
     return ""
 
 
-def replays(engine):
+def replays(engine: Any) -> bool:
     """Whether recorded experts are replayed. verl's FSDP engine itself does not."""
     return engine.engine_config.router_replay.mode == "R3"
 
 
-def of_record(data):
+def of_record(data: Any) -> str:
     """Why a batch's experts cannot be replayed, or ""."""
     record = data.get("routed_experts", None)
     if record is None:
@@ -63,7 +67,7 @@ def of_record(data):
     return ""
 
 
-def of_rows(model, batch):
+def of_rows(model: torch.nn.Module, batch: "MiniBatch") -> str:
     """Why rows cannot be shared for their images or position ids, or ""."""
     try:
         prepared = Rollouts(batch.rollouts(), decoder_config(model).vocab_size)
@@ -83,7 +87,7 @@ def of_rows(model, batch):
     return "" if torch.equal(found.values().to(counted.dtype), wanted) else "position ids that are not those of get_rope_index"
 
 
-def of_batch(data):
+def of_batch(data: Any) -> str:
     """Why a mini-batch cannot be shared, or ""."""
     flag = lambda key: tu.get_non_tensor_data(data=data, key=key, default=False)
     if "prompts" not in data.keys() or "responses" not in data.keys():
