@@ -1,10 +1,12 @@
 """What the documents say exists, exists: paths and `make` targets named in README and docs/, links between documents;
-commands name the Python that `make` chose; no glossary word has two entries; and docs/options.md lists the options of the table, with their help. (That the
-page is exactly what the table generates is a C++ unit test.) Exit 1 with the faults.
+commands name the Python that `make` chose; no glossary word has two entries; README's table of folders names every folder; and
+docs/options.md lists the options of the table, with their help. (That the page is exactly what the table generates is a C++ unit
+test.) Exit 1 with the faults.
 """
 
 import re
 import sys
+from pathlib import Path
 
 from check_includes import ROOT, tracked
 
@@ -71,11 +73,24 @@ def repeated_words():
     return [f"docs/glossary.md: {word} has two entries" for word in sorted(set(words)) if words.count(word) > 1]
 
 
+def folder_faults(readme, names):
+    """README's table of folders is complete: every folder of the repository, of espalier/ and of tests/, and no other."""
+    table = readme.split("\n## Folders\n")[-1]
+    named = [folder for row in re.findall(r"^\| (`.*?) \|.*\|$", table, re.M) for folder in CODE.findall(row)]
+    parents = {str(parent) + "/" for name in names for parent in Path(name).parents if str(parent) != "."}
+    wanted = {f for f in parents if f.count("/") == 1 or (f.count("/") == 2 and f.startswith(("espalier/", "tests/")))}
+    wanted -= {"espalier/", "tests/"} | {f for f in wanted if f.startswith(".")}
+    also = set(CODE.findall(table))  # in the words of a row
+    return ([f"README.md: no row of the table of folders names `{folder}`" for folder in sorted(wanted - also)]
+            + [f"README.md: the table of folders names `{folder}`, which does not exist" for folder in named if folder not in parents]
+            + [f"README.md: `{folder}` has two rows in the table of folders" for folder in sorted(set(named)) if named.count(folder) > 1])
+
+
 def main():
     documents = [n for n in tracked(*DOCUMENTS) if n.endswith(".md")]
     targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.M))
     faults = [fault for name in documents for fault in faults_of(name, targets)]
-    faults += option_faults() + repeated_words()
+    faults += option_faults() + repeated_words() + folder_faults((ROOT / "README.md").read_text(encoding="utf-8"), tracked("."))
     print("\n".join(faults + [f"{len(documents)} documents, {len(faults)} faults"]))
     return 1 if faults else 0
 
