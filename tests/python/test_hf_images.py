@@ -13,6 +13,10 @@ IMAGE, PATCH = 90, 3 * 2 * 4 * 4
 MROPE = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 3, 3])
 TEXT = dict(COMMON, head_dim=16, bos_token_id=1, eos_token_id=2)
 TOKENS = dict(image_token_id=IMAGE, video_token_id=91, vision_start_token_id=92, vision_end_token_id=93)
+GLM_TOKENS = dict(image_token_id=IMAGE, video_token_id=91, image_start_token_id=92, image_end_token_id=93, video_start_token_id=94,
+                  video_end_token_id=95)
+GLM_VISION = dict(depth=2, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=64, patch_size=4, image_size=32, spatial_merge_size=2,
+                  temporal_patch_size=2)
 SQUARE = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=4)
 ALLOWED = 1e-10
 
@@ -25,6 +29,14 @@ FAMILIES = {
     "Qwen3VL": dict(text_config=dict(TEXT, rope_parameters=MROPE), **TOKENS, vision_config=dict(
         depth=2, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=64, patch_size=4, spatial_merge_size=2,
         temporal_patch_size=2, num_position_embeddings=64, deepstack_visual_indexes=[0, 1])),
+    "Qwen3VLMoe": dict(text_config=dict(TEXT, rope_parameters=MROPE, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24), **TOKENS, vision_config=dict(
+        depth=2, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=64, patch_size=4, spatial_merge_size=2,
+        temporal_patch_size=2, num_position_embeddings=64, deepstack_visual_indexes=[0, 1])),
+    "Glm4v": dict(text_config=dict(TEXT, rope_parameters=dict(MROPE, mrope_section=[2, 1, 1], partial_rotary_factor=.5)), **GLM_TOKENS,
+                  vision_config=GLM_VISION),
+    "Glm4vMoe": dict(text_config=dict(TEXT, rope_parameters=dict(MROPE, mrope_section=[2, 1, 1], partial_rotary_factor=.5), n_routed_experts=6,
+                                      num_experts_per_tok=2, moe_intermediate_size=24, n_shared_experts=1, first_k_dense_replace=1),
+                     **GLM_TOKENS, vision_config=GLM_VISION),
     "Llava": dict(text_config=dict(TEXT, model_type="qwen2"), image_token_id=IMAGE, image_token_index=IMAGE, vision_config=dict(
         SQUARE, model_type="siglip_vision_model"), vision_feature_layer=-1, vision_feature_select_strategy="full"),
 }
@@ -40,6 +52,8 @@ def make(family):
     torch.manual_seed(1)
     config = getattr(transformers, family + "Config")(**(FAMILIES[family]))
     model = getattr(transformers, family + "ForConditionalGeneration")(config).double().train()
+    if family.endswith("Moe"):
+        model.set_experts_implementation("eager")  # the other knows no float64
     for name, weight in model.named_parameters():
         if name.endswith("mm_input_projection_weight"):  # 0 in a fresh model: nothing of an image would be seen
             torch.nn.init.normal_(weight, std=.3)
@@ -50,7 +64,7 @@ class Draw:
     """Prompts with images as processors give them: [grid] of each, a placeholder for every merged patch."""
 
     def __init__(self, family, seed=0):
-        self.by_grid, self.generator = family.startswith("Qwen"), torch.Generator().manual_seed(seed)
+        self.by_grid, self.generator = family.startswith(("Qwen", "Glm")), torch.Generator().manual_seed(seed)
 
     def tokens(self, n):
         return torch.randint(3, 88, (n,), generator=self.generator).tolist()
