@@ -25,7 +25,7 @@ SMALL = dict(
     num_experts=4, num_local_experts=4, n_routed_experts=4, moe_num_experts=4, num_experts_per_tok=2, moe_topk=2, moe_k=2, top_k_experts=2,
     moe_intermediate_size=16, shared_expert_intermediate_size=16, shared_experts_intermediate_size=16, n_shared_experts=1, n_group=1,
     topk_group=1, first_k_dense_replace=1, shared_intermediate_size=16, moe_shared_expert_intermediate_size=16,
-    q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=12, index_head_dim=8, index_n_heads=2, index_topk=8,
+    q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=12, index_head_dim=8, index_n_heads=16, index_topk=8,
     is_decoder=True, pad_token_id=0, bos_token_id=1, eos_token_id=2, initializer_range=.15, init_std=.15,
     linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8, linear_head_dim=8, linear_num_heads=4,
     mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=1, mamba_num_heads=4, mamba_head_dim=16, ssm_state_size=8, n_groups=1,
@@ -45,12 +45,15 @@ CHANGES = {
     "bailing_hybrid": {**HYBRID, **MLA}, "kimi_linear": {**HYBRID, **MLA}, "dots3_note": MLA, "dots3_note_text": MLA,
     "cohere_compass_text": dict(rope_parameters={kind: dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1])
                                                 for kind in ("full_attention", "sliding_attention")}), "dbrx": dict(attn_config=dict(rope_theta=1e4, kv_n_heads=2, clip_qkv=8)), "blt": dict(encoder_hash_byte_group_vocab=97),
-    "gemma3n_text": dict(num_kv_shared_layers=2, num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2),
+    "gemma3n_text": dict(num_kv_shared_layers=2, num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2,
+                         activation_sparsity_pattern=[.95, 0., .95, 0.]),
+    "deepseek_v4": dict(compress_rates=dict(compressed_sparse_attention=4, heavily_compressed_attention=8)),
+    "minimax_m3_vl_text": dict(layer_types=["full_attention", "minimax_m3_sparse"], index_block_size=4, index_topk_blocks=2, dense_intermediate_size=48),
     "mpt": dict(attn_config=dict(attn_pdrop=0)), "xmod": dict(languages=["en_XX"], default_language="en_XX"),
     "recurrent_gemma": dict(num_hidden_layers=3, block_types=["recurrent", "attention"]),
     "gemma4_assistant": dict(text_config=dict(hidden_size_per_layer_input=0, vocab_size_per_layer_input=0, num_kv_shared_layers=2)),
     "gemma4_unified_assistant": dict(text_config=dict(num_kv_shared_layers=2)), "bamba": dict(attn_layer_indices=[1]), "jamba": dict(attn_layer_period=2, attn_layer_offset=1),
-    "granitemoehybrid": HYBRID, "lfm3": dict(layer_types=["conv", "full_attention"]),
+    "granitemoehybrid": HYBRID, "lfm3": dict(num_hidden_layers=3, layer_types=["conv", "full_attention", "sliding_attention"]),
     "lfm2": dict(layer_types=["conv", "full_attention"]), "lfm2_moe": dict(layer_types=["conv", "full_attention"]),
     "qwen3_5": HYBRID, "qwen3_5_text": HYBRID, "qwen3_5_moe": HYBRID, "qwen3_5_moe_text": HYBRID, "qwen3_next": HYBRID,
     "qwen4_exp": QSA, "qwen4_exp_text": QSA,
@@ -82,6 +85,20 @@ def _shrunk(config, **more):
     return fields
 
 
+def _every_kind(config):
+    """Lists by layer that give the tiny model one layer of each kind that `config`, a family's default, has: kinds of attention and MLP, layers
+    without rotation, sparse activations. Lists of sizes are not among them."""
+    text = config.get_text_config()
+    depth = getattr(text, "num_hidden_layers", None)
+    lists = {field: value for field, value in text.to_dict().items() if isinstance(value, list) and len(value) == depth
+             and (isinstance(value[0], str) or field in ("no_rope_layers", "activation_sparsity_pattern"))}
+    kinds = list(dict.fromkeys(zip(*lists.values())))
+    if len(kinds) < 2:
+        return {}
+    fields = dict(zip(lists, map(list, zip(*kinds))), num_hidden_layers=len(kinds))
+    return fields if text is config else next(({part: fields} for part in config.sub_configs if getattr(config, part, None) is text), {})
+
+
 def config_of(name, **changes):
     kind = CONFIG_MAPPING[name]
     class_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]
@@ -89,7 +106,10 @@ def config_of(name, **changes):
     wanted = getattr(transformers, class_name).config_class
     if text is not None and wanted is text or class_name.startswith("Musicgen"):  # as AutoModelForCausalLM does
         kind = wanted
-    return kind(**{**_shrunk(kind(), **CHANGES.get(name, {})), **changes}, experts_implementation="eager")
+    more = CHANGES.get(name, {})
+    if not any(field.endswith(("layer_types", "num_hidden_layers")) for field in more):
+        more = {**_every_kind(kind()), **more}
+    return kind(**{**_shrunk(kind(), **more), **changes}, experts_implementation="eager")
 
 
 def build(name, **changes):
@@ -103,6 +123,7 @@ LENGTHS = sorted(len(r["prompt_ids"]) + len(r["response_ids"]) for r in ROLLOUTS
 ORIGINAL = 19  # between the lengths, for tables that change there; one more token, which a dense call leaves out, changes no side
 assert LENGTHS == [16, 18, 21, 23, 26]
 LOSS = loss_of(ROLLOUTS)
+BOUND = 1e-9  # float64, a few layers: sums of at most 64 terms, each 1e-16 off, through a hundred operations
 PLANS = {"packed": (4096, "keep"), "phased": (12, "keep"), "phased, recomputed": (12, "recompute")}
 
 

@@ -40,7 +40,6 @@ UNBUILT = {  # what this transformers cannot build tiny, or at all, in this envi
     "gemma3n": "its vision tower needs timm", "gemma4_assistant": "reads another model's keys and values",
     "gemma4_unified_assistant": "reads another model's keys and values",
 }
-BOUND = 1e-9  # float64, two layers: sums of at most 64 terms, each 1e-16 off, through a hundred operations
 
 
 def outcome(name, **changes):
@@ -52,7 +51,7 @@ def outcome(name, **changes):
     except espalier.Unsupported as refusal:
         assert all(p.grad is None for p in model.parameters()), "refused after numbers appeared"
         return reason_of(str(refusal))
-    assert max(found.values()) <= BOUND, found
+    assert max(found.values()) <= tiny.BOUND, found
     return "exact"
 
 

@@ -24,10 +24,10 @@ def test_other_kernels_wait_no_more(how):
 
 
 @pytest.mark.parametrize("family", ["LFM2", "Gemma 2", "Llama 4", "DeepSeek-V3"])
-def test_states_soft_caps_and_chunks_wait_no_more(family, monkeypatch):
+def test_states_soft_caps_and_chunks_wait_no_more(family):
     """Waits of a mixture are transformers' own: which rows an expert has; here, all."""
-    monkeypatch.setattr(torch.fx.experimental._config, "meta_nonzero_assume_all_nonzero", True)
-    waits = step(rollouts(8), family, wave_tokens=64, make=hf_layers.make).waits
+    with torch.fx.experimental._config.patch(meta_nonzero_assume_all_nonzero=True):
+        waits = step(rollouts(8), family, wave_tokens=64, make=hf_layers.make).waits
     assert waits[-1] == "_to_copy" and waits.count("_to_copy") == 1
     assert set(waits) <= {"_to_copy"} or family in ("Llama 4", "DeepSeek-V3")
 

@@ -5,7 +5,7 @@ every attention layer; a layer that is not handed keyword arguments takes it fro
 the user's own (implementation.py), so that the same model still generates and evaluates.
 On a CPU the rows run in the engine's kernels (rows_by_kernel.py), on a GPU in FlashAttention's (rows_by_flash.py; under a window or in chunks
 rows_by_gather.py) or torch's memory-efficient one (rows_by_efficient.py), and what these do not serve in torch's own, block by block
-(rows_by_blocks.py).
+(rows_by_blocks.py). Layers that choose their keys run in rows_by_choice.py.
 """
 
 import collections
@@ -20,7 +20,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
 from espalier.errors import Unsupported
-from espalier.hf import implementation, rows_by_blocks, rows_by_efficient, rows_by_flash, rows_by_gather, rows_by_kernel
+from espalier.hf import implementation, indexed, rows_by_blocks, rows_by_choice, rows_by_efficient, rows_by_flash, rows_by_gather, rows_by_kernel
 from espalier.hf.checks import attention_layers
 from espalier.hf.implementation import NAME
 from espalier.hf.visibility import GIVEN_BY_THE_LAYER, rule_of
@@ -33,13 +33,14 @@ told_by_context: weakref.WeakSet = weakref.WeakSet()  # attention layers that we
 class Trunk:
     """Keys and values of shared rows by layer, [1, J, P, D], and the sums of their gradients, [P, J, D] (float32; float64 in float64).
 
-    Likewise the states at the end of its rows, by what makes them (mixers).
+    Likewise the states at the end of its rows, by what makes them (mixers), and the keys of indexers, which have no gradient (indexed.py).
     """
 
     def __init__(self, rows):
         self.rows = rows
         self.k, self.v, self.live, self.dk, self.dv = {}, {}, {}, {}, {}
         self.states, self.live_states, self.dstates = {}, {}, {}
+        self.index_keys = {}
 
     def take(self, layer, k, v):
         """The first forward's values stay; what has a graph is `live` until the trunk's own backward."""
@@ -116,7 +117,13 @@ class Phase:
 
     def __init__(self, sets, longest, captures=None, regime=None, mutual=()):
         self.sets, self.longest, self.captures, self.regime, self.mutual = sets, longest, captures, regime, mutual
-        self.capturing, self.checkpointed, self.seen = False, False, collections.Counter()
+        self.capturing, self.checkpointed, self.seen, self.mask = False, False, collections.Counter(), None
+
+    def visible(self, device):
+        """Which keys each row sees, as a mask of the call: bool [1, 1, T, S] (indexed.py)."""
+        if self.mask is None:
+            self.mask = indexed.visible(self.sets, device)
+        return self.mask
 
     @classmethod
     def of_segments(cls, segments, trunks, longest, captures=None, regime=None, mutual=()):
@@ -169,8 +176,11 @@ def calls_of(segments, trunks, kernels):
 
 
 def _mask(*args, **kwargs):
-    """Rows of a phase need none."""
-    return implementation.mask(*args, **kwargs) if _current.get() is None else None
+    """Rows of a phase need none, but indexers do."""
+    phase = _current.get()
+    if phase is None:
+        return implementation.mask(*args, **kwargs)
+    return phase.visible(kwargs["device"]) if indexed.needs_mask(kwargs.get("config")) else None
 
 
 class _RowAttention(torch.autograd.Function):
@@ -181,9 +191,11 @@ class _RowAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, scale, phase, layer, rule=None):
+    def forward(ctx, q, k, v, sinks, scale, phase, layer, rule=None, chosen=None):
         rule = rule.within(phase.longest) if rule else None
-        if phase.mutual:
+        if chosen is not None:
+            ctx.rows, more = rows_by_choice, (chosen, phase.visible(q.device))
+        elif phase.mutual:
             ctx.rows, more = rows_by_blocks, (rule, phase.mutual)
         elif rule is None:
             ctx.rows, more = kernels_for(q, v), ()
@@ -208,7 +220,7 @@ class _RowAttention(torch.autograd.Function):
             if sinks is not None:
                 weights = (sinks.to(lse.dtype)[:, None] - lse.reshape(len(sinks), -1)).exp()  # [H, T]
                 dsinks = -(weights * (go.to(lse.dtype) * out.to(lse.dtype)).sum(-1)[0].T).sum(1).to(sinks.dtype)
-            return (*ctx.rows.backward(go.to(q.dtype), q, k, v, out, lse, *ctx.more), dsinks, None, None, None, None)
+            return (*ctx.rows.backward(go.to(q.dtype), q, k, v, out, lse, *ctx.more), dsinks, None, None, None, None, None)
 
 
 def attention(module, query, key, value, attention_mask=None, espalier=None, **kwargs):
@@ -228,7 +240,7 @@ def _within(module, query, key, value, mask, phase, scaling=None, dropout=0.0, s
     if by_context and phase.checkpointed:
         raise Unsupported(where, "keyword arguments of the model's call, where layers are checkpointed", "a layer that drops them",
                           "model.gradient_checkpointing_disable()")
-    if mask is not None:
+    if mask is not None and mask is not phase.mask:
         raise Unsupported(where, "causal attention without a mask of the model's own", f"a mask of shape {tuple(mask.shape)}")
     if kwargs.get("is_causal") is False:
         raise Unsupported(where, "causal attention", "bidirectional attention")
@@ -242,6 +254,9 @@ def _phase_attention(module, query, key, value, scaling, dropout, sliding_window
     where = f"attention layer {module.layer_idx}"
     if dropout:
         raise Unsupported(where, "no attention dropout", f"dropout {dropout}", "model.eval(), or attention_dropout=0")
+    chosen = kwargs.get("indices")
+    if chosen is not None and phase.mask is None:
+        raise Unsupported(where, "keys chosen by an indexer that espalier.hf knows", "keys chosen in another way")
     for name in ("position_bias", "head_mask"):
         if kwargs.get(name) is not None:
             raise Unsupported(where, "softmax attention by position alone", f"{name} in use")
@@ -252,8 +267,10 @@ def _phase_attention(module, query, key, value, scaling, dropout, sliding_window
         phase.captures.take(module.layer_idx, key, value)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     rule = rule_of(module, sliding_window, kwargs.get("softcap"))
+    if chosen is not None and (rule.within(phase.longest) or phase.mutual):
+        raise Unsupported(where, "chosen keys alone", "chosen keys with a window, a soft-cap or rows that see each other")
     with torch.autocast(query.device.type, enabled=False):
-        return _RowAttention.apply(query, key, value, kwargs.get("s_aux"), scale, phase, module.layer_idx, rule), None
+        return _RowAttention.apply(query, key, value, kwargs.get("s_aux"), scale, phase, module.layer_idx, rule, chosen), None
 
 
 def _without_packing(find):

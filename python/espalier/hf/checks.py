@@ -7,7 +7,7 @@ import sys
 import torch
 
 from espalier.errors import Unsupported
-from espalier.hf import rotary
+from espalier.hf import indexed, rotary
 from espalier.hf.mixers import mixers
 
 _STATELESS = {"mlp", "moe"}  # layers of one row alone
@@ -80,6 +80,7 @@ def check(model: torch.nn.Module, *, longest: int | None = None, by_regime: bool
     if inner.training:
         _check_dropout(inner, base)
     _check_checkpointing(base)
+    indexed.check(base)
     _check_sequence_parallel()
     rotary.check(base, longest, by_regime)
     if longest != 0 and probing:
@@ -103,10 +104,13 @@ def _check_family(base):
 def _check_layers(base):
     config = decoder_config(base)
     attending = attention_layers(base)
-    passing = attending.keys() | {module.layer_idx for module in mixers(base).values() if hasattr(module, "layer_idx")}
+    mixing = {module.layer_idx for module in mixers(base).values() if hasattr(module, "layer_idx")}
+    passing = attending.keys() | mixing
     for field in ("layer_types", "layers_block_type"):
         for index, kind in enumerate(getattr(config, field, None) or ()):
-            if kind not in _LAYER_KINDS and index not in passing:
+            if kind == indexed.KIND and index in attending and indexed.serves(attending[index][1]):
+                continue
+            if kind not in _LAYER_KINDS and index not in mixing:
                 raise Unsupported(f"config.{field}", "attention layers, or layers whose state espalier passes on", kind, _why(kind))
             if kind in _STATELESS:
                 passing = passing | {index}

@@ -14,7 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from espalier.hf import mixers
+from espalier.hf import indexed, mixers
 from espalier.hf.checks import base_model
 
 NAME = "espalier"
@@ -26,7 +26,7 @@ _users: dict = {}  # by id of a config: the user's name, while a step runs
 
 @contextlib.contextmanager
 def in_use(model):
-    """Within, the model's attention layers run ours, and so do its mixers. Steps of several threads may overlap."""
+    """Within, the model's attention layers run ours, and so do its mixers and indexers. Steps of several threads may overlap."""
     base = base_model(model)
     with _lock:
         held = _steps.setdefault(id(base.config), [0, (), None])
@@ -35,7 +35,7 @@ def in_use(model):
                 held[1] = [(config, config._attn_implementation) for config in _configs(base)]
                 _users.update({id(config): name for config, name in held[1]})
                 base.set_attn_implementation(NAME)
-            held[2] = mixers.install(base)
+            held[2] = _install(base)
         held[0] += 1
     try:
         yield
@@ -59,6 +59,13 @@ def users_own(model):
     finally:
         for config, _ in configs:
             config._attn_implementation_internal = NAME
+
+
+def _install(base):
+    """Mixers that pass states on, and indexers that choose among the rows of a phase. Returns what takes them out again."""
+    from espalier.hf import attention  # which imports this file
+    undo = [mixers.install(base), indexed.install(base, attention.current)]
+    return lambda: [action() for action in undo]
 
 
 def _default(model):

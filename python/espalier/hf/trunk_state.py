@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from espalier.errors import Error
-from espalier.hf import attention, ranks
+from espalier.hf import attention, indexed, ranks, rotary
 from espalier.hf.checks import attention_layers, base_model, decoder_layers
 from espalier.hf.mixers import mixers
 
@@ -27,13 +27,17 @@ _SMALL = 1 << 12  # bytes; smaller tensors stay on the device
 
 def by_layers(model):
     """Whether "recompute" checkpoints layers. Not under FSDP, whose hooks count forwards; not of compiled layers, of layers with a state, of
-    layers that drop keyword arguments, which would not know their phase when they run again; and not where the user checkpoints them already."""
+    layers that drop keyword arguments, choose their keys or make a rotary table of `rotary.limits` themselves, which would not know their phase when
+    they run again; and not where the user checkpoints them already."""
     base = base_model(model)
-    if ranks.sharded(model) or hasattr(model, "_orig_mod") or mixers(base) or not decoder_layers(base):
+    if ranks.sharded(model) or hasattr(model, "_orig_mod") or mixers(base) or indexed.indexers(base) or not decoder_layers(base):
         return False
     if any(hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None for module in base.modules()):
         return False
     if any(getattr(module, "gradient_checkpointing", False) and module.training for module in base.modules()):
+        return False
+    tables = {base.get_submodule(name) for name, _, _ in rotary.limits(base)}
+    if any(module in tables for layer in decoder_layers(base) for module in layer.modules()):
         return False
     return not any(module in attention.told_by_context for _, module in attention_layers(base).values())
 

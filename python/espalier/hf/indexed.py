@@ -1,0 +1,106 @@
+"""Layers whose rows attend to chosen keys: the sparse attention of DeepSeek-V3.2, GLM-5 and their relatives.
+
+An indexer scores the keys that a row may see, I_ts = sum_h w_th relu(q_th . k_s), and the row attends to the `index_topk` best. The choice
+depends on the row and on its own path alone, so a shared row chooses the same keys in all its rollouts. It has no gradient. A `Trunk` keeps
+the indexer's keys of its rows beside its keys and values; rows below it score [keys of the trunks | own keys].
+
+The indexer's own forward does the arithmetic: it is handed the rows that each row sees as its mask, and, in place of transformers' cache, the
+keys of the trunks. Which of several equal scores are chosen is torch.topk's affair, here as in a call of the model alone.
+"""
+
+import functools
+import inspect
+
+import numpy as np
+import torch
+
+from espalier.errors import Unsupported
+
+_ARGUMENTS = {"self", "hidden_states", "q_resid", "position_embeddings", "attention_mask", "position_ids", "past_key_values"}
+KIND = "indexed_attention"
+
+_configs: dict = {}  # by id of a config whose model runs in steps: how many
+
+
+def indexers(base):
+    """{name: module} of the indexers of this form."""
+    return {name: module for name, module in base.named_modules() if _is_indexer(module)}
+
+
+def _is_indexer(module):
+    forward = inspect.unwrap(type(module).forward)
+    return "update_indexer" in getattr(getattr(forward, "__code__", None), "co_names", ()) and set(inspect.signature(forward).parameters) == _ARGUMENTS
+
+
+def serves(attention):
+    """Whether an attention layer takes its keys from such an indexer, its own or that of a layer below."""
+    if not hasattr(attention, "indexer"):
+        return False
+    return getattr(attention, "skip_topk", False) if attention.indexer is None else _is_indexer(attention.indexer)
+
+
+def check(base):
+    found = indexers(base)
+    if found and any(getattr(module, "gradient_checkpointing", False) for module in base.modules()):
+        raise Unsupported(next(iter(found)), "no gradient checkpointing: an indexer that runs again would not know its rows", "checkpointed layers",
+                          'model.gradient_checkpointing_disable() and trunk_state="recompute"')
+
+
+def install(base, current):
+    """Indexers of a model choose among the keys that rows of the running phase see. Returns what undoes it."""
+    found = indexers(base)
+    handles = [module.register_forward_pre_hook(functools.partial(_with_keys, current), with_kwargs=True) for module in found.values()]
+    configs = {id(module.config) for module in base.modules() if found and hasattr(module, "config")}
+    for config in configs:
+        _configs[config] = _configs.get(config, 0) + 1
+
+    def undo():
+        for handle in handles:
+            handle.remove()
+        for config in configs:
+            _configs[config] -= 1
+            if not _configs[config]:
+                del _configs[config]
+
+    return undo
+
+
+def needs_mask(config):
+    return id(config) in _configs
+
+
+def _with_keys(current, module, args, kwargs):
+    phase = current()
+    return None if phase is None else (args, {**kwargs, "past_key_values": _Keys(phase)})
+
+
+class _Keys:
+    """In an indexer's call, in place of transformers' cache."""
+
+    def __init__(self, phase):
+        self.phase = phase
+
+    def update_indexer(self, k_1TD, layer):
+        if self.phase.capturing:
+            self.phase.captures.index_keys.setdefault(layer, k_1TD.detach())
+        return torch.cat([*(trunk.index_keys[layer] for trunk in trunks_of(self.phase.sets)), k_1TD], 1)
+
+
+def trunks_of(sets):
+    """The trunks above the rows of a call, each once. Keys of a call stand in this order: those of the trunks, then the rows' own."""
+    return list({id(trunk): trunk for rows in sets for trunk in rows.trunks}.values())
+
+
+def visible(sets, device):
+    """Which keys each row of a call sees, bool [1, 1, T, S]."""
+    trunks = trunks_of(sets)
+    begins = dict(zip(map(id, trunks), np.cumsum([0, *(trunk.rows for trunk in trunks)])))
+    above, t = sum(trunk.rows for trunk in trunks), sets[-1].end
+    seen = np.zeros((t, above + t), dtype=bool)
+    for rows in sets:
+        for trunk in rows.trunks:
+            seen[rows.begin:rows.end, begins[id(trunk)]:begins[id(trunk)] + trunk.rows] = True
+        for begin, length, end in rows.runs:
+            seen[begin:end, above + begin:above + begin + length] = True
+    seen[:, above:] &= np.tri(t, dtype=bool)
+    return torch.from_numpy(seen)[None, None].to(device)
