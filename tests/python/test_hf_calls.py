@@ -6,6 +6,7 @@ import types
 import pytest
 import torch
 import transformers
+from transformers import masking_utils
 
 import espalier
 from hf_models import all_float64, batch, checkpointed, dense_step, gradients, loss_of, make, shared_step, worst
@@ -71,6 +72,66 @@ def test_neighbouring_rows_are_found_by_the_probe():
         shared_step(model, ROLLOUTS, LOSS)
 
 
+class LastShift(torch.nn.Module):
+    """The last norm, whose every row but a call's first gets a part of the row before it: no row's neighbours are read further on."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x):
+        x = self.norm(x)
+        return x + torch.nn.functional.pad(x[:, :-1], (0, 0, 1, 0)) / 2
+
+
+def test_a_neighbour_that_one_row_alone_reads_is_found_by_the_probe():
+    """Of each continuation the first row differs, and no other."""
+    model = make("Llama", torch.float32)
+    model.model.norm = LastShift(model.model.norm)
+    with pytest.raises(espalier.Unsupported, match="only through attention"):
+        hf.check(model)
+
+
+def test_modules_that_are_replaced_after_a_probe_are_probed():
+    model = make("Llama", torch.float32)
+    hf.check(model)
+    model.model.norm = torch.nn.Sequential(model.model.norm, CallLength())
+    with pytest.raises(espalier.Unsupported, match="only through attention"):
+        shared_step(model, ROLLOUTS, LOSS)
+
+
+def far(window):
+    """A mask function of a model's own: a row does not see keys that are so far away."""
+    return lambda batch, head, row, key: row - key < window
+
+
+@pytest.mark.parametrize("wave_tokens", [12, 4096])
+def test_a_mask_function_of_the_model_s_own_is_refused(wave_tokens, monkeypatch):
+    """Beyond what short sequences of a probe could show."""
+    from transformers.models.llama import modeling_llama
+    plain = modeling_llama.create_causal_mask
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda **more: plain(**more, and_mask_function=far(15)))
+    with pytest.raises(espalier.Unsupported, match="or_mask_function or and_mask_function"):
+        shared_step(make("Llama", torch.float32), ROLLOUTS, LOSS, wave_tokens=wave_tokens)
+
+
+@pytest.mark.parametrize("named,masked", [(5, None), (None, 5), (5, 6)])
+def test_a_window_that_only_masks_or_only_layers_name_is_refused(named, masked, monkeypatch):
+    from transformers.models.mistral import modeling_mistral
+    model = make("Mistral", torch.float32, sliding_window=named)
+    other = type(model.config)(**{**model.config.to_dict(), "sliding_window": masked})
+
+    def mask(config, **more):
+        other._attn_implementation_internal = config._attn_implementation_internal
+        make_mask = masking_utils.create_causal_mask if masked is None else masking_utils.create_sliding_window_causal_mask
+        return make_mask(config=other, **more)
+
+    for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
+        monkeypatch.setattr(modeling_mistral, name, mask)
+    with pytest.raises(espalier.Unsupported, match="window"):
+        shared_step(model, ROLLOUTS, LOSS)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["Llama", "Qwen3Moe"])
 def test_rounding_passes_the_probe(family, dtype):
@@ -106,6 +167,15 @@ def test_rotary_tables_of_each_rollout_s_own_length(how):
     with pytest.raises(espalier.Unsupported, match="changes its rotary table"):
         hf.check(model, longest=20)
     hf.check(model, longest=19)
+
+
+def test_a_rotary_table_that_is_scaled_by_a_call_s_length():
+    """Phi-3.5-MoE scales its table by the longest position, whatever type of table it is."""
+    import hf_every_model as tiny
+    model = tiny.build("phimoe", rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=1e4, short_mscale=1.0, long_mscale=1.3,
+                                                      original_max_position_embeddings=tiny.ORIGINAL))
+    errors = tiny.shared_error(model)
+    assert max(errors.values()) <= 1e-9, errors  # as in test_hf_sweep.py
 
 
 def test_waves_name_the_rollouts_of_the_whole_step():
@@ -210,7 +280,7 @@ class CallLength(torch.nn.Module):
 def test_the_tolerance_of_verify_does_not_grow_with_the_fault():
     model = make("Llama", torch.float32)
     hf.check(model)
-    model.model.norm = torch.nn.Sequential(model.model.norm, CallLength())
+    model.model.norm.register_forward_hook(lambda _, __, out: CallLength()(out))  # which changes no module's type, and so comes after the probe
     with pytest.raises(espalier.Error) as caught:
         shared_step(model, ROLLOUTS, LOSS, verify=True)
     assert caught.value.kind == "verification"
@@ -237,6 +307,44 @@ def test_a_later_step_of_another_regime_is_verified_too():
     assert step(ROLLOUTS, wave_tokens=12, verify=True).verification, "trunks"
     assert step(batch(groups=((50, (20, 30)),), stem=0), verify=True).verification, "longer rollouts"
     assert hf.phased_step(model, ROLLOUTS, LOSS, schedule="dense", verify=True).verification, "another schedule"
+
+
+def test_a_window_is_another_regime():
+    """Lengths of one power of two, on both sides of the window."""
+    model = make("Mistral", torch.float32, sliding_window=20)
+    step = lambda *groups, **how: (lambda rollouts: shared_step(model, rollouts, loss_of(rollouts), **how))(batch(groups=groups, stem=0))
+    assert step((12, (6, 4)), verify=True).verification and step((12, (6, 5))).verified
+    beyond = step((14, (7, 12)))
+    assert not beyond.verified and step((14, (7, 12)), verify=True).verification
+
+
+def test_autocast_modes_and_adapters_are_other_regimes():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(make("Llama", torch.float32), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["v_proj"]))
+    verified = lambda: shared_step(model, ROLLOUTS, LOSS).verified
+    assert shared_step(model, ROLLOUTS, LOSS, verify=True).verification and verified()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not verified()
+    assert not (model.eval(), verified())[1]
+    assert (model.train(), verified())[1]
+    model.set_adapter("other")
+    assert not verified()
+
+
+def test_entropies_that_are_first_read_without_gradients_have_them_later():
+    def loss(wave, first):
+        with torch.no_grad():
+            first(wave)
+        return -(wave.logprobs.sum() + .1 * (wave.entropies * (wave.position + 1)).sum())
+
+    model, wanted = make("Llama"), None
+    for first in (lambda wave: None, lambda wave: wave.entropies.mean()):
+        for wave_tokens in (4096, 12):
+            shared_step(model, ROLLOUTS, lambda wave: loss(wave, first), wave_tokens=wave_tokens)
+            found = gradients(model)
+            wanted = wanted or found
+            assert worst(found, wanted)[0] <= 1e-6  # norms and tables are float32 here
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -37,6 +37,17 @@ def test_dropout_of_an_adapter():
     refused(model.train(), "lora_dropout", "p = 0.1")
 
 
+@pytest.mark.parametrize("name,how", [("LoraConfig", dict(r=2, target_modules=["q_proj"], alora_invocation_tokens=[5, 6])),
+                                      ("PromptTuningConfig", dict(num_virtual_tokens=3)), ("PrefixTuningConfig", dict(num_virtual_tokens=3))])
+def test_adapters_that_need_the_whole_rollout_in_one_call(name, how):
+    """Activated LoRA looks for its tokens in every call; prompt learning puts virtual tokens before every call. Also after a probe."""
+    peft = pytest.importorskip("peft")
+    plain = make("Llama", torch.float32)
+    hf.check(plain)
+    model = peft.get_peft_model(plain, getattr(peft, name)(task_type="CAUSAL_LM", **how))
+    refused(model, "adapter default", "alora_invocation_tokens" if name == "LoraConfig" else name)
+
+
 def test_noise_on_the_embeddings():
     """NEFTune, as transformers' Trainer switches it on."""
     model = make("Qwen3", torch.float32)

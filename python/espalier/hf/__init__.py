@@ -78,8 +78,9 @@ def phased_step(model: torch.nn.Module, rollouts: Iterable[Mapping[str, Any]], l
     and averaged, or ("minibatch") computed over all tokens of the step. It takes one more pass without gradients.
     `sets`: lists of rollouts that the loss couples, [[0, 1], ...]. `loss` sees each set whole. A set that does not fit into one wave takes
     a second pass (sets.py).
-    `verify`: a model's first step also runs dense. So does every step of a new regime: another schedule, deeper trunks, rollouts beyond
-    the next power of two, or another rotary table. If they differ by more than rounding, `espalier.Error` is raised with the table.
+    `verify`: a model's first step also runs dense. So does every step of a new regime (verification.py): another schedule, deeper trunks,
+    rollouts beyond the next power of two, a window or another rotary table, another mode, autocast or adapter. If they differ by more than
+    rounding, `espalier.Error` is raised with the table.
 
     Under DDP the gradients are reduced once at the end (not inside `no_sync()`).
     """
@@ -107,7 +108,7 @@ def phased_step(model: torch.nn.Module, rollouts: Iterable[Mapping[str, Any]], l
     if schedule != "dense" and prepared.images is None and prepared.routes is None:
         memory_estimate.note_if_too_large(inner, parts, lambda parts, **how: _shared(inner, parts, **how), trunk_state)
     regime = verification.regime(model, prepared, parts, schedule, trunk_state)
-    before = verification.begin(model, router) if verify and not verification.is_verified(model, regime) else None
+    before = verification.begin(model, router) if verify and verification.is_due(model, regime) else None
     with measure.Peak() as peak:
         start = time.perf_counter()
         try:

@@ -23,7 +23,7 @@ from espalier.errors import Unsupported
 from espalier.hf import implementation, indexed, rows_by_blocks, rows_by_choice, rows_by_efficient, rows_by_flash, rows_by_gather, rows_by_kernel
 from espalier.hf.checks import attention_layers
 from espalier.hf.implementation import NAME
-from espalier.hf.visibility import GIVEN_BY_THE_LAYER, rule_of
+from espalier.hf.visibility import GIVEN_BY_THE_LAYER, kind_of, rule_of
 from espalier.ops.kernels import accumulator
 
 _current = contextvars.ContextVar("espalier_phase", default=None)
@@ -118,6 +118,7 @@ class Phase:
     def __init__(self, sets, longest, captures=None, regime=None, mutual=()):
         self.sets, self.longest, self.captures, self.regime, self.mutual = sets, longest, captures, regime, mutual
         self.capturing, self.checkpointed, self.seen, self.mask = False, False, collections.Counter(), None
+        self.rules, self.masks = {}, set()  # of this call: each layer's Rule, and the windows and chunks of the masks that the model asked for
 
     def visible(self, device):
         """Which keys each row sees, as a mask of the call: bool [1, 1, T, S] (indexed.py)."""
@@ -136,7 +137,8 @@ class Phase:
         once, else `Unsupported` is raised."""
         self.capturing = self.captures is not None
         self.checkpointed = model is not None and any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-        self.seen.clear()
+        for found in (self.seen, self.rules, self.masks):
+            found.clear()
         before = _current.set(self)
         try:
             yield
@@ -153,6 +155,20 @@ class Phase:
         for layer, times in sorted(self.seen.items()):
             if times > 1:
                 raise Unsupported(f"attention layer {layer}", "one attention per layer", f"{times} in one call")
+        self._check_masks(layers)
+
+    def _check_masks(self, layers):
+        """Layers have the windows and chunks of the model's masks, and no others. A model may make a mask that none of its layers is listed for."""
+        if not self.masks:  # a model without masks of transformers' making, or a compiled one, whose probe ran eagerly
+            return
+        wanted = {size for rule in self.rules.values() for size in (rule.window, rule.chunk) if size}
+        for layer, rule in sorted(self.rules.items()):
+            missing = {size for size in (rule.window, rule.chunk) if size} - self.masks
+            if missing:
+                raise Unsupported(f"attention layer {layer}", "a window or chunk that the model's masks have", f"{missing.pop()} tokens, and none of its masks")
+        more = self.masks - wanted - {0}
+        if more and any(kind_of(module) != "full_attention" for _, module in layers.values()):
+            raise Unsupported("model", "masks whose windows and chunks its attention layers name", f"one of {more.pop()} tokens, which no layer names")
 
 
 def current():
@@ -176,10 +192,14 @@ def calls_of(segments, trunks, kernels):
 
 
 def _mask(*args, **kwargs):
-    """Rows of a phase need none, but indexers do."""
+    """Rows of a phase need none: their layers' rules say what they see. Indexers do (indexed.py)."""
     phase = _current.get()
     if phase is None:
         return implementation.mask(*args, **kwargs)
+    if kwargs.get("use_vmap"):  # how transformers marks functions that a model adds to a mask
+        raise Unsupported("attention mask", "causal masks, with a window or in chunks", "or_mask_function or and_mask_function of the model's own")
+    if not torch.compiler.is_compiling():
+        phase.masks.add(int(kwargs.get("local_size") or 0))
     return phase.visible(kwargs["device"]) if indexed.needs_mask(kwargs.get("config")) else None
 
 
@@ -266,7 +286,7 @@ def _phase_attention(module, query, key, value, scaling, dropout, sliding_window
     if phase.capturing:
         phase.captures.take(module.layer_idx, key, value)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    rule = rule_of(module, sliding_window, kwargs.get("softcap"))
+    rule = phase.rules[module.layer_idx] = rule_of(module, sliding_window, kwargs.get("softcap"))
     if chosen is not None and (rule.within(phase.longest) or phase.mutual):
         raise Unsupported(where, "chosen keys alone", "chosen keys with a window, a soft-cap or rows that see each other")
     with torch.autocast(query.device.type, enabled=False):

@@ -77,6 +77,7 @@ def check(model: torch.nn.Module, *, longest: int | None = None, by_regime: bool
     inner, base = unwrapped(model), base_model(model)
     _check_family(base)
     _check_layers(base)
+    _check_adapters(inner)
     if inner.training:
         _check_dropout(inner, base)
     _check_checkpointing(base)
@@ -141,6 +142,25 @@ def _check_dropout(inner, base):
     for name, value in config.to_dict().items():
         if name.endswith(("jitter_noise", "jitter_eps")) and value:
             raise Unsupported(f"config.{name}", "no noise before the router: it differs from rollout to rollout", str(value), "Set it to 0")
+
+
+def _check_adapters(inner):
+    """peft's adapters that add rows of their own to every call, or look for tokens in it: a call here is no whole rollout."""
+    for name, adapter in active_adapters(inner).items():
+        if getattr(adapter, "is_prompt_learning", False):
+            raise Unsupported(f"adapter {name}", "adapters inside of layers, such as LoRA", f"{type(adapter).__name__}: virtual tokens before every call")
+        if getattr(adapter, "alora_invocation_tokens", None):
+            raise Unsupported(f"adapter {name}", "adapters that work on every token, such as LoRA",
+                              "alora_invocation_tokens: where it begins is looked for in every call", "LoraConfig without alora_invocation_tokens")
+
+
+def active_adapters(inner):
+    """{name: configuration} of a peft model's active adapters; empty without peft."""
+    configs = getattr(inner, "peft_config", None)
+    if not isinstance(configs, dict):
+        return {}
+    active = getattr(inner, "active_adapters", None)  # of transformers' own integration a method
+    return {name: config for name, config in configs.items() if callable(active) or active is None or name in active}
 
 
 def _check_checkpointing(base):

@@ -30,10 +30,12 @@ def limits(base):
     out = []
     for name, module in base.named_modules():
         for layer, kind in _kinds(module).items():
-            if not isinstance(kind, str) or not (kind == LONGROPE or DYNAMIC in kind):
+            parameters = getattr(module.config, "rope_parameters", None) or {}
+            parameters = parameters if layer is None else parameters.get(layer) or {}
+            scaled = kind != "default" and "long_mscale" in parameters  # Phi-3.5-MoE's table, of any other type
+            if not isinstance(kind, str) or not (kind == LONGROPE or scaled or DYNAMIC in kind):
                 continue
-            parameters = module.config.rope_parameters if layer is None else module.config.rope_parameters[layer]
-            if kind == LONGROPE:
+            if DYNAMIC not in kind:
                 out.append((name, LONGROPE, int(parameters["original_max_position_embeddings"])))
             else:
                 out.append((name, DYNAMIC, int(module.original_max_seq_len)))

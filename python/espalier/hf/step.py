@@ -34,7 +34,8 @@ class Wave:
     @property
     def entropies(self) -> torch.Tensor:
         if callable(self._entropies):
-            self._entropies = self._entropies()
+            with torch.enable_grad():  # a loss may look at them without gradients first
+                self._entropies = self._entropies()
         return self._entropies
 
     def __len__(self) -> int:

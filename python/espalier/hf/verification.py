@@ -17,31 +17,52 @@ import torch.distributed as dist
 
 from espalier.errors import Error
 from espalier.hf import dense, probe, ranks, rotary
-from espalier.hf.checks import base_model, unwrapped
+from espalier.hf.checks import active_adapters, base_model, unwrapped
 from espalier.hf.routers import RouterLoss
 from espalier.hf.sets import whole
+from espalier.hf.visibility import bounds
 
 _verified: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model: the regimes that were compared
 
 
 def regime(model, prepared, parts, schedule, trunk_state):
     """The properties of a step, besides its tokens, that its arithmetic depends on: the schedule, how deep trunks stand below each other, the next power
-    of two above the number of trunks and above its longest rollout, and which rotary tables it has."""
-    depths, trunks = [0], 0
+    of two above the number of trunks and above its longest rollout, whether there are several waves, which rotary tables, windows and chunks
+    its rollouts pass; and how the model runs: its mode, autocast, types, modules, adapters and trained parameters."""
+    base = base_model(model)
+    how = (base.training, autocast(model), adapters(model), hash(tuple((type(module), getattr(module, "gradient_checkpointing", None)) for module in base.modules())),
+           hash(tuple((p.dtype, p.requires_grad) for p in base.parameters())))
+    if schedule == "dense":
+        return ("dense", *how)
+    depths, trunks, waves = [0], 0, 0
     for _, plan in parts:
         depth = []
         for item in plan.items:
             depth.append((depth[item.parent] if item.parent >= 0 else 0) + int(item.trunk))
-            trunks += int(item.trunk)
+            trunks, waves = trunks + int(item.trunk), waves + int(not item.trunk)
         depths += depth
     longest = int(prepared.lengths.max())
-    tables = tuple(longest > limit for _, _, limit in rotary.limits(base_model(model)))
-    return ("dense",) if schedule == "dense" else (schedule, trunk_state, max(depths), trunks.bit_length(), longest.bit_length(), len(parts), tables,
-                                                          prepared.images is not None)
+    passed = sum(longest > limit for _, _, limit in rotary.limits(base)), sum(longest > bound for bound in bounds(model))
+    return (schedule, trunk_state, max(depths), trunks.bit_length(), waves > 1, longest.bit_length(), len(parts), passed,
+            prepared.images is not None, *how)
+
+
+def autocast(model):
+    kind = ranks.device_of(model).type
+    return str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else ""
+
+
+def adapters(model):
+    return tuple(sorted(active_adapters(unwrapped(model))))
 
 
 def is_verified(model, regime):
     return regime in _verified.get(unwrapped(model), ())
+
+
+def is_due(model, regime):
+    """Whether a step of this regime is to be compared: ranks that share layers compare together, though their regimes differ."""
+    return any(ranks.told_by_all(model, not is_verified(model, regime))) if ranks.sharded(model) else not is_verified(model, regime)
 
 
 def is_first(model):

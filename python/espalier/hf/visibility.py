@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from espalier.hf.checks import attention_layers, base_model, decoder_config
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -39,9 +41,7 @@ GIVEN_BY_THE_LAYER = object()  # a layer that hands no window to the attention f
 def rule_of(module, sliding_window=GIVEN_BY_THE_LAYER, softcap=None):
     """A layer's rule. A family hands its window to the attention function, or keeps it on the module, or in the config for layers that
     slide (all, where no kinds are listed)."""
-    config, index = getattr(module, "config", None), module.layer_idx
-    kinds = getattr(config, "layer_types", None)
-    kind = kinds[index] if kinds is not None and index < len(kinds) else None
+    config, kind = getattr(module, "config", None), kind_of(module)
     if sliding_window is GIVEN_BY_THE_LAYER:
         if hasattr(module, "sliding_window"):
             sliding_window = module.sliding_window
@@ -52,6 +52,20 @@ def rule_of(module, sliding_window=GIVEN_BY_THE_LAYER, softcap=None):
             sliding_window = None
     chunk = getattr(config, "attention_chunk_size", None) if kind == "chunked_attention" else None
     return Rule(int(sliding_window or 0), int(chunk or 0), float(softcap or 0.0))
+
+
+def kind_of(module):
+    """The layer's kind in the config, where kinds are listed."""
+    kinds = getattr(getattr(module, "config", None), "layer_types", None)
+    return kinds[module.layer_idx] if kinds is not None and module.layer_idx < len(kinds) else None
+
+
+def bounds(model):
+    """The lengths from which on windows and chunks of a model's layers cut anything off."""
+    base = base_model(model)
+    holders = [decoder_config(base), *(module for _, module in attention_layers(base).values())]
+    found = {getattr(holder, name, None) for holder in holders for name in ("sliding_window", "attention_chunk_size")}
+    return sorted(bound for bound in found if isinstance(bound, int) and bound)
 
 
 def _makes_windows(module):
