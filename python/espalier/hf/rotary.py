@@ -30,7 +30,7 @@ def limits(base):
     out = []
     for name, module in base.named_modules():
         for layer, kind in _kinds(module).items():
-            parameters = getattr(module.config, "rope_parameters", None) or {}
+            parameters = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
             parameters = parameters if layer is None else parameters.get(layer) or {}
             scaled = kind != "default" and "long_mscale" in parameters  # Phi-3.5-MoE's table, of any other type
             if not isinstance(kind, str) or not (kind == LONGROPE or scaled or DYNAMIC in kind):
