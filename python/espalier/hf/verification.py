@@ -127,10 +127,7 @@ class _Comparison:
                 p.grad = other[name]
             else:
                 p.grad = sum(parts[1:], parts[0]) if parts else None
-        if table.verdict != "pass":
-            worst = table.worst
-            raise Error("verification", worst["parameter"], f"within {worst['allowed']:.2e} of the dense step's gradient",
-                        f"{worst['error']:.2e}\n{table}", "Please report this", 6)
+        _demand(table)
         _verified.setdefault(unwrapped(self.model), set()).add(regime)
         return table
 
@@ -144,6 +141,20 @@ class _Comparison:
         router = self.router and RouterLoss(self.model, rollouts, self.router.coef, self.router.scope)
         with torch.compiler.set_stance("force_eager"):  # a compiled model would not see the hook that moves its embeddings
             return dense.run(self.model, rollouts, loss, temperature, batches, router).total
+
+
+def judged(grads, shared_loss, dense_loss):
+    """The table of (name, shared, dense, dense another way) in turns. Raises where one is too far from dense."""
+    table = _table(grads, shared_loss, dense_loss)
+    _demand(table)
+    return table
+
+
+def _demand(table):
+    if table.verdict != "pass":
+        worst = table.worst
+        raise Error("verification", worst["parameter"], f"within {worst['allowed']:.2e} of the dense step's gradient",
+                    f"{worst['error']:.2e}\n{table}", "Please report this", 6)
 
 
 def _local(x):

@@ -1,11 +1,12 @@
 """TRL's trainers with shared prompts computed once. TRL's own loss, head, optimizer loop and logging stay in charge.
 
     from espalier.trl import GRPOTrainer          (RLOOTrainer, DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer, DistillationTrainer,
-                                                   GKDTrainer; the same arguments, and shared_prompts=True)
+                                                   GKDTrainer; the same arguments, shared_prompts=True, verify=False)
 
 GRPO and RLOO (rollouts.py): a prompt, with its images, runs once for all micro-batches of an accumulation window. The others
 (batches.py): the common beginnings of a batch's rows run once, also in the passes of a reference and a teacher. A batch that cannot be
-shared (packing, a sharded model, anything that `espalier.hf.check` refuses) runs TRL's own path, with one note.
+shared (packing, a sharded model, anything that `espalier.hf.check` refuses) runs TRL's own path, with one note. verify=True compares every
+model's first shared pass with TRL's own path (verification.py).
 """
 
 from espalier.extras import require

@@ -13,6 +13,7 @@ import torch
 from espalier.errors import Unsupported
 from espalier.hf.attention import Phase, RowSet, Trunk
 from espalier.hf.checks import base_model, check_captured
+from espalier.trl import verification
 from espalier.trl.sharing import Sharing
 from espalier.trl.tree import Tree
 
@@ -46,24 +47,33 @@ class SharedBatches(Sharing):
         if batch is None:
             return forward(*args, **kwargs)
         tree, more = batch
-        seen = Trunk(tree.rows)
         try:
+            if self._to_verify(base):
+                self._compare_backbone(base, lambda: forward(*args, **kwargs), tree, more)
             with self._our_layers(base):
-                phase = Phase([RowSet(0, (), tree.runs)], tree.longest, captures=seen)
-                with phase.forward():
-                    out = base.base_model(input_ids=tree.ids[None], position_ids=tree.positions[None], use_cache=False, espalier=phase,
-                                          **more)
-                check_captured(base, seen)
+                out = _run(base, tree, more)
         except Unsupported as reason:
             self._refuse(base, reason)
             self._give_layers_back()
             return forward(*args, **kwargs)
         self.shared_rows["run"] += tree.rows
         self.shared_rows["without_sharing"] += tree.tokens
-        out.last_hidden_state = out.last_hidden_state[0][tree.place]
-        if getattr(out, "router_logits", None) is not None:
-            out.router_logits = tuple(x.flatten(0, -2)[tree.place.flatten()] for x in out.router_logits)
         return out
+
+    def _compare_backbone(self, base, plain, tree, more):
+        """With TRL's padded call: hidden states, and router logits, of every token that is no padding."""
+        def values(out):
+            routers = [x.view(*tree.live.shape, -1) for x in getattr(out, "router_logits", None) or ()]
+            return [x[tree.live] for x in (out.last_hidden_state, *routers)]
+
+        def shared():
+            with self._our_layers(base):
+                return values(_run(base, tree, more))
+
+        try:
+            self.verification = verification.compare(base, lambda: values(plain()), shared)
+        finally:
+            self._give_layers_back()
 
     def _batch(self, base, args, kwargs):
         """(tree, keyword arguments to pass on), or None: the backbone is not called with a plain padded batch, or nothing is shared."""
@@ -85,6 +95,19 @@ class SharedBatches(Sharing):
             self._note("this batch has an attention mask with gaps, or an empty row")
             return None
         return (tree, given) if tree.rows < tree.tokens else None
+
+
+def _run(base, tree, more):
+    """The backbone's output over the tree's rows, of every token of the padded batch."""
+    seen = Trunk(tree.rows)
+    phase = Phase([RowSet(0, (), tree.runs)], tree.longest, captures=seen)
+    with phase.forward():
+        out = base.base_model(input_ids=tree.ids[None], position_ids=tree.positions[None], use_cache=False, espalier=phase, **more)
+    check_captured(base, seen)
+    out.last_hidden_state = out.last_hidden_state[0][tree.place]
+    if getattr(out, "router_logits", None) is not None:
+        out.router_logits = tuple(x.flatten(0, -2)[tree.place.flatten()] for x in out.router_logits)
+    return out
 
 
 class SharedReference(SharedBatches):

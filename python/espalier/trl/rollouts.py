@@ -16,7 +16,7 @@ from espalier.hf.images import Tower
 from espalier.hf.routers import RowSums, experts_per_token, load_balancing, logits_of
 from espalier.hf.step import Seed, backward
 from espalier.hf.transfer import to_device
-from espalier.trl import images
+from espalier.trl import images, verification
 from espalier.trl.sharing import Sharing
 
 
@@ -51,6 +51,10 @@ class SharedPrompts(Sharing):
             return plain()
         counted, known = dict(self.shared_rows), set(self._prompts)
         try:
+            if self._to_verify(model):
+                self._compare(model, rows, plain, lambda: self._shared(model, rows, batch_size or len(input_ids), compute_entropy, compute_aux_loss,
+                                                                       pictures))
+                self.shared_rows = dict(counted)
             with self._our_layers(model):
                 return self._shared(model, rows, batch_size or len(input_ids), compute_entropy, compute_aux_loss, pictures)
         except Unsupported as reason:
@@ -59,6 +63,23 @@ class SharedPrompts(Sharing):
         self.shared_rows = counted
         self._prompts = {key: prompt for key, prompt in self._prompts.items() if key in known}
         return plain()
+
+    def _compare(self, model, rows, plain, shared):
+        """With TRL's own call: log-probs and entropies of every response token, and the router's loss."""
+        live = torch.arange(rows.shape[1], device=rows.ids.device) < torch.as_tensor(rows.live, device=rows.ids.device)[:, None]
+        values = lambda logprobs, entropies, aux_loss=None: [x[live] for x in (logprobs, entropies) if x is not None] + (
+            [aux_loss.reshape(1)] if aux_loss is not None else [])
+        window, self._prompts = self._prompts, {}
+
+        def ours():
+            with self._our_layers(model):
+                return values(*shared())
+
+        try:
+            self.verification = verification.compare(model, lambda: values(*plain()), ours, lambda: self._prompts_backward(model))
+        finally:
+            self._prompts = window
+            self._give_layers_back()
 
     def _images(self, model, rows, fields):
         """(Rollouts with the batch's Images or None, fields that are not understood). A model's first images are compared with its own calls."""
@@ -161,6 +182,12 @@ class SharedPrompts(Sharing):
 
     def _finish_window(self, model):
         """The prompts' backward, before the weights change; then one reduction over ranks."""
+        self._prompts_backward(model)
+        ddp = ranks.replicas(model)
+        if ddp is not None and self.shared_prompts and not ranks.sharded(model):
+            ranks.reduce_gradients(ddp)
+
+    def _prompts_backward(self, model):
         prompts, self._prompts = self._prompts, {}
         if prompts:
             with self._our_layers(model):
@@ -172,9 +199,6 @@ class SharedPrompts(Sharing):
                     pairs = pictures.gathered()
                     if pairs:
                         backward(Seed.apply(*pairs))
-        ddp = ranks.replicas(model)
-        if ddp is not None and self.shared_prompts and not ranks.sharded(model):
-            ranks.reduce_gradients(ddp)
 
 
 class _Prompt:

@@ -17,8 +17,10 @@ class Sharing:
     have without their padding.
     """
 
-    def __init__(self, *args, shared_prompts=True, **kwargs):
-        self.shared_prompts = shared_prompts  # first: a trainer may compute a reference while it is made
+    def __init__(self, *args, shared_prompts=True, verify=False, **kwargs):
+        self.shared_prompts, self.verify = shared_prompts, verify  # first: a trainer may compute a reference while it is made
+        self.verification = None  # the table of the last comparison
+        self._verified = set()  # (id of a model, whether with gradients) of the passes that were compared
         self.shared_rows = {"run": 0, "without_sharing": 0}
         self._noted = set()
         self._refused = {}  # by id: models that turned out not to share
@@ -33,7 +35,16 @@ class Sharing:
         """The policy, and the reference and the teacher where the trainer has them."""
         return [model for model in (self.model, getattr(self, "ref_model", None), getattr(self, "teacher_model", None)) if model is not None]
 
+    def _to_verify(self, model):
+        """Whether this shared pass is to be compared first: with TRL's own path under the user's attention."""
+        key = id(base_model(model)), torch.is_grad_enabled()
+        if not self.verify or key in self._verified or id(base_model(model)) in self._ours:
+            return False
+        self._verified.add(key)
+        return True
+
     def _note(self, reason):
+        reason = reason.replace("base_model.model.", "", 1)  # PEFT's prefix: the same reason once
         if reason not in self._noted:
             self._noted.add(reason)
             _log.warning("prompts are not shared: %s", reason)

@@ -11,12 +11,12 @@ from espalier.hf.transfer import to_device
 
 
 class Tree:
-    """The unique rows of a batch [B, T]: `ids`, `positions` [R] of the unique rows; `place` [B, T], the row of each token (0 for padding); `runs` as a
-    RowSet has them; `tokens`, the rows without sharing; `longest`."""
+    """The unique rows of a batch [B, T]: `ids`, `positions` [R] of the unique rows; `place` [B, T], the row of each token (0 for padding), `live` [B, T], which
+    are no padding; `runs` as a RowSet has them; `tokens`, the rows without sharing; `longest`."""
 
     def __init__(self, sequences, begins, width, device):
         order = sorted(range(len(sequences)), key=lambda b: sequences[b].tolist())
-        place = np.zeros((len(sequences), width), np.int64)
+        place, live = np.zeros((len(sequences), width), np.int64), np.zeros((len(sequences), width), bool)
         parts, positions, runs, open_runs, rows = [], [], [], [], 0
         path, before = np.zeros(0, np.int64), None  # the rows of the sequence before
         for b in order:
@@ -27,12 +27,13 @@ class Tree:
             if new:
                 open_runs.append((rows, common, new))
             path, before = np.concatenate([path[:common], np.arange(rows, rows + new)]), own
-            place[b, begins[b]:begins[b] + len(own)] = path
+            place[b, begins[b]:begins[b] + len(own)], live[b, begins[b]:begins[b] + len(own)] = path, True
             parts.append(own[common:])
             positions.append(np.arange(common, len(own)))
             rows += new
         _close(open_runs, runs, 0, rows)
-        self.ids, self.positions, self.place = to_device(device, np.concatenate(parts), np.concatenate(positions), place)
+        self.ids, self.positions, self.place, live = to_device(device, np.concatenate(parts), np.concatenate(positions), place, live.astype(np.int64))
+        self.live = live != 0
         self.runs, self.rows = sorted(runs), rows
         self.tokens, self.longest = sum(map(len, sequences)), max(map(len, sequences))
 

@@ -1,0 +1,51 @@
+"""`verify=True`: a model's first shared pass beside TRL's own path, on that batch, before the batch trains.
+
+Compared are the values that TRL's head and loss read, at every token that is no padding, and the gradients of a random linear function of
+them. TRL's own path runs twice, the second time with its embeddings moved by one rounding step; the distance of the two is the floor
+(hf/verification.py).
+"""
+
+import logging
+
+import torch
+
+from espalier.hf import probe, verification
+from espalier.hf.checks import base_model, unwrapped
+
+_log = logging.getLogger("espalier")
+
+
+def compare(model, plain, shared, finish=lambda: None):
+    """The table of gradients, or of values in a pass without gradients. `plain()` and `shared()` return a list of tensors, the same values of
+    the same shapes. `finish()`: the rest of the shared pass's backward. Raises `Error` of kind `verification` where shared is too far away.
+    `.grad` stays as it was."""
+    named = [(name, p) for name, p in unwrapped(model).named_parameters() if p.requires_grad]
+    held = [p.grad for _, p in named]
+    try:
+        wanted = _run(named, plain)
+        with probe.nudged(base_model(model).get_input_embeddings()):
+            other = _run(named, plain)
+        found = _run(named, shared, finish)
+    finally:
+        for (_, p), grad in zip(named, held):
+            p.grad = grad
+    losses = found[2], wanted[2]
+    table = verification.judged([("values", found[0], wanted[0], other[0])], *losses)
+    if torch.is_grad_enabled() and any(grad is not None for grad in wanted[1]):
+        table = verification.judged([(name, *grads) for (name, _), *grads in zip(named, found[1], wanted[1], other[1])], *losses)
+    _log.info("a shared pass agrees with TRL's own\n%s", table)
+    return table
+
+
+def _run(named, make, finish=lambda: None):
+    """(values in one row, gradients, the linear function's value)."""
+    for _, p in named:
+        p.grad = None
+    values = make()
+    generator = torch.Generator().manual_seed(17)
+    function = sum((value * torch.randn(value.shape, generator=generator).to(value)).sum() for value in values)
+    if torch.is_grad_enabled() and function.requires_grad:
+        with torch.autocast(function.device.type, enabled=False):
+            function.backward()
+            finish()
+    return torch.cat([value.detach().flatten() for value in values]), [p.grad for _, p in named], function.item()
