@@ -165,18 +165,19 @@ def test_rloo(example, tmp_path):
     plain_against_shared(example, trl.RLOOTrainer, shared.RLOOTrainer, trl.RLOOConfig, tmp_path)
 
 
-def test_two_processes_under_accelerate(tmp_path):
-    """With torchrun's variables, which accelerate finds: DDP over gloo, groups torn over windows and over ranks (trl_ranks.py)."""
+@pytest.mark.parametrize("program", ["trl_ranks.py", "trl_batch_ranks.py"])
+def test_two_processes_under_accelerate(program, tmp_path):
+    """With torchrun's variables, which accelerate finds: DDP over gloo, groups torn over windows and over ranks."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", PYTHONPATH=os.pathsep.join(sys.path), WORLD_SIZE="2",
                        LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    command = [sys.executable, str(Path(__file__).with_name("trl_ranks.py")), str(tmp_path)]
+    command = [sys.executable, str(Path(__file__).with_name(program)), str(tmp_path)]
     ranks = [subprocess.Popen(command, env=dict(environment, RANK=str(rank), LOCAL_RANK=str(rank)), stdout=subprocess.PIPE,
                               stderr=subprocess.STDOUT, text=True) for rank in range(2)]
     try:
-        outputs = [rank.communicate(timeout=280)[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=600)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

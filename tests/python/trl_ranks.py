@@ -57,6 +57,7 @@ def main():
     assert not notes, notes
 
 
-main()
-dist.barrier()
-dist.destroy_process_group()
+if __name__ == "__main__":
+    main()
+    dist.barrier()
+    dist.destroy_process_group()
