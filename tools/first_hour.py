@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """The first minutes on a machine with a GPU: what works, how exact it is, how fast it is.
 
-    python3 first_hour.py [--out RESULTS] [--only STAGE,STAGE] [--device cuda]
+    python3 first_hour.py [--out RESULTS] [--only STAGE,STAGE] [--device cuda] [--minutes 8]
 
 Needs a Python with torch 2.11 and a GPU driver; no network and no compiler. It runs from the folder that `make gpu-bundle` makes, and
 from a source tree (`make gpu-check`). Every stage is a process of its own with a time limit of a minute at most; a stage that fails, hangs
-or crashes costs only itself. RESULTS gets one JSON file for each stage at once, and RESULTS/first_hour.md, the page, at the end. Exit code: 0;
-6 if a stage failed; 8 if the GPU cannot be used at all.
+or crashes costs only itself. After --minutes no further stage starts, and the one that runs ends. RESULTS gets one JSON file for each
+stage at once, and RESULTS/first_hour.md, the page, whenever a stage is done. Exit code: 0; 6 if a stage failed; 8 if the GPU cannot be
+used at all.
 """
 
 import argparse
@@ -31,6 +32,9 @@ PROGRAM = ROOT / ("espalier/bin/espalier" if BUNDLE else "build/espalier")
 CASES = ROOT / ("cases" if BUNDLE else "build/gpu_cases")
 EXAMPLES = ROOT / "examples"
 LIMIT = 60  # seconds of a stage
+MINUTES = 8  # of all stages
+SANITIZED = ("add_attention_backward", "add_norm_backward")  # operations, each a stage; attention's runs the forward as well
+TOOLKIT = ("/usr/local/cuda/lib64", "/usr/local/cuda/targets/x86_64-linux/lib")  # where a torch without packages of NVIDIA has its libraries
 NOT_THERE = 8  # exit code of the program: no such device or backend
 
 
@@ -61,17 +65,19 @@ def stages(device):
                      [program, "selftest", *on, "--attention", kernels, "--json"]) for kernels in ("own", "flash", "cudnn")]
     listed += [Stage(f"verify-{dtype}", f"a whole step, shared against dense, {dtype}",
                      [program, "verify", *on, "--dtype", dtype, *model, *rollouts, "--json"]) for dtype in ("float64", "float32", "bfloat16")]
+    listed += [Stage(f"sanitizer-{operation.split('_')[1]}", f"accesses of the kernels of {operation} under compute-sanitizer",
+                     ["compute-sanitizer", "--error-exitcode", "6", program, "selftest", *on, "--attention", "own", "--only", operation], json=False,
+                     needs="compute-sanitizer") for operation in SANITIZED]
     listed += [
-        Stage("sanitizer", "accesses of the attention and norm kernels under compute-sanitizer",
-              ["compute-sanitizer", "--error-exitcode", "6", program, "selftest", *on, "--only", "norm"], json=False, needs="compute-sanitizer"),
         Stage("hf", "espalier.hf: one step of a transformers model, verified", [sys.executable, __file__, "--hf", torch_device],
               packages=("transformers",)),
         Stage("trl", "espalier.trl: examples/trl_grpo.py", [sys.executable, str(EXAMPLES / "trl_grpo.py"), "--steps", "1"], json=False,
               packages=("trl", "datasets"), environment={"CUDA_VISIBLE_DEVICES": ""} if emulated else {}),
         Stage("llama", "layers of Llama-3-8B, 10k/2k, N = 32: dense against shared", [
             program, "bench", *on, "--dtype", "bfloat16", *wide, "--repetitions", "1", "--json"]),
-        Stage("ncu", "three kernels of the attention under ncu", ["ncu", "--kernel-name", "regex:tiles", "--launch-count", "3", "--set", "basic",
-                                                                 program, "selftest", *on, "--only", "attention"], json=False, needs="ncu"),
+        Stage("ncu", "three kernels of the attention under ncu",
+              ["ncu", "--kernel-name", "regex:tiles", "--launch-count", "3", "--set", "basic", program, "selftest", *on,
+               "--attention", "own", "--only", "add_attention_backward"], json=False, needs="ncu"),
         Stage("nccl", "two GPUs: dp 2 with NCCL against one process",
               [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python", program, "train", *on, "--dp", "2", *model,
                *rollouts, "--out", "DIRECTORY/nccl", "--json"], gpus=2),
@@ -87,7 +93,8 @@ def environment_of(stage):
     if BUNDLE and spec is not None:
         site = Path(spec.submodule_search_locations[0]).parent
         folders += [str(site / "torch/lib"), *map(str, sorted(site.glob("nvidia/*/lib")))]
-    out["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, [*folders, out.get("LD_LIBRARY_PATH")]))
+    elsewhere = [folder for folder in TOOLKIT if Path(folder).is_dir()] if BUNDLE else []
+    out["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, [*folders, out.get("LD_LIBRARY_PATH"), *elsewhere]))
     out["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACKAGE), out.get("PYTHONPATH")]))
     out["ESPALIER_PYTHON"], out["ESPALIER_BINARY"] = sys.executable, str(PROGRAM)
     return out
@@ -109,7 +116,10 @@ def reason_to_skip(stage, device):
 def gpus():
     if shutil.which("nvidia-smi") is None:
         return 0
-    done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
+    try:
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=LIMIT)
+    except subprocess.TimeoutExpired:  # a driver that hangs
+        return 0
     return sum(line.startswith("GPU") for line in done.stdout.splitlines())
 
 
@@ -143,7 +153,7 @@ def run(stage, out, limit):
 
 def reason_of(status, errors, code, limit):
     if status == "timed out":
-        return f"not done after {limit} s"
+        return f"not done after {limit:.0f} s"
     lines = [line.strip() for line in errors.splitlines() if line.strip() and "  " * 2 not in line[:2]]
     told = [line for line in lines if re.match(r"espalier .*error|expected |\w*Error", line)]
     return " ".join(told[-2:] or lines[-1:])[:300] or f"exit code {code}"
@@ -151,8 +161,26 @@ def reason_of(status, errors, code, limit):
 
 # ---- stages in this Python ----
 
+def not_found(text):
+    """What the loader misses, of ldd's text: libraries, and versions of symbols that the machine's libraries are too old for."""
+    lines = [line.strip() for line in text.splitlines() if "not found" in line]
+    return sorted({re.sub(r"^.*: version `([^']+)' not found \(required by .*?([^/ ]+)\)$", r"\1 (for \2)", line).replace(" => not found", "")
+                   for line in lines})
+
+
+def missing_libraries():
+    """{file of the bundle: what it misses}"""
+    if shutil.which("ldd") is None:
+        return {}
+    files = [PROGRAM, *sorted(PROGRAM.parent.glob("libespalier_*.so"))]
+    told = {path.name: subprocess.run(["ldd", str(path)], capture_output=True, text=True) for path in files}
+    return {name: found for name, done in told.items() if (found := not_found(done.stdout + done.stderr))}
+
+
 def facts():
     import torch
+
+    from espalier.launch import TORCH
     told = {"python": sys.version.split()[0], "torch": torch.__version__, "torch_cuda": torch.version.cuda, "processors": os.cpu_count(),
             "kernel": platform.release(), "gpus": []}
     for name in ("transformers", "trl", "verl"):
@@ -165,8 +193,16 @@ def facts():
     told["tools"] = [name for name in ("nvcc", "compute-sanitizer", "ncu", "nsys") if shutil.which(name)]
     done = subprocess.run([str(PROGRAM), "--version"], capture_output=True, text=True)
     told["espalier"] = (done.stdout or done.stderr).strip()
+    told["missing_libraries"] = missing_libraries()
     print(json.dumps(told))
-    return done.returncode
+    wrong = [f"{name} misses {', '.join(found)}" for name, found in told["missing_libraries"].items()]
+    if not re.match(rf"{re.escape(TORCH)}(\D|$)", torch.__version__):
+        wrong.insert(0, f"torch {TORCH} is needed, this Python has {torch.__version__}")
+    if done.returncode != 0 and not wrong:
+        wrong = [told["espalier"]]
+    if wrong:
+        print(f"expected what the program is linked to; {'; '.join(wrong)}", file=sys.stderr)
+    return 6 if wrong else 0
 
 
 def hf(device):
@@ -224,6 +260,7 @@ def main():
     parser.add_argument("--only", default="", help="stages to run, separated by commas")
     parser.add_argument("--device", default="cuda", choices=("cuda", "emulate"), help="emulate: a rehearsal on a CPU")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds of a stage")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="of all stages")
     parser.add_argument("--facts", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--hf", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -236,21 +273,27 @@ def main():
     unknown = wanted - {stage.name for stage in listed}
     if unknown:
         parser.error(f"no stage {', '.join(sorted(unknown))}; there are {', '.join(stage.name for stage in listed)}")
+    if importlib.util.find_spec("torch") is None:
+        print(f"{sys.executable} has no torch: run first_hour.py with the Python that has torch 2.11", file=sys.stderr)
+        return NOT_THERE
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     start, results, fastest = time.monotonic(), [], 0.0
     for number, stage in enumerate(stage for stage in listed if not wanted or stage.name in wanted):
+        left = 60 * arguments.minutes - (time.monotonic() - start)
         reason = reason_to_skip(stage, arguments.device)
+        if not reason and left < 1:
+            reason = f"{arguments.minutes:g} minutes are over: --only {stage.name} runs it"
         result = ({"stage": stage.name, "about": stage.about, "status": "skipped", "seconds": 0.0, "reason": reason} if reason
-                  else run(stage, out, arguments.limit))
+                  else run(stage, out, min(arguments.limit, left)))
         results.append(result)
         (out / f"{number:02d}-{stage.name}.json").write_text(json.dumps(result, indent=1) + "\n")
-        print(f"{stage.name:18} {result['status']:9} {result['seconds']:6.1f} s  {line_of(result)}", flush=True)
+        print(f"{stage.name:22} {result['status']:9} {result['seconds']:6.1f} s  {line_of(result)}", flush=True)
         profile = (result.get("result") or {}).get("profile")
         if profile and profile["attention_flops_per_second"] > fastest:  # of the kernels that --attention auto takes
             fastest = profile["attention_flops_per_second"]
             (out / "machine.json").write_text(json.dumps(profile, indent=1) + "\n")
-    (out / "first_hour.md").write_text(page(results, time.monotonic() - start))
+        (out / "first_hour.md").write_text(page(results, time.monotonic() - start))
     print(f"the page: {out / 'first_hour.md'}")
     if any(result["stage"] == "selftest-own" and result["status"] == "skipped" for result in results):
         return NOT_THERE

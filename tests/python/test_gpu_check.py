@@ -15,6 +15,9 @@ import pytest
 
 from conftest import ROOT
 
+sys.path.insert(0, str(ROOT / "tools"))
+import first_hour  # noqa: E402
+
 RESULTS = ("bench/results", "docs/hardware")
 
 
@@ -100,6 +103,62 @@ def test_a_stage_that_crashes_or_hangs_costs_only_itself(bundle, tmp_path):
     assert done.returncode == 6
     status = {found["stage"]: found["status"] for found in (json.loads(path.read_text()) for path in (tmp_path / "out").glob("[0-9]*.json"))}
     assert status == {"facts": "passed", "selftest-own": "failed", "selftest-flash": "timed out", "llama": "passed"}
+
+
+def test_all_stages_together_end_after_so_many_minutes(bundle, tmp_path):
+    done = rehearsed(bundle, tmp_path / "out", "--only", "facts,selftest-own,llama", "--minutes", "0.05")
+    results = [json.loads(path.read_text()) for path in sorted((tmp_path / "out").glob("[0-9]*.json"))]
+    assert done.returncode == 6 and [found["stage"] for found in results] == ["facts", "selftest-own", "llama"]
+    assert results[-1]["status"] == "skipped" and "--only llama runs it" in results[-1]["reason"]
+    assert "--only llama runs it" in (tmp_path / "out/first_hour.md").read_text()
+    assert sum(found["seconds"] for found in results) < 60
+
+
+def test_a_python_without_torch_is_told_so(tmp_path):
+    done = subprocess.run([sys.executable, "-S", ROOT / "tools/first_hour.py", "--out", tmp_path / "out"], capture_output=True, text=True)
+    assert done.returncode == 8 and "run first_hour.py with the Python that has torch" in done.stderr and not (tmp_path / "out").exists()
+
+
+def test_libraries_that_a_machine_lacks_are_named():
+    text = """./espalier: /lib/x86_64-linux-gnu/libc.so.6: version `GLIBC_2.38' not found (required by /b/espalier/bin/libespalier_core.so)
+\tlinux-vdso.so.1 (0x00007ffc8)
+\tlibcublas.so.13 => not found
+\tlibc10.so => /torch/lib/libc10.so (0x00007f1)
+"""
+    assert first_hour.not_found(text) == ["GLIBC_2.38 (for libespalier_core.so)", "libcublas.so.13"]
+
+
+def test_a_library_that_is_not_there_fails_the_facts_with_its_name(bundle, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(bundle, broken, symlinks=True)
+    (tmp_path / "lost.c").write_text("int lost(void) { return 1; }\n")
+    (tmp_path / "uses.c").write_text("int lost(void); int uses(void) { return lost(); }\n")
+    if subprocess.run(["gcc", "-shared", "-fPIC", "-o", "liblost.so", "lost.c"], cwd=tmp_path).returncode != 0:
+        pytest.skip("no gcc")
+    into = broken / "espalier/bin/libespalier_cuda.so"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", into, "uses.c", "-L.", "-llost"], cwd=tmp_path, check=True)
+    done = rehearsed(broken, tmp_path / "out", "--only", "facts")
+    assert done.returncode == 6 and "libespalier_cuda.so misses liblost.so" in done.stdout
+
+
+def test_sanitized_operations_are_some_of_the_self_test(program):
+    """Under compute-sanitizer the self-test runs a hundred times slower: not the attention of 32,768 rows."""
+    for operation in first_hour.SANITIZED:
+        done = subprocess.run([program, "selftest", "--only", operation, "--json"], capture_output=True, text=True, timeout=300)
+        checks = json.loads(done.stdout)["checks"]
+        assert checks and all(check["operation"] == operation and "sampled" not in check["sizes"] for check in checks)
+
+
+@pytest.mark.parametrize("name", ["sanitizer-attention", "sanitizer-norm", "ncu"])
+def test_tools_of_nvidia_run_the_program_with_words_that_it_takes(name, program, tmp_path):
+    """With a stand-in for the tool, which runs what stands behind its own options."""
+    stage = next(stage for stage in first_hour.stages("emulate") if stage.name == name)
+    at = next(i for i, word in enumerate(stage.command) if str(word).endswith("espalier"))
+    command(tmp_path, stage.needs, f"shift {at - 1}; echo started; exec \"$@\"")
+    words = [str(word) for word in stage.command]
+    words[at:] = [str(program), *(word for word in words[at + 1:] if word not in ("--device", "emulate", "--attention", "own"))]
+    done = subprocess.run([tmp_path / stage.needs, *words[1:]], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.startswith("started") and "PASS" in done.stdout
 
 
 def test_an_unknown_stage_is_refused_with_the_list(bundle, tmp_path):
