@@ -36,7 +36,7 @@ void apply_former_run(Options& options, const std::string& directory) {
   const Json state = read_json_object(file);
   const auto told = state.find("options");
   if (told == state.end() || !told->is_object())
-    throw InputError({file.string(), "a member options", "none", "continue from another checkpoint"});
+    throw InputError({file.string(), "the member \"options\"", "none", "continue from another checkpoint"});
   const Options former = options_from_json(*told, file.string() + ": ");
   for (const OptionRow& row : option_rows())
     if (continued(row)) set_option(options, row.name, option_text(former, row.name));

@@ -289,7 +289,7 @@ int run_words(Run& run, const std::vector<std::string>& words) {
   else
     code = run_verb(run, words);
   if (!std::cout.flush() && !(run.survives_closed_pipe && reader_has_left()))
-    throw WriteError({"stdout", "to write the result", "an error of the system", "is the disk full?"});
+    throw WriteError({"stdout", "the result written", "a failed write", "is the disk full?"});
   return code;
 }
 

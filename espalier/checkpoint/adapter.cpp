@@ -161,7 +161,8 @@ void Adapter::place(const SafetensorsEntry& entry, const ParameterTable& base) {
     throw UnsupportedError({where, "lora_A and lora_B of linear layers", "another part of an adapter", kOther});
   if (is_base && joint_.tied_head && name == kTiedHead) name = kEmbedding;  // they are the same
   if (!base.contains(name))
-    throw InputError({where, "a tensor of the base model", "'" + printable(name) + "', which it lacks", kBelongs});
+    throw InputError(
+        {where, "tensors of the base model", "'" + printable(name) + "', which the base model lacks", kBelongs});
   Change& change = changes_[name];
   if (!a && !b && change.whole != nullptr && (is_base || change.is_base)) return;  // of a tied head, twice
   const SafetensorsEntry*& place = a ? change.a.entry : b ? change.b.entry : change.whole;

@@ -31,7 +31,7 @@ std::string read_text_file(const std::filesystem::path& path) {
   struct stat status;
   if (file.number < 0 || ::fstat(file.number, &status) != 0)
     throw InputError({path.string(), "a readable file", std::strerror(errno), ""});
-  if (!S_ISREG(status.st_mode)) throw InputError({path.string(), "a regular file", "something else", ""});
+  if (!S_ISREG(status.st_mode)) throw InputError({path.string(), "a regular file", "another kind of file", ""});
   if (status.st_size > kMaxBytes)
     throw InputError({path.string(), text_of("at most ", kMaxBytes, " bytes"), text_of(status.st_size), ""});
   std::string text(static_cast<std::size_t>(status.st_size), '\0');

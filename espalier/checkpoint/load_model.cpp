@@ -77,8 +77,8 @@ void open_shards(const fs::path& index_path, Tensors& tensors) {
     for (const SafetensorsEntry& entry : file.entries()) {
       const auto listed = file_of.find(entry.name);
       if (listed == file_of.end() || listed->second != file.path().filename())
-        throw InputError({file.path().string(), "the tensors that the index names",
-                          "'" + printable(entry.name) + "', which it does not", "Fetch the model again"});
+        throw InputError({file.path().string(), "only tensors that the index names for this file",
+                          "'" + printable(entry.name) + "'", "Fetch the model again"});
     }
   for (const auto& [name, file] : file_of)
     if (tensors.by_name.count(name) == 0)
@@ -415,8 +415,8 @@ std::shared_ptr<const nf4::Matrix> in_nf4(const SafetensorsEntry& entry, bool ne
   if (entry.nf4) {
     if (entry.nf4->nested() == nested) return entry.nf4;
     throw InputError({place, nested ? "nested absmax, as config.json says" : "absmax that is not nested",
-                      nested ? "others" : "nested ones",
-                      "Set bnb_4bit_use_double_quant in config.json as the files are"});
+                      nested ? "absmax that is not nested" : "nested absmax",
+                      "Correct bnb_4bit_use_double_quant in config.json"});
   }
   if (entry.type == TensorType::F64)
     throw UnsupportedError(
@@ -531,8 +531,8 @@ const SafetensorsEntry& StoredTensors::at(const std::string& name) const {
   auto found = files_->by_name.find(name);
   if (found == files_->by_name.end() && name == kEmbedding) found = files_->by_name.find(kHead);  // tied
   if (found == files_->by_name.end())
-    throw InputError({files_->tensors.where.string(), "tensor '" + name + "', as when the run began", "none",
-                      "Restore the directory; the run copies what it does not train from there"});
+    throw InputError({files_->tensors.where.string(), "tensor '" + name + "', which was there when the run began",
+                      "no such tensor", "Restore the directory; the run copies what it does not train from there"});
   return *found->second;
 }
 

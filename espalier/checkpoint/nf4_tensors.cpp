@@ -88,7 +88,7 @@ class Stored {
                               text_of(out.columns), "use the model's unquantised weights"});
     out.codes = bytes_in(tensor("", TensorType::U8, out.rows * out.columns / 2));
     const std::vector<float> codes = numbers_of(tensor(".quant_map", TensorType::F32, std::ssize(nf4::kCodes)));
-    if (!std::ranges::equal(codes, nf4::kCodes)) fail(".quant_map", "the 16 numbers of NF4", "others");
+    if (!std::ranges::equal(codes, nf4::kCodes)) fail(".quant_map", "the 16 numbers of NF4", "other numbers");
     const bool nested = json.contains("nested_offset") || find(".nested_absmax") != nullptr;
     if (!nested) {
       out.absmax = finite(".absmax", out.blocks());

@@ -274,11 +274,10 @@ RunState load_run_state(const fs::path& directory, const std::string& model, con
   const auto [shape_before, train_before] = parts_of(state.model);
   const auto [shape_now, train_now] = parts_of(model);
   if (shape_before == shape_now && train_before != train_now)
-    throw InputError({where + ": what trained before", "--train " + train_before, "--train " + train_now,
+    throw InputError({where + ": trained parameters", "--train " + train_before, "--train " + train_now,
                       "Leave --train out to continue, or start a new run from --model " + directory.string()});
   if (state.model != model)
-    throw InputError(
-        {where + ": model", model, state.model, "Continue with the model that the checkpoint was made from"});
+    throw InputError({where + ": model", model, state.model, "Continue with the model that made the checkpoint"});
   if (state.accumulators != accumulators)
     throw InputError({where + ": accumulators", name_of(accumulators), name_of(state.accumulators),
                       "Continue with the --dtype of the interrupted run"});

@@ -98,7 +98,7 @@ void SafetensorsFile::map_file() {
   if (bytes >= 10) address = ::mmap(nullptr, static_cast<std::size_t>(bytes), PROT_READ, MAP_PRIVATE, descriptor, 0);
   const int reason = errno;
   ::close(descriptor);
-  if (!regular) fail(path_, "a regular file", "something else", "");
+  if (!regular) fail(path_, "a regular file", "another kind of file", "");
   if (bytes < 10) fail(path_, "at least the 10 bytes of an empty safetensors file", std::to_string(bytes));
   if (address == MAP_FAILED) fail(path_, "a file that can be mapped", std::strerror(reason), "");
   map_ = static_cast<const std::byte*>(address);

@@ -40,7 +40,7 @@ Device& open_cuda_device(const GpuChoice& choice) {
   if (device == nullptr)
     throw DeviceError({"--device cuda", "a GPU with CUDA 13 and its driver",
                        open == nullptr ? library.string() + " of another version" : problem,
-                       "leave --device out, or run where nvidia-smi shows a GPU"});
+                       "leave --device out, or run on a machine where nvidia-smi lists a GPU"});
   return *device;
 }
 

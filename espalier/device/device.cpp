@@ -14,7 +14,7 @@ std::byte* Device::take_host_memory(std::int64_t bytes) {
       mmap(nullptr, static_cast<std::size_t>(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED)
     throw MemoryBudgetError(
-        {"memory", text_of(bytes, " bytes of host memory"), "an error of the system", "lower --memory-budget"});
+        {"memory", text_of(bytes, " bytes of host memory"), "a failed allocation", "lower --memory-budget"});
   return static_cast<std::byte*>(memory);
 }
 void Device::give_back_host_memory(std::byte* memory, std::int64_t bytes) {

@@ -117,7 +117,7 @@ Json to_json(const MachineProfile& profile) {
 
 MachineProfile profile_of(const Json& json, const std::string& where) {
   const auto fail = [&where](const std::string& expected) {
-    throw InputError({where, expected, "something else",
+    throw InputError({where, expected, "another value",
                       "docs/machines.md describes profiles; espalier stores its own in ~/.cache/espalier"});
   };
   const auto number = [&](const Json& object, const char* member) {

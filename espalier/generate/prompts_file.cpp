@@ -41,7 +41,7 @@ struct PromptLines {
 
 JsonType type_of(JsonValue& value, const RecordPlace& place, std::string_view field) {
   JsonType type{};
-  if (value.type().get(type)) throw place.wrong(field, "a JSON value", "something else");
+  if (value.type().get(type)) throw place.wrong(field, "a JSON value", "another value");
   return type;
 }
 

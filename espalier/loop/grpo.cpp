@@ -203,7 +203,7 @@ void Loop::restore(const std::filesystem::path& checkpoint, const MetricLine& on
   optimizer_ = std::move(restored.optimizer);
   state_ = restored.state;
   if (state_.prompts != start_.questions->fingerprint())
-    throw InputError({options_.prompts, "the prompts that the run was started with", "others",
+    throw InputError({options_.prompts, "the prompts that the run was started with", "other prompts",
                       "restore --prompts and --val-prompts, or start a new run in another --out"});
   evaluated_at_ = saved_at_ = state_.step;
   open_metrics(state_.metrics_bytes, state_.step + 1, on_line);
@@ -284,8 +284,8 @@ void Loop::interrupt(int signal) {
 bool Loop::run_batch() {
   SampledBatch sampled = sample();
   if (sampled.rollouts.empty()) {
-    progress_.note(text_of("no group of unequal rewards in ", sampled.samplings,
-                           " samplings: nothing is left to learn from, the loop ends"));
+    progress_.note(text_of("no group with unequal rewards in ", sampled.samplings,
+                           " samplings: no gradient is left, so the loop ends"));
     return false;
   }
   ++state_.batches;
@@ -337,7 +337,8 @@ void Loop::add_logprobs(std::vector<Rollout>& rollouts, std::int64_t steps, std:
   const bool needed = steps > 1 || options_.rollout_is != RolloutCorrection::none;
   if (needed && !count && sampler_has_bits_of_training()) {
     if (!std::exchange(told_of_bits_, true))
-      progress_.note("the sampler's log-probs have the bits of training's: old_logprobs need no pass of their own");
+      progress_.note(
+          "the sampler's log-probs are bitwise those of training: they are used as old_logprobs, without another pass");
     for (Rollout& rollout : rollouts) rollout.old_logprobs = rollout.rollout_logprobs;
   } else if (needed) {
     if (count) scored_choices_.emplace(*model_, rollouts);

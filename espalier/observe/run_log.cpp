@@ -24,14 +24,13 @@ RunLog::RunLog(std::filesystem::path path) : path_(std::move(path)) {
   }
   file_.open(path_, std::ios::binary | std::ios::app);
   if (!file_)
-    throw OptionError({path_.string(), "a writable run log", "an error of the system",
+    throw OptionError({path_.string(), "a writable run log", "a file that cannot be opened",
                        "check that its folder exists and is writable"});
 }
 
 void RunLog::write(const Json& object) {
   file_ << object.dump(-1, ' ', false, Json::error_handler_t::replace) << '\n' << std::flush;
-  if (!file_)
-    throw OptionError({path_.string(), "to add a line to the run log", "an error of the system", "is the disk full?"});
+  if (!file_) throw OptionError({path_.string(), "a line added to the run log", "a failed write", "is the disk full?"});
 }
 
 }  // namespace espalier

@@ -125,7 +125,7 @@ class World {
     if (in_time && ready()) return;
     check_alive(call);
     const CommunicationError silence(
-        {call, text_of("an answer of every rank within ", timeout_, " seconds"), "no answer of one of them", ""});
+        {call, text_of("an answer of every rank within ", timeout_, " seconds"), "no answer from one of them", ""});
     end_all(std::make_exception_ptr(silence));  // nobody waits for its other collectives
     throw silence;
   }

@@ -74,7 +74,7 @@ ReplayReport replay(const std::filesystem::path& directory, const Options& given
   const auto steps = static_cast<std::int64_t>(trace.steps.size());
   if (data.mini_batches() != steps)
     throw InputError({trace.rollouts.string(), text_of("records of ", steps, " steps, as in trace.json"),
-                      text_of("records of ", data.mini_batches()), "every record of a trace has its `step`"});
+                      text_of("records of ", data.mini_batches(), " steps"), "every record of a trace has its `step`"});
   const MachineProfile machine = machine_profile(options, progress, mesh);
   const std::vector<HeldModel> held{{local_shape(shape, mesh), {}}};
   StepsFit fit;

@@ -122,7 +122,8 @@ void check_trees(const PlanPicture& picture, const Fields& fields) {
   for (const PictureTree& tree : picture.trees) {
     if (tree.first_node != next || tree.nodes < 1) fields.refuse("trees", "nodes that follow one another");
     next += tree.nodes;
-    if (next > static_cast<std::int64_t>(picture.nodes.size())) fields.refuse("nodes", "all that its trees name");
+    if (next > static_cast<std::int64_t>(picture.nodes.size()))
+      fields.refuse("nodes", "an entry for every node that the trees name");
     for (std::int64_t i = tree.first_node; i < next; ++i) {
       const std::int64_t parent = picture.nodes[i].parent;
       if (i == tree.first_node ? parent != -1 : parent < tree.first_node || parent >= i)

@@ -179,13 +179,13 @@ void add_list(const Rollout& common, const Seen& seen, std::vector<ScoredAnswer>
 std::vector<ScoredAnswer> read_answers(JsonValue value, const RecordPlace& place, std::int64_t vocabulary) {
   constexpr const char* kExpected = "a list of objects with response_ids and score";
   simdjson::ondemand::array list;
-  if (value.get_array().get(list)) throw place.wrong("answers", kExpected, "something else");
+  if (value.get_array().get(list)) throw place.wrong("answers", kExpected, "another JSON value");
   std::vector<ScoredAnswer> answers;
   for (auto element : list) {
     const std::string at = text_of("answers[", answers.size(), "]");
     ScoredAnswer& answer = answers.emplace_back();
     simdjson::ondemand::object object;
-    if (element.get_object().get(object)) throw place.wrong(at, kExpected, "something else");
+    if (element.get_object().get(object)) throw place.wrong(at, kExpected, "another JSON value");
     bool scored = false;
     for (auto member : object) {
       std::string_view key;

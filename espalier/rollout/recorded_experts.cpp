@@ -28,7 +28,7 @@ class RecordedExpertsReader {
   template <class Visit>
   void for_each(JsonValue value, const std::string& at, const char* expected, const Visit& visit) {
     ondemand::array list;
-    if (value.get_array().get(list)) throw place_.wrong(at, expected, "something else");
+    if (value.get_array().get(list)) throw place_.wrong(at, expected, "another JSON value");
     std::int32_t index = 0;
     for (auto element : list) {
       JsonValue item;
@@ -71,7 +71,7 @@ class RecordedExpertsReader {
       std::int64_t expert = -1;
       if (item.get_int64().get(expert) || expert < 0 || expert >= RecordedExperts::kFree)
         throw place_.wrong(at, text_of("experts, integers in [0, ", RecordedExperts::kFree, ")"),
-                           expert < 0 ? "something else" : text_of(expert));
+                           expert < 0 ? "another JSON value" : text_of(expert));
       token_.push_back(static_cast<std::uint16_t>(expert));
     });
     const auto chosen = static_cast<std::int32_t>(token_.size() - static_cast<std::size_t>(begin));

@@ -23,7 +23,7 @@ void HostStore::reserve(std::int64_t bytes) {
       mmap(nullptr, static_cast<std::size_t>(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED)
     throw MemoryBudgetError({"--trunk-state offload", text_of(format_bytes(bytes), " of the host's memory"),
-                             "a refusal of the system", "Take --trunk-state recompute"});
+                             "a failed allocation", "use --trunk-state recompute"});
   memory_ = static_cast<std::byte*>(memory);
   bytes_ = bytes;
 }

@@ -110,7 +110,7 @@ void read_experts(const Members& config, const Family& family, ModelShape& shape
     config.refuse("mlp_bias = true", "shared experts without biases");
   if (shape.scales.residual != 1)
     config.refuse(text_of("residual_multiplier = ", shape.scales.residual, " with experts"),
-                  "experts whose sum is added to the stream without a factor");
+                  "a residual stream without a factor for experts");
   shape.shared_expert.gate = experts.shared_gate;
   if (family.mamba != MambaLayers::by_pattern) read_expert_layers(config, experts, shape);
 }

@@ -22,20 +22,21 @@ void check(const ModelShape& s, const Degrees& d) {
   need(s.kv_heads % d.tp == 0 || d.tp % s.kv_heads == 0, "--tp",
        text_of("a divisor or a multiple of ", s.kv_heads, " key/value heads"), d.tp);
   need(!s.has_states() || s.delta_rule.key_heads % d.tp == 0, "--tp",
-       text_of("a divisor of the ", s.delta_rule.key_heads, " key heads of layers whose rows carry a state"), d.tp);
-  need(!s.has_states() || d.cp == 1, "--cp", "1, as rows of some layers carry a state", d.cp);
+       text_of("a divisor of the ", s.delta_rule.key_heads, " key heads of recurrent layers"), d.tp);
+  need(!s.has_states() || d.cp == 1, "--cp", "1, because the model has recurrent layers", d.cp);
   const bool dense_layers = s.expert_layers()<s.layers, split_experts = s.expert_layers()> 0 && d.ep == 1;
   need(all_get_some(s.vocabulary, d.tp) && (!dense_layers || all_get_some(s.inner, d.tp)) &&
            (!split_experts || all_get_some(s.expert_inner, d.tp)) &&
            (s.shared_expert.inner == 0 || all_get_some(s.shared_expert.inner, d.tp)),
-       "--tp", "few enough ranks that each gets a part of the vocabulary and of the inner width", d.tp);
+       "--tp", "so few ranks that each has a part of the vocabulary and of the inner width", d.tp);
   need(!(s.qk_norm && s.attention.wide_norm) || d.tp == 1, "--tp",
-       "1, as the norms of queries and keys are over all heads", d.tp);
+       "1, because the norms of queries and keys are over all heads", d.tp);
   if (d.full && s.tied_head && s.trained.adapter.head)
-    throw OptionError({"--shard", "none or optimizer, as the head is the embedding and has an adapter", "full", ""});
+    throw OptionError(
+        {"--shard", "none or optimizer, because the head is tied to the embedding and has an adapter", "full", ""});
   need(d.pp <= s.layers, "--pp", text_of("at most ", s.layers, " layers"), d.pp);
   if (d.ep == 1) return;
-  need(s.experts > 0, "--ep", "1, as the model has no experts", d.ep);
+  need(s.experts > 0, "--ep", "1, because the model has no experts", d.ep);
   need(s.experts % d.ep == 0, "--ep", text_of("a divisor of ", s.experts, " experts"), d.ep);
   need(d.ep % d.tp == 0, "--ep", text_of("1 or a multiple of --tp ", d.tp), d.ep);
 }

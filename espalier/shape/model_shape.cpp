@@ -329,7 +329,7 @@ void read_scales(const Members& config, const Family& family, ModelShape& shape)
     shape.scales.logit_cap = read_cap(config, "final_logit_softcapping", family.logit_cap);
   }
   if (config.flag("use_bidirectional_attention", false))
-    config.refuse("use_bidirectional_attention = true", "rows that see no later ones");
+    config.refuse("use_bidirectional_attention = true", "rows that do not attend to later rows");
   if (!family.multipliers) return;
   shape.scales.embedding = config.positive("embedding_multiplier", 1);
   shape.scales.residual = config.positive("residual_multiplier", 1);

@@ -27,7 +27,7 @@ void PythonService::start() {
 Json PythonService::receive(int patience, std::size_t place) {
   Json answer = Json::parse(process_->receive(patience), nullptr, false);
   if (!answer.is_object())
-    throw InputError({path_, "an answer of the Python process", "something else on its socket",
+    throw InputError({path_, "an answer of the Python process", "other data on its socket",
                       "another version of the package espalier may be on PYTHONPATH"});
   if (answer.contains("error")) on_error_(answer["error"], place);
   return answer;

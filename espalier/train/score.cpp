@@ -35,7 +35,7 @@ void check_options(const Options& options) {
   if (options.values && options.critic.empty())
     throw OptionError({"--values", "--critic DIR with it", "no critic", "name the critic, or leave --values out"});
   if (!options.values && !options.critic.empty())
-    throw OptionError({"--critic", "--values with it", "none", "say --values to have the critic's values written"});
+    throw OptionError({"--critic", "--values with it", "no --values", "add --values to write the critic's values"});
 }
 
 std::int32_t longest_of(std::span<const Rollout> rollouts) {

@@ -96,8 +96,8 @@ void note_changed_files(const ModelState& model, Progress& progress) {
   if (!model.mapped) return;
   if (const std::filesystem::path file = model.mapped->changed_file(); !file.empty())
     progress.note(text_of(file.string(),
-                          " changed during the run, which reads frozen weights from it: what was computed since may "
-                          "belong to other weights; run again from an unchanged copy"));
+                          " changed during the run, which reads frozen weights from it: results since the change may "
+                          "be wrong; run again from an unchanged copy"));
 }
 
 std::int64_t bytes_of_saved_model(ModelShape shape, const std::filesystem::path& source, const Options& options) {

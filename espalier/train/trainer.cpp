@@ -117,10 +117,10 @@ class Training {
     const std::int64_t all = options_.epochs * data_.mini_batches();
     const std::int64_t end = options_.steps == 0 ? all : std::min(options_.steps, all);
     if (position_ >= end)
-      throw OptionError(
-          {split_paths(options_.rollouts).front(),
-           text_of("something left to do after the ", position_, " steps that were done on these rollouts"),
-           text_of("--steps and --epochs that ask for ", end), "raise --steps or --epochs, or give other --rollouts"});
+      throw OptionError({split_paths(options_.rollouts).front(),
+                         text_of("more than the ", position_, " steps that were already done on these rollouts"),
+                         text_of(end, " steps, by --steps and --epochs"),
+                         "raise --steps or --epochs, or give other --rollouts"});
     const std::int64_t steps_total = optimizer_.steps_done() + end - position_;
     optimizer_.set_last_step(steps_total);
     if (critic_) critic_->optimizer().set_last_step(steps_total);
@@ -300,12 +300,13 @@ class Training {
     if (same)
       position_ = former.epoch * data_.mini_batches() + former.mini_batch;
     else if (same_tokens)
-      progress_.note(text_of(split_paths(options_.rollouts).front(), ": the tokens of before with other ", differing,
-                             ": read from the beginning"));
+      progress_.note(text_of(split_paths(options_.rollouts).front(), ": the same tokens as before, but other ",
+                             differing, ": the file is read from its beginning"));
     else
-      progress_.note("--resume: other rollouts than before, or cut otherwise, so they are read from their beginning");
+      progress_.note(
+          "--resume: the rollouts, or their mini-batches, differ from before: they are read from their beginning");
     if (same && critic_ && !data_.restore_values(load_values(critic_folder(options_.resume))))
-      throw InputError({critic_folder(options_.resume), "a value of every response token", "another number of them",
+      throw InputError({critic_folder(options_.resume), "a value of every response token", "another number of values",
                         "The checkpoint is damaged; continue from another one"});
   }
 
@@ -369,8 +370,8 @@ class Training {
     if (data_.has_steps() || former.mini_batch == 0) return;
     const std::int64_t size = Json::parse(former.options).value("mini_batch_size", options_.mini_batch_size);
     if (size != options_.mini_batch_size)
-      throw OptionError({"--mini-batch-size", text_of(size, ", as before: ", options_.resume, " ends inside an epoch"),
-                         text_of(options_.mini_batch_size), "leave it out to continue with that of the former run"});
+      throw OptionError({"--mini-batch-size", text_of(size, ", because ", options_.resume, " ends inside an epoch"),
+                         text_of(options_.mini_batch_size), "leave it out to continue with the former run's value"});
   }
 
   void load_critic_of(const CriticChoice& choice) {

@@ -184,7 +184,7 @@ def test_the_samplers_log_probs_are_those_of_a_pass_bit_for_bit(espalier, tmp_pa
     """With --products own the loop takes them as old_logprobs; score gives the same from the weights that sampled them."""
     run = tmp_path / "run"
     done = espalier("grpo", "--out", run, "--record", tmp_path / "trace", *tiny("--steps", 4, "--save-freq", 0, "--test-freq", 0))
-    assert "old_logprobs need no pass of their own" in done.stderr
+    assert "they are used as old_logprobs, without another pass" in done.stderr
     with gzip.open(tmp_path / "trace/rollouts.jsonl.gz", "rt") as lines:
         records = [json.loads(line) for line in lines]
     first = [record for record in records if record["step"] == records[0]["step"]]
@@ -285,7 +285,7 @@ def test_rewards_that_never_differ_end_a_loop_that_filters_groups(espalier, tmp_
     (tmp_path / "reward.py").write_text("def compute_score(**_): return 1")
     outcome = espalier("grpo", "--out", tmp_path / "run", "--reward", tmp_path / "reward.py", "--filter-groups", "--max-num-gen-batches", 2,
                        "--json", *TINY)
-    assert outcome.json["nothing_left"] and outcome.json["steps_done"] == 0 and "nothing is left to learn from" in outcome.stderr
+    assert outcome.json["nothing_left"] and outcome.json["steps_done"] == 0 and "no gradient is left, so the loop ends" in outcome.stderr
     assert (tmp_path / "run/model/model.safetensors").exists()
 
 

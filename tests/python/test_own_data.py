@@ -479,7 +479,7 @@ def test_a_loop_on_text_continues_to_the_same_bits(learned, espalier, echo, tmp_
     loop(espalier, echo, tmp_path / "fewer.jsonl", tmp_path / "other", steps=2)
     write_lines(lines[:3], tmp_path / "fewer.jsonl")
     error = espalier("grpo", "--resume", tmp_path / "other", "--steps", 4, "--json", "--threads", 2, expect=3).json["error"]
-    assert error["where"].endswith("fewer.jsonl") and error["got"] == "others"
+    assert error["where"].endswith("fewer.jsonl") and error["got"] == "other prompts"
 
 
 def test_without_held_out_prompts_nothing_is_evaluated_but_samples_are_shown(espalier, echo, tmp_path):

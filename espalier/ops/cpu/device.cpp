@@ -29,7 +29,7 @@ class CpuDevice : public Device {
     void* memory = mmap(nullptr, static_cast<std::size_t>(bytes), PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED)
-      throw MemoryBudgetError({"Arena", text_of("an address range of ", bytes, " bytes"), "an error of the system",
+      throw MemoryBudgetError({"Arena", text_of("an address range of ", bytes, " bytes"), "a failed reservation",
                                "lower --memory-budget or raise the limit on address space (ulimit -v)"});
     return static_cast<std::byte*>(memory);
   }

@@ -16,7 +16,7 @@ namespace {
 void require(bool taken, const ModelShape& shape, std::string expected, std::string found) {
   if (!taken)
     throw UnsupportedError(
-        {text_of("--device cuda, ", shape.architecture), std::move(expected), std::move(found), "take --device cpu"});
+        {text_of("--device cuda, ", shape.architecture), std::move(expected), std::move(found), "use --device cpu"});
 }
 
 // The widest row that a norm of the model's is over.

@@ -59,7 +59,7 @@ TEST_F(HostileDirectory, SwappedShardsAreNoticed) {
   fs::rename(one, folder / "x");
   fs::rename(two, one);
   fs::rename(folder / "x", two);
-  EXPECT_HOLDS(error(), "expected the tensors that the index names");
+  EXPECT_HOLDS(error(), "expected only tensors that the index names for this file");
 }
 
 TEST_F(HostileDirectory, TheIndexCannotLeaveItsDirectory) {
@@ -87,7 +87,7 @@ TEST_F(HostileDirectory, AnIndexThatNamesTooMuchOrTooLittleIsNoticed) {
   const std::string text = read_text(index), name = "\"model.norm.weight\"";
   std::string changed = text;
   changed.replace(changed.find(name), name.size(), "\"model.nrom.weight\"");
-  EXPECT_HOLDS(error_with_index(changed), "which it does not");
+  EXPECT_HOLDS(error_with_index(changed), "only tensors that the index names for this file");
   changed = text;
   const std::size_t map = changed.find("\"model.embed_tokens");
   changed.insert(map, "\"phantom\": \"" + shard(1).filename().string() + "\", ");

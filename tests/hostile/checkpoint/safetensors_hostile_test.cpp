@@ -177,8 +177,8 @@ TEST_F(HostileSafetensors, OtherThingsThanFilesAreRefused) {
   const auto open = [](const std::filesystem::path& path) {
     return message_of<InputError>([&] { SafetensorsFile file(path); });
   };
-  EXPECT_HOLDS(open(folder.path()), "got something else");
-  EXPECT_HOLDS(open("/dev/zero"), "got something else");
+  EXPECT_HOLDS(open(folder.path()), "got another kind of file");
+  EXPECT_HOLDS(open("/dev/zero"), "got another kind of file");
   EXPECT_HOLDS(open(folder / "none"), "No such file or directory");
 }
 
