@@ -1,11 +1,14 @@
 """Facts of compiled kernels: the round of a main loop that tools/sass_loops.py counts, and when the table is stale."""
 
+import math
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
 import ptxas_facts  # noqa: E402
 from sass_loops import main_loops  # noqa: E402
 
@@ -83,3 +86,67 @@ def test_a_table_of_other_kernels_is_an_error_where_there_is_an_nvcc(tmp_path, m
     assert "source norm.cu" in capsys.readouterr().out
     monkeypatch.setattr(ptxas_facts, "nvcc", lambda: None)
     assert ptxas_facts.main() == 0
+
+
+FACTS = [line for line in ptxas_facts.TABLE.read_text().splitlines() if not line.startswith("#")]
+
+
+@pytest.mark.parametrize("line", [line for line in FACTS if line.startswith("loop ")], ids=lambda line: line.split(":")[0])
+def test_a_tile_takes_few_instructions_and_no_global_or_local_loads(line):
+    """Six instructions a matrix instruction at most, loads of the next tile and the softmax included. Heads of 64 have half the products of heads of
+    128 for as many exponentials."""
+    most = 7 if "forward_tiles_kernel<64" in line else 6
+    matrix, instructions, _, ldmatrix, _, of_global, _, local = map(float, line.split(": ")[1].split(", "))
+    assert instructions <= most * matrix and ldmatrix <= matrix and of_global == local == 0
+
+
+def constants_of(text, known):
+    """{name: value} of the whole numbers that are declared as a number or a product of numbers and names."""
+    found = dict(known)
+    for declared in re.findall(r"constexpr (?:int|std::int64_t) ([^;]*);", text):
+        for name, product in re.findall(r"(\w+) = (\w+(?: \* \w+)*)(?=,|$)", declared):
+            factors = [found.get(factor, int(factor) if factor.isdigit() else None) for factor in product.split(" * ")]
+            if None not in factors:
+                found[name] = math.prod(factors)
+    return found
+
+
+def launch_bounds():
+    """{kernel: most threads of a block}"""
+    shared, found = {}, {}
+    for path in sorted(ptxas_facts.SOURCES.glob("*.h")):
+        shared = constants_of(path.read_text(), shared)
+    for path in sorted(ptxas_facts.SOURCES.glob("*.cu")):
+        text = path.read_text()
+        constants = constants_of(text, shared)
+        for bounds, kernel in re.findall(r"__global__ void(?: __launch_bounds__\(([^)]*)\))?\s+(\w+)", text):
+            threads = bounds.split(",")[0].strip()
+            assert threads, f"{path.name}: {kernel} has no launch bounds"
+            found[kernel] = int(threads) if threads.isdigit() else constants.get(threads)
+    return found
+
+
+def test_a_block_of_every_kernel_fits_the_registers_of_every_gpu():
+    """65,536 a block from sm_80 to sm_120; a warp takes them by 256."""
+    bounds, registers = launch_bounds(), {}
+    for line in FACTS:
+        if line.startswith("registers "):
+            kernel, numbers = line.removeprefix("registers ").split(", ", 1)
+            registers[kernel] = max(registers.get(kernel, 0), int(numbers.split(": ")[1].split(", ")[1]))
+    assert set(registers) == set(bounds) and all(bounds.values())
+    for kernel, most in registers.items():
+        assert -(-most * 32 // 256) * 256 * -(-bounds[kernel] // 32) <= 65536, (kernel, most, bounds[kernel])
+
+
+def test_every_status_of_cuda_is_checked():
+    """But those of frees, which a destructor calls: what failed before them, the next call says. Kernels start in launch() alone."""
+    unchecked = {"cudaGetDeviceCount", "cudaGetErrorString", "cudaGetLastError", "cudaEventQuery", "cudaPointerGetAttributes", "cudaFreeHost",
+                 "cudaFreeAsync", "cublasGetStatusString"}
+    launches = []
+    for path in sorted(ptxas_facts.SOURCES.iterdir()):
+        text = re.sub(r"//[^\n]*", "", path.read_text())
+        launches += re.findall(r"<<<.*", text)
+        for call in re.finditer(r"\b(cuda|cublas)[A-Z]\w*\(", text):
+            before = text[:call.start()].rstrip().rsplit(";", 1)[-1]
+            assert call[0][:-1] in unchecked or re.search(r"expect_(success|cublas)\(\s*$", before), f"{path.name}: {call[0]}"
+    assert len(launches) == 1
