@@ -1,9 +1,9 @@
 """Sentences that a reader stumbles over: openings and phrases that stand where a noun and a verb belong.
 
 Openings: "Of", "Those", "Whose", "Who", and statements with "What". "Of so many ranks, those that ..." becomes "Ranks that ...".
-Questions may open with "What" and "Who". Phrases: those of PHRASES, each with its remedy. Checks the documents, the help of options,
-comments of C++ headers, and docstrings of Python. Before that it checks itself on texts with planted faults.
-Exit 1 with one line for each sentence.
+Questions may open with "What" and "Who". Phrases: those of PHRASES, each with its remedy; in messages also those of VAGUE, which tell a
+user nothing. Checks the documents, the help of options, comments of C++ headers, docstrings of Python, and the messages in C++ sources.
+Before that it checks itself on texts with planted faults. Exit 1 with one line for each sentence.
 """
 
 import ast
@@ -26,18 +26,25 @@ PHRASES = {
     r"\b[Ww]hoever\b": "the noun",
     r"\bso many (?:ranks|bytes|rows|seconds|processes|chunks)\b": "the number's name",
 }
+VAGUE = {
+    r"\bsomething else\b": "the finding: another type, another kind of file",
+    r"\b(?:an error|a refusal) of the system\b": "what failed: a failed write, a failed allocation",
+    r"\bof before\b": "the noun: the former run's",
+    r"^(?:others|some of them)$": "the noun: other prompts",
+}
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md")
 CODE_BLOCK = re.compile(r"^```.*?^```", re.M | re.S)
 HELP = re.compile(r'"((?:[^"\\]|\\.)*)"\)\s*$', re.M)
+TEXT = re.compile(r'"((?:[^"\\]|\\.)*)"')
 
 
-def faults_of_prose(text):
+def faults_of_prose(text, phrases):
     """(line number, complaint) for every fault in running text."""
     for number, line in enumerate(text.split("\n"), 1):
         for match in OPENING.finditer(line):
             if not match.group(0).endswith("?"):
                 yield number, f'a sentence that opens with "{match.group(0)[:60]}": put its noun first'
-        for phrase, remedy in PHRASES.items():
+        for phrase, remedy in phrases.items():
             for match in re.finditer(phrase, line):
                 yield number, f'"{match.group(0)}": write {remedy}'
 
@@ -71,8 +78,11 @@ PROSE_OF = {".md": prose_of_document, ".def": prose_of_help, ".h": prose_of_comm
 
 def faults_of(name, text):
     """One line for each fault in the prose of a file."""
-    prose = PROSE_OF[name[name.rindex("."):]](text)
-    return [f"{name}:{number}: {complaint}" for number, complaint in faults_of_prose(prose)]
+    ending = name[name.rindex("."):]
+    if ending == ".cpp":
+        return [f"{name}:{number}: {complaint}" for number, line in enumerate(text.split("\n"), 1) if not line.lstrip().startswith(("//", "#"))
+                for message in TEXT.findall(line.partition("  // ")[0]) for _, complaint in faults_of_prose(message, {**PHRASES, **VAGUE})]
+    return [f"{name}:{number}: {complaint}" for number, complaint in faults_of_prose(PROSE_OF[ending](text), PHRASES)]
 
 
 # Texts with their lines at fault: a check that finds nothing must not pass.
@@ -80,6 +90,8 @@ PLANTED = {
     "planted.md": ("# What is a rank?\nOf so many ranks one writes.\n\n```\nOf code.\n```\n| a | What a rank writes |\n", [2, 2, 7]),
     "planted.def": ('row(lr, number, 1e-6, "rate", "Learning rate.")\nrow(n, number, 1, "", "Those who sample.")\n', [2]),
     "planted.h": ("// Rows of a set. What the ranks divide over dp.\nint rows = 0;  // whoever holds it: those of plenty\n", [1, 1, 2, 2]),
+    "planted.cpp": ('#include "of/before.h"\n// Of ranks: something else.\nthrow Error({file, "prompts", "something else", ""});\n'
+                    'note(path, ": the tokens of before");\nif (!given) fail("others");  // "of before"\nfail("What a rank writes");\n', [3, 4, 5, 6]),
     "planted.py": ('"""Of the module."""\nOF = "Of text"\n\n\ndef rows():\n    """Rows, whose bytes are on their way."""\n', [1, 6]),
 }
 
@@ -93,7 +105,8 @@ def check_itself():
 
 def main():
     check_itself()
-    names = tracked(*DOCUMENTS, "espalier/options/option_table.def", "python/espalier/**.py", "examples/*.py", "cli/*.h", "bench/*.h", "espalier/**.h")
+    names = tracked(*DOCUMENTS, "espalier/options/option_table.def", "python/espalier/**.py", "examples/*.py", "cli/*.h", "bench/*.h", "espalier/**.h",
+                    "cli/*.cpp", "espalier/**.cpp")
     faults = [fault for name in names for fault in faults_of(name, (ROOT / name).read_text(encoding="utf-8"))]
     print("\n".join(faults + [f"{len(names)} texts, {len(faults)} faults"]))
     return 1 if faults else 0
