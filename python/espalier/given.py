@@ -1,7 +1,7 @@
-"""Python objects handed to the program: records as lists of dicts, a reward as a function of this process.
+"""Python objects as inputs of the program: records as lists of dicts, a reward as a function of this process.
 
-Lists become JSON Lines in a folder of their own, which a run that can be continued (`grpo`) keeps in OUT/.given and any other loses at
-its end. A function is called here: the program's reward process reads a file that asks this process over a socket.
+Lists become JSON Lines in a folder of their own. A run that can be continued (`grpo`) keeps the folder as OUT/.given; other runs delete it at
+the end. A function runs in this process: the program's reward process imports a generated file, which asks this process over a socket.
 """
 
 import asyncio
@@ -45,8 +45,9 @@ def _written(records, path, name):
 
 
 class Given:
-    """`files` and `options` of a verb as the program takes them, while the context lasts. `variables` belong into its environment;
-    `raised`: the exception that the reward function ended with, if any."""
+    """A context in which `files` and `options` of a verb have the form that the program reads.
+
+    `variables`: added to the program's environment. `raised`: the exception of the reward function, if it raised one."""
 
     def __init__(self, verb, files, options):
         self.files, self.options, self.variables, self.raised = list(files), dict(options), {}, None
@@ -132,7 +133,7 @@ class Given:
 
 
 class _Calls:
-    """Answers each request for a score with what the function returns, in a thread of its own. `names`: the arguments that it takes;
+    """Calls the function for each request for a score, in a thread of its own, and sends its result. `names`: the function's arguments;
     None: all."""
 
     def __init__(self, function, names, given):

@@ -1,6 +1,6 @@
-"""The torch-free C++ core: prefix trees and plans come from there (espalier/binding/core_interface.h), never from Python.
+"""The torch-free C++ core makes all prefix trees and plans (espalier/binding/core_interface.h).
 
-NumPy int32 and int64 buffers cross the border; ctypes releases the interpreter's lock during every call.
+Arguments are NumPy buffers of int32 and int64. ctypes releases the interpreter's lock during every call.
 """
 
 import ctypes
@@ -88,7 +88,7 @@ class Item:
 
 
 class Plan:
-    """One step over all rollouts: items depth first, a trunk before what is below it."""
+    """One step over all rollouts: items depth first, a trunk before the items below it."""
 
     def __init__(self, prompts: Sequence[Any], responses: Sequence[Any], shape: Mapping[str, int], *, wave_tokens: int, schedule: str = "auto",
                  share: str = "auto", trunk_state: str = "keep", dtype: str = "float32", device: str = "cpu", threads: int = 1,

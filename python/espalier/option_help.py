@@ -53,7 +53,7 @@ def python_name(option: str) -> str:
 
 
 def help_of(row: Mapping[str, Any], verb: str) -> str:
-    """A row's help for one verb: "{tr|the file}{l|each batch}" stands for what differs from verb to verb."""
+    """A row's help for one verb. "{tr|the file}{l|each batch}" in the table is "the file" for train and replay, "each batch" for grpo."""
     letter = option_table()["verbs"][verb]
     text = re.sub(r"\{(\w+)\|([^}]*)\}", lambda part: part[2] if letter in part[1] else "", row["help"])
     return re.sub(r"--([a-z][a-z-]*)", lambda option: python_name(option[1]), text)

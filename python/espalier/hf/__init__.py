@@ -134,8 +134,10 @@ def phased_step(model: torch.nn.Module, rollouts: Iterable[Mapping[str, Any]], l
 
 
 def estimate(model: torch.nn.Module, rollouts: Iterable[Mapping[str, Any]], *, wave_tokens: int = 4096, entropies: bool = False) -> Estimate:
-    """The bytes that `phased_step` would add with each `trunk_state`, as an `Estimate`, from small steps of the same model. Gradients stay as they
-    are. `entropies`: whether `loss` reads `wave.entropies`. Text alone, without recorded experts, in a model that FSDP does not shard."""
+    """Predicts the bytes that `phased_step` adds with each `trunk_state`, from small steps of the same model. Gradients do not change.
+
+    `entropies`: whether `loss` reads `wave.entropies`. Not for prompts with images, recorded experts, or models that FSDP shards.
+    """
     arguments.model(model)
     arguments.gradients_wanted(model)
     prepared, inner = _prepared(model, rollouts), ranks.without_replicas(model)
@@ -293,14 +295,14 @@ class Scores:
 
 def logprobs(model: torch.nn.Module, rollouts: Iterable[Mapping[str, Any]], *, wave_tokens: int = 4096,
              temperature: float = 1.0) -> list[torch.Tensor]:
-    """One tensor for each rollout: the log-prob of every response token."""
+    """The log-probs of every response token, one tensor for each rollout, without gradients. Every shared prompt runs once."""
     return score(model, rollouts, wave_tokens=wave_tokens, temperature=temperature).logprobs
 
 
 @torch.no_grad()
 def score(model: torch.nn.Module, rollouts: Iterable[Mapping[str, Any]], *, wave_tokens: int = 4096, temperature: float = 1.0,
           entropies: bool = False) -> Scores:
-    """`Scores` of all response tokens, every shared prompt run once."""
+    """The log-probs of all response tokens and, if asked for, their entropies, without gradients. Every shared prompt runs once."""
     arguments.model(model)
     temperature, wave_tokens = arguments.temperature(temperature), arguments.wave_tokens(wave_tokens)
     prepared = _prepared(model, rollouts)

@@ -52,7 +52,7 @@ def attention_layers(model):
 
 
 def decoder_layers(base):
-    """The decoder's layers: the list of them that an attention layer stands in."""
+    """The decoder's layers: the module list that contains the attention layers."""
     modules = dict(base.named_modules())
     for _, (name, _) in sorted(attention_layers(base).items()):
         parts = name.split(".")

@@ -1,6 +1,6 @@
-"""Shared or dense: what the plan predicts for this model and these rollouts, with what calls from Python cost.
+"""The choice between shared and dense, from the plan's predictions for this model and these rollouts, and the cost of calls from Python.
 
-In a small model the rows cost less than the calls. A plan's prediction holds an overhead for every call of a layer (rollouts.py);
+In a small model the rows cost less than the calls. A plan's prediction includes an overhead for every call of a layer (rollouts.py);
 attention over shared rows adds calls of a kernel (attention.py), forward and backward.
 """
 

@@ -1,4 +1,4 @@
-"""Images in prompts: the vision tower runs once for each prompt with images, and the prompt's image rows stand in its trunk.
+"""Images in prompts: the vision tower runs once for each prompt with images, and the prompt's image rows are rows of its trunk.
 
 A rollout's `images` is the dict that the model's processor gives for its prompt (`pixel_values`, `image_grid_thw`, `image_sizes`, ...).
 Rollouts whose dicts hold equal tensors share them. The planner sees tokens alone, so an image's placeholders get an id of their own for
@@ -237,7 +237,7 @@ def _features(backbone, inputs):
 
 
 def _flat(features):
-    """[rows, width] of what a model's get_image_features gives: a tensor for each image, or one of all."""
+    """The result of a model's get_image_features as [rows, width]; models return one tensor for each image, or one for all."""
     parts = features if isinstance(features, (list, tuple)) else [features]
     return torch.cat([x.flatten(0, -2) for x in parts])
 

@@ -35,7 +35,7 @@ def experts_per_token(model):
 
 
 def logits_of(result):
-    """The router's logits of every layer, [R, E] each, from what a model returned."""
+    """The router's logits of every layer, [R, E] each, from the model's output."""
     logits = getattr(result, "router_logits", None)
     if not isinstance(logits, (tuple, list)) or not logits:
         raise Unsupported("router_aux_loss_coef", "router_logits among what the model returns", "none")

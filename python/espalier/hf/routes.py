@@ -75,7 +75,7 @@ class Routes:
         return out
 
     def _name(self, prepared):
-        """Ids from `first` on stand for (token, record); a token without a record keeps its own. `prepared.keys` may hold ids of images."""
+        """Ids from `first` on represent pairs (token, record); a token without a record keeps its own id. `prepared.keys` may hold ids of images."""
         tokens = [np.concatenate([key, response]) for key, response in zip(prepared.keys, prepared.responses)]
         every, records = np.concatenate(tokens), np.concatenate(self.of_rollout).reshape(sum(map(len, tokens)), -1)
         recorded = (records >= 0).all(1)
@@ -91,7 +91,7 @@ class Routes:
         self.response_keys = [ids[len(key):] for ids, key in zip(named, prepared.keys)]
 
     def targets(self, ids):
-        """The tokens that ids of the planner stand for."""
+        """The tokens that the planner's ids represent."""
         out = ids.copy()
         out[ids >= self.first] = self.tokens[ids[ids >= self.first] - self.first]
         return out

@@ -65,7 +65,7 @@ def backward(go, q, k, v, out, lse, scale, sets, layer, rule=None, mutual=()):
 
 
 def _squares(sets, rule):
-    """(length, where squares of this length begin, their limits). Where a rule counts depth, squares of one depth stand together."""
+    """(length, first rows of the squares of this length, their limits). If a rule counts depth, squares of one depth are neighbours."""
     found = {}
     for rows in sets:
         for begin, length, _, depth in rows.segments:
@@ -82,7 +82,7 @@ def _later(mutual, rule):
 
 
 def _limits(rule, depths, first_key):
-    """Limits of queries at `depths` that see a block whose first key stands at depth `first_key`; None: all of it, scores as they are."""
+    """Limits of queries at `depths` for a block of keys that begins at depth `first_key`. None: they see the whole block, with plain scores."""
     if rule is None:
         return None
     first = np.maximum(rule.lowest(depths) - first_key, 0)

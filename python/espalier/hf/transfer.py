@@ -9,7 +9,7 @@ import torch
 
 
 def queued(host, device):
-    """A tensor of the host on a device. On a GPU the copy is queued and nobody waits for it; torch keeps the pinned buffer until it is done."""
+    """A tensor of the host on a device. On a GPU the copy is queued, and the host does not wait for it. torch keeps the pinned buffer until the copy is done."""
     if torch.device(device).type == "cpu":
         return host
     if torch.cuda.is_available():

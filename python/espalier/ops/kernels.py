@@ -44,7 +44,7 @@ def _rows(x):
 
 
 class _Attention:
-    """Shape and operands of one call; holds what the kernels read until they have read it."""
+    """Shape and operands of one call. The object keeps the operands alive until the kernels have read them."""
 
     def __init__(self, q, k, v, path_k, path_v, subtree_end, scale):
         self.operands = [_rows(x) for x in (q, k, v, path_k, path_v)]
@@ -90,7 +90,7 @@ def head_row_sums(logits, inverse):
 
 
 def compute_head_row_gradient(logits, inverse, sums, grad_logprob, grad_entropy):
-    """Overwrites logits [R, V] with their gradient but for what the targets add."""
+    """Overwrites logits [R, V] with their gradient, without the term of the targets."""
     held = [x.contiguous() for x in (inverse, sums, grad_logprob, grad_entropy)]
     _call("espalier_compute_head_row_gradient", _NAMES[logits.dtype], _pointer(logits), ctypes.c_int64(logits.shape[0]),
           ctypes.c_int64(logits.shape[1]), *map(_pointer, held))

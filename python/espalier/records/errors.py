@@ -11,13 +11,13 @@ class RecordError(Exception):
         self.where, self.expected, self.got, self.remedy = where, expected, got, remedy
 
     def at(self, where: str) -> "RecordError":
-        """The same error with `where` before its place, unless it stands there already."""
+        """The same error with `where` in front of its place, unless the place already begins with it."""
         if self.where.startswith(where):
             return self
         return type(self)(f"{where}: {self.where}", self.expected, self.got, self.remedy)
 
 
 class UnsupportedRecords(RecordError):
-    """A file that is what it claims to be, of a kind that is not read here."""
+    """A valid file of a format that is not supported."""
 
     exit_code = 4

@@ -1,4 +1,4 @@
-"""The neutral record (docs/rollout_format.md), made from what a format holds and checked while it is made."""
+"""The neutral record (docs/rollout_format.md). Its values are checked while it is made."""
 
 import math
 
@@ -52,8 +52,8 @@ def number(place, field, value):
 
 
 def series(place, field, values, loss_mask):
-    """One number for each response token, or None where `values` is None. Where the mask is 0 a writer may leave anything;
-    what is not finite there becomes 0."""
+    """One number for each response token, or None where `values` is None. Where the mask is 0 a writer may leave any value;
+    values that are not finite become 0 there."""
     if values is None:
         return None
     numbers = as_list(values)

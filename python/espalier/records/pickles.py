@@ -16,7 +16,7 @@ PROTOCOL_STARTS = tuple(b"\x80" + bytes([version]) for version in (2, 3, 4, 5))
 
 
 class Inert:
-    """A stand-in for a global of a pickle. Its instances keep the arguments and the state they were given."""
+    """A stand-in for a global of a pickle. Its instances keep their arguments and their state."""
 
     name = ""
 

@@ -70,7 +70,7 @@ def _key(sample):
 
 
 def _one_per_index(train):
-    """Ranks may hold the same sample; what one lacks (log-probs, on early pipeline stages) another has."""
+    """Ranks may hold the same sample. A field that one rank lacks (log-probs, on early pipeline stages) comes from another."""
     by_index, out = {}, []
     for place, sample in train:
         first = by_index.setdefault(_key(sample), sample) if sample.get("index") is not None else sample

@@ -69,7 +69,7 @@ def _records(path, content, step, notes):
 
 
 def record_of(place, row, extra, temperature, step):
-    """One sample: `row` holds its tensors by verl's names, `extra` what is no tensor."""
+    """One sample. `row`: its tensors by verl's names. `extra`: its other values."""
     prompt, response = row["prompts"].tolist(), row["responses"].tolist()
     attended = zero_or_one(place, "attention_mask", row["attention_mask"])
     if len(attended) != len(prompt) + len(response):

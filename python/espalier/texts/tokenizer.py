@@ -105,7 +105,7 @@ class ModelTokenizer:
         import jinja2.sandbox
 
         class Generation(jinja2.ext.Extension):
-            """{% generation %} marks what an assistant said: with the text `mark` around it, where that is not empty."""
+            """The text of {% generation %} blocks, the assistant's answers, with `mark` around each block that is not empty."""
 
             tags = {"generation"}
 

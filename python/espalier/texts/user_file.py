@@ -1,4 +1,4 @@
-"""A Python file of the user's: its import, its exceptions and its numbers, told as errors of the program."""
+"""The user's Python file: its import, and its exceptions and wrong results as errors of the program."""
 
 import importlib.util
 import math

@@ -32,8 +32,8 @@ def register(*, verify: bool | None = None, trunk_state: Literal["keep", "recomp
 
 
 def adds_up(loss_mode: str) -> None:
-    """Declares that a policy loss of your own (verl's `register_policy_loss`) is a sum over tokens or rollouts, divided by numbers
-    of the whole mini-batch: only such a loss may be computed wave by wave."""
+    """Declares that a policy loss that you registered with verl (`register_policy_loss`) may be computed wave by wave: it is a sum over
+    tokens or rollouts, divided by counts of the whole mini-batch."""
     from espalier.verl import refusals
     refusals.ADDITIVE_LOSSES.add(loss_mode)
 

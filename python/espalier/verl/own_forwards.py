@@ -39,7 +39,7 @@ def replaced(model: torch.nn.Module) -> list[Any]:
 
 @contextlib.contextmanager
 def in_use(model: torch.nn.Module) -> Iterator[None]:
-    """A class whose own forward is not known keeps verl's."""
+    """A context in which the classes that verl patched have transformers' own forwards. Classes without a remembered forward keep verl's."""
     patched = {kind: vars(kind)["forward"] for kind in replaced(model) if kind in _own}
     for kind in patched:
         kind.forward = _own[kind]

@@ -37,7 +37,7 @@ def mamba2(theirs, segments, *args, **kwargs):
 
 
 def arguments(function, args, kwargs):
-    """By name, without what the function would ignore."""
+    """The arguments by name, without those that the function ignores."""
     bound = inspect.signature(function).bind(*args, **kwargs).arguments
     bound.pop("kwargs", None)
     return bound

@@ -50,7 +50,7 @@ class Segments:
         return [index in parents or (self.captures is not None and index == len(self.all) - 1) for index in range(len(self.all))]
 
     def columns(self, tail):
-        """The last `tail` inputs before every segment, counted in [what the trunks of every set left | the call's rows]."""
+        """The last `tail` inputs before every segment, as indices into [the tails that the trunks of every set left | the call's rows]."""
         ends, gather, own, at, first_row = [], [], [], 0, tail * len(self.sets)
         for begin, length, parent in self.all:
             before = ends[parent] if parent >= 0 else tail * (-1 - parent) + np.arange(tail)
@@ -84,7 +84,7 @@ class _Above(torch.autograd.Function):
 
 
 class Gather(torch.autograd.Function):
-    """x with `index` along an axis; gradients of what stands in several places are summed in the accumulator's type."""
+    """x with `index` along an axis. If an element is used in several places, its gradients are summed in the accumulator's type."""
 
     @staticmethod
     def forward(ctx, x, axis, index):
