@@ -1,6 +1,6 @@
 """What the documents say exists, exists: paths and `make` targets named in README and docs/, links between documents;
-commands name the Python that `make` chose; no glossary word has two entries; README's table of folders names every folder; and
-docs/options.md lists the options of the table, with their help. (That the page is exactly what the table generates is a C++ unit
+commands name the Python that `make` chose; no glossary word has two entries; README's table of folders names every folder; every page of
+docs/ begins with what it is for, and docs/README.md lists every page; and docs/options.md lists the options of the table, with their help. (That the page is exactly what the table generates is a C++ unit
 test.) Exit 1 with the faults.
 """
 
@@ -86,11 +86,30 @@ def folder_faults(readme, names):
             + [f"README.md: `{folder}` has two rows in the table of folders" for folder in sorted(set(named)) if named.count(folder) > 1])
 
 
+def page_faults(pages):
+    """`pages`: {name: text} of docs/*.md. "This page ..." opens each, but for the index and the generated list of options."""
+    index = "docs/README.md"
+    listed = {"docs/" + link for link in LINK.findall(pages[index])}
+    faults = [f"{index}: does not list {name}" for name in sorted(set(pages) - listed - {index})]
+    for name, text in sorted(pages.items()):
+        first = next((line for line in text.split("\n")[1:] if line.strip()), "")
+        if name not in (index, PAGE) and not first.startswith("This page "):
+            faults.append(f'{name}: begins with "{first[:40]}"; say what the page is for: "This page ..."')
+    return faults
+
+
+PLANTED = {"docs/README.md": "# Index\n\n[a](a.md)\n", "docs/a.md": "# A\n\nThis page is for tests.\n", "docs/b.md": "# B\n\nRows are tokens.\n"}
+
+
 def main():
+    if len(page_faults(PLANTED)) != 2:
+        sys.exit(f"check_docs.py is broken: of a page that is not listed and has no purpose it finds {page_faults(PLANTED)}")
     documents = [n for n in tracked(*DOCUMENTS) if n.endswith(".md")]
     targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.M))
     faults = [fault for name in documents for fault in faults_of(name, targets)]
-    faults += option_faults() + repeated_words() + folder_faults((ROOT / "README.md").read_text(encoding="utf-8"), tracked("."))
+    faults += option_faults() + repeated_words()
+    faults += page_faults({name: (ROOT / name).read_text(encoding="utf-8") for name in documents if re.fullmatch(r"docs/[^/]+\.md", name)})
+    faults += folder_faults((ROOT / "README.md").read_text(encoding="utf-8"), tracked("."))
     print("\n".join(faults + [f"{len(documents)} documents, {len(faults)} faults"]))
     return 1 if faults else 0
 
