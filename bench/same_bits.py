@@ -6,7 +6,8 @@
 
 Cases: three number types; dense, packed, phased and recomputed plans; grouped queries, tied heads, biases, QK-norm, experts
 with router losses and recorded routes, a critic, losses of tokens and of whole rollouts, KL and entropy; two optimizer steps
-with --gradients, --logprobs and --out; score; generate. Two minutes at most. Bits are compared on one machine with one number
+with --gradients, --logprobs and --out; score; generate; and plans of layouts of ranks for a machine of GPUs: their rows, bytes by
+axis and phase, peaks and predicted seconds, to the last byte. Two minutes at most. Bits are compared on one machine with one number
 of threads; other machines have others. Exit 1 where something differs or is missing on one side.
 """
 
@@ -64,6 +65,16 @@ TRAININGS = [
 GENERATIONS = [("qwen3", "float32", "1", "0", "1"), ("qwen3", "bfloat16", "0.8", "20", "0.9"), ("llama", "float64", "0", "0", "1"),
                ("qwen2", "bfloat16", "0", "0", "1"), ("moe", "float32", "1.3", "5", "1"), ("moe-sparse", "bfloat16", "1", "0", "0.8")]
 SCORES = [("qwen3", "float32", "phased"), ("qwen3", "bfloat16", "packed"), ("moe", "float64", "dense")]
+
+LAYOUTS = {"one": [], "tp": ["--tp", "2"], "cp": ["--cp", "3"], "pp": ["--pp", "3"], "dp": ["--dp", "3"],
+           "full": ["--dp", "3", "--shard", "full"], "optimizer": ["--dp", "2", "--shard", "optimizer"],
+           "mixed": ["--tp", "2", "--pp", "2", "--dp", "2"], "path": ["--cp", "2", "--pp", "2", "--path-state", "divide"],
+           "full-path": ["--cp", "2", "--dp", "2", "--shard", "full", "--path-state", "divide"]}
+EXPERT_LAYOUTS = {"ep": ["--dp", "2", "--ep", "2"], "ep-full": ["--tp", "2", "--dp", "2", "--ep", "2", "--shard", "full"]}
+# of each layout: schedule, rows of a wave, state of trunks, loss
+PLANNED = {"phased": ("phased", "40", "recompute", "vanilla"), "packed": ("packed", "0", "keep", "gspo"),
+           "auto": ("auto", "0", "offload", "vanilla")}
+MEASURED = {"espalier", "device", "threads", "seconds", "peak_bytes", "options"}  # of a report, at its top
 
 
 def shapes_of(config):
@@ -196,6 +207,24 @@ def run_training(program, work, case, records, routes, into):
             into[f"{name}/step {number}/{key}"] = repr(value)
 
 
+def numbers_in(value, into, name):
+    """Every number and text of a report, by its place."""
+    if isinstance(value, (dict, list)):
+        for key, one in value.items() if isinstance(value, dict) else enumerate(value):
+            numbers_in(one, into, f"{name}/{key}")
+    else:
+        into[name] = repr(value)
+
+
+def run_plans(program, work, model, records, into):
+    layouts = LAYOUTS | (EXPERT_LAYOUTS if model.startswith("moe") else {})
+    for layout, degrees in layouts.items():
+        for planned, (schedule, rows, state, loss) in PLANNED.items():
+            found = run(program, "plan", "--model", work / model, "--rollouts", records, "--machine", "h100", "--dtype", "bfloat16",
+                        "--schedule", schedule, "--token-budget", rows, "--trunk-state", state, "--policy-loss", loss, *degrees)
+            numbers_in({key: value for key, value in found.items() if key not in MEASURED}, into, f"plan-{model}-{layout}-{planned}")
+
+
 def run_all(program, work):
     into = {}
     for name in MODELS:
@@ -206,6 +235,8 @@ def run_all(program, work):
     prompts = write_lines(work / "prompts.jsonl", [{"prompt_ids": r["prompt_ids"]} for r in make_records()[::3]])
     for case in TRAININGS:
         run_training(program, work, case, records, routes, into)
+    for model in ("qwen3", "llama", "moe", "moe-sparse"):
+        run_plans(program, work, model, records, into)
     for model, dtype, temperature, top_k, top_p in GENERATIONS:
         name = f"generate-{model}-{dtype}-{temperature}-{top_k}-{top_p}"
         out = work / name
@@ -242,7 +273,7 @@ def main():
     differing = sorted(key for key in first.keys() | last.keys() if first.get(key) != last.get(key))
     for key in differing[:40]:
         print(f"differs: {key}  {first.get(key, 'absent')[:16]}  {last.get(key, 'absent')[:16]}")
-    cases = len(TRAININGS) + len(GENERATIONS) + len(SCORES)
+    cases = len({key.split("/")[0] for key in last})
     print(f"{cases} cases, {len(last)} results, {len(differing)} differ")
     return 1 if differing or not last else 0
 
