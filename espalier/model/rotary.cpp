@@ -1,13 +1,31 @@
 #include "espalier/model/rotary.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <cmath>
 #include <numbers>
+#include <type_traits>
+
+#include "espalier/device/host_values.h"
 
 namespace espalier {
 namespace {
+
+// x_i = function(x_i) by the C library in double, rounded once: ATen's pow, cos and sin have other bits under other
+// instruction sets.
+template <class Function>
+at::Tensor replaced(const at::Tensor& x, Function function) {
+  const auto replace = [&](const auto values) {
+    at::parallel_for(0, x.numel(), 1 << 12, [&](std::int64_t begin, std::int64_t end) {
+      for (auto& value : values.subspan(static_cast<std::size_t>(begin), static_cast<std::size_t>(end - begin)))
+        value = static_cast<std::remove_cvref_t<decltype(value)>>(function(static_cast<double>(value)));
+    });
+  };
+  x.scalar_type() == at::kDouble ? replace(host_values<double>(x)) : replace(host_values<float>(x));
+  return x;
+}
 
 // Llama 3.x: long wavelengths are divided by `factor`, short ones kept, those between blended.
 at::Tensor rescale(const at::Tensor& inv_freq, const RopeScaling& scaling) {
@@ -63,12 +81,14 @@ RotaryTables make_rotary_tables(const Rope& rope, std::int64_t rotary_dim, std::
                                 at::ScalarType accumulator) {
   const auto options = at::TensorOptions().dtype(accumulator);
   const at::Tensor exponent = at::arange(0, rotary_dim, 2, options) / static_cast<double>(rotary_dim);
-  at::Tensor inv_freq = at::pow(rope.theta, exponent).reciprocal();
+  at::Tensor inv_freq = replaced(exponent, [&](double x) { return std::pow(rope.theta, x); }).reciprocal();
   if (rope.has_scaling) inv_freq = scaled(inv_freq, rope, positions);
-  const at::Tensor angle = at::outer(at::arange(positions, options), inv_freq);
+  const auto angles = [&] { return at::outer(at::arange(positions, options), inv_freq); };
+  const at::Tensor cosines = replaced(angles(), [](double x) { return std::cos(x); }),
+                   sines = replaced(angles(), [](double x) { return std::sin(x); });
   const double factor = rope.has_scaling ? rope.scaling.attention_factor : 1;
-  if (factor == 1) return {angle.cos(), angle.sin()};
-  return {angle.cos() * factor, angle.sin() * factor};
+  if (factor == 1) return {cosines, sines};
+  return {cosines * factor, sines * factor};
 }
 
 }  // namespace espalier

@@ -9,7 +9,8 @@
 //         original context has; a is the attention factor. One table serves all rows of a step, so that a prompt's rows
 //         are equal in all of its rollouts.
 // Shapes: N positions, K channels of a head that rotate. float64 models compute everything in float64; others follow
-// Hugging Face (float32).
+// Hugging Face (float32). Powers, cosines and sines are computed in float64 and rounded once, so that the tables do not
+// depend on the instruction set that the tensor library takes.
 #pragma once
 
 #include <ATen/core/Tensor.h>

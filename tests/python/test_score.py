@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 
 import pytest
 import torch
@@ -33,6 +34,18 @@ def test_logprobs_and_entropies_are_the_oracles(family, espalier, model_of, tmp_
     assert_close([r["logprobs"] for r in scored], logprobs)
     assert_close([r["entropies"] for r in scored], entropies)
     assert summary["rollouts"] == len(records) and summary["rows"]["physical"] < summary["rows"]["logical"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_do_not_depend_on_the_instruction_set_of_the_tensor_library(family, espalier, model_of, tmp_path):
+    """Machines differ in what ATen and MKL choose, even where the program's own kernels take the same set."""
+    path, found = write_records(make_rollouts(SEED), tmp_path / "in.jsonl"), []
+    for capability in ("default", "avx2"):
+        out = tmp_path / f"{capability}.jsonl"
+        espalier("score", "--model", model_of(family), "--rollouts", path, "--out", out, "--dtype", "float64", "--entropies", "--products", "own",
+                 env={**os.environ, "ATEN_CPU_CAPABILITY": capability})
+        found.append([(record["logprobs"], record["entropies"]) for record in read(out)])
+    assert found[0] == found[1]
 
 
 def test_records_are_carried_through_unchanged(espalier, model_of, tmp_path):
