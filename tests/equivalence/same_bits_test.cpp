@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "espalier/base/instruction_set.h"
+#include "espalier/ops/cpu/attention/attention.h"
 #include "tests/equivalence/fixture.h"
 #include "tests/with_products.h"
 
@@ -39,6 +40,10 @@ void expect_every_plan(const std::string& family, DType dtype) {
     omp_set_num_threads(threads);
     expect_same_bits(run_case(with(c, plan), dtype), dense);
   }
+  SCOPED_TRACE("path offloaded, " + family + ", " + name_of(dtype));
+  Case offloaded = with(c, {"keep", "phased", 7, "keep"});
+  offloaded.options.path_state = "offload";
+  expect_same_bits(run_case(offloaded, dtype), dense);
 }
 
 TEST_P(SameBits, InEveryPlanFloat32) { expect_every_plan(GetParam(), DType::float32); }
@@ -100,6 +105,25 @@ TEST_P(SameBitsOfTable, InPlansThatDifferMost) {
       expect_same_bits(run_case(with(c, plan), dtype), dense);
     }
   }
+}
+
+// One plan on any number of threads gives the bits of every weight's gradient; attention shares the smallest problems.
+TEST_P(SameBitsOfTable, OfGradientsOnAnyNumberOfThreads) {
+  const int before = omp_get_max_threads();
+  attention::set_least_shared_work(0);
+  for (const DType dtype : {DType::float32, DType::bfloat16}) {
+    const Case c = with(ragged(GetParam()), {"keep", "phased", 20, "keep"});
+    omp_set_num_threads(1);
+    const Outcome alone = run_case(c, dtype);
+    for (const int threads : {2, 3}) {
+      omp_set_num_threads(threads);
+      const Outcome shared = run_case(c, dtype);
+      EXPECT_TRUE(shared.gradient.equal(alone.gradient)) << name_of(dtype) << ", " << threads << " threads";
+      EXPECT_EQ(shared.loss, alone.loss);
+    }
+  }
+  attention::set_least_shared_work(attention::kLeastSharedWork);
+  omp_set_num_threads(before);
 }
 
 INSTANTIATE_TEST_SUITE_P(Models, SameBitsOfTable, ::testing::ValuesIn(families_of_table()),

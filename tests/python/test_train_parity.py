@@ -1,6 +1,7 @@
 """`train` against the oracle: every parameter's gradient, log-probs, loss, and the optimizer's result."""
 
 import json
+import random
 
 import pytest
 import torch
@@ -236,6 +237,25 @@ def test_replay_of_a_recorded_run_follows_the_pad_token(espalier, tmp_path):
         "checkpoints": [{"step": 3, "file": "checkpoints/step-000003.safetensors"}]}))
     checkpoint, = espalier("replay", tmp_path / "trace", "--json").json["checkpoints"]
     assert checkpoint["max_abs"] <= 3 * rate * 1e-7
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["qwen2_untied", "qwen3_sharded", "qwen3_moe"])
+def test_the_gradient_has_the_same_bits_on_any_number_of_threads(family, dtype, espalier, model_of, tmp_path):
+    """The same plan; prompts long enough for threads to share products, norms and attention."""
+    draw, records, found = random.Random(SEED), [], []
+    ids = lambda count: [draw.randrange(VOCABULARY) for _ in range(count)]
+    for _ in range(2):
+        prompt = ids(400)
+        records += [{"prompt_ids": prompt, "response_ids": ids(70), "advantage": draw.uniform(-1, 1)} for _ in range(3)]
+    path = write_records(records, tmp_path / "in.jsonl")
+    for threads in (1, 2, 3):
+        out = tmp_path / f"{threads}.safetensors"
+        espalier("train", "--model", model_of(family), "--rollouts", path, "--out", tmp_path / f"model-{threads}", "--gradients", out, "--dtype", dtype,
+                 "--products", "own", "--schedule", "phased", "--token-budget", 150, "--trunk-state", "keep", "--wave-state", "keep",
+                 "--memory-budget", "4GiB", "--threads", threads)
+        found.append(out.read_bytes())
+    assert found[1] == found[0] and found[2] == found[0]
 
 
 def test_the_prompt_is_forwarded_once(espalier, model_of, tmp_path):

@@ -1,5 +1,5 @@
-// Shares the rows of each kernel among the threads. Parameter gradients are summed per thread, in short runs of rows,
-// and added to the accumulator in the order of the threads.
+// Shares the rows of each kernel among the threads. Parameter gradients are summed in short runs of rows, the runs in a
+// fixed number of shares, and the shares in order: any number of threads gives the same bits.
 #include "espalier/ops/cpu/row_kernels.h"
 
 #include <omp.h>
@@ -18,8 +18,10 @@ namespace {
 constexpr std::int64_t kParallelFrom = 16384;
 // Elements of one share of a flat range are a multiple of this: threads meet at no cache line.
 constexpr std::int64_t kFlatGrain = 64;
-// Rows whose parameter gradients are summed before they join the thread's sum; keeps float sums short.
+// Rows whose parameter gradients are summed before they join the share's sum; keeps float sums short.
 constexpr std::int64_t kRowsOfRun = 32;
+// Shares of the rows that have sums of their own, at most; a thread takes whole shares.
+constexpr std::int64_t kShares = 32;
 
 template <class T>
 NormRanges<T> norm() {
@@ -49,30 +51,35 @@ void share(std::int64_t count, std::int64_t grain, std::int64_t elements, Body b
   }
 }
 
+// Zeros, `count` of them, until the thread's next call with this place.
+template <class A, int place>
+A* zeros_of_thread(std::size_t count) {
+  static thread_local std::vector<A> memory;
+  memory.assign(count, A(0));
+  return memory.data();
+}
+
 // into_m += sum over rows, where body(range, sums) adds the sums of some rows to sums [width]. into null: the sums are
 // dropped.
 template <class A, class Body>
 void share_with_sums(std::int64_t rows, std::int64_t width, std::int64_t elements, A* into, Body body) {
-  const bool parallel = elements >= kParallelFrom && rows > 1;
-  const auto row_of_sums = static_cast<std::size_t>((width + kFlatGrain - 1) / kFlatGrain * kFlatGrain);
-  std::vector<A> all_sums(row_of_sums * 2 * static_cast<std::size_t>(parallel ? omp_get_max_threads() : 1));
-#pragma omp parallel if (parallel)
+  const std::int64_t row_of_sums = (width + kFlatGrain - 1) / kFlatGrain * kFlatGrain;
+  const auto shares = static_cast<int>(std::min(kShares, (rows + kRowsOfRun - 1) / kRowsOfRun));
+  A* const all_sums = zeros_of_thread<A, 0>(static_cast<std::size_t>(row_of_sums * shares));
+#pragma omp parallel if (elements >= kParallelFrom && rows > 1)
   {
-    const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
-    A* const total = all_sums.data() + row_of_sums * 2 * static_cast<std::size_t>(thread);
-    A* const run = total + row_of_sums;
-    const RowRange mine = share_of(rows, 1, thread, threads);
-    for (std::int64_t begin = mine.begin; begin < mine.end; begin += kRowsOfRun) {
-      std::fill(run, run + width, A(0));
-      body(RowRange{begin, std::min(begin + kRowsOfRun, mine.end)}, run);
-      for (std::int64_t m = 0; m < width; ++m) total[m] += run[m];
+#pragma omp for schedule(static)
+    for (int share = 0; share < shares; ++share) {
+      const RowRange range = share_of(rows, 1, share, shares);
+      for (std::int64_t begin = range.begin; begin < range.end; begin += kRowsOfRun) {
+        A* const run = zeros_of_thread<A, 1>(static_cast<std::size_t>(width));
+        body(RowRange{begin, std::min(begin + kRowsOfRun, range.end)}, run);
+        for (std::int64_t m = 0; m < width; ++m) all_sums[share * row_of_sums + m] += run[m];
+      }
     }
-#pragma omp barrier
-    const RowRange columns = share_of(width, kFlatGrain, thread, threads);
-    for (int t = 0; t < threads; ++t) {
-      const A* const part = all_sums.data() + row_of_sums * 2 * static_cast<std::size_t>(t);
-      for (std::int64_t m = columns.begin; into != nullptr && m < columns.end; ++m) into[m] += part[m];
-    }
+    const RowRange columns = share_of(width, kFlatGrain, omp_get_thread_num(), omp_get_num_threads());
+    for (int share = 0; into != nullptr && share < shares; ++share)
+      for (std::int64_t m = columns.begin; m < columns.end; ++m) into[m] += all_sums[share * row_of_sums + m];
   }
 }
 

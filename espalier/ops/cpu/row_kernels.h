@@ -2,8 +2,8 @@
 //
 // Plain pointers; T is float, double or bfloat16, A = accumulator_t<T> (sums, statistics, parameter gradients). Row
 // strides are in elements. Every output is documented as overwritten or added to. Parameter gradients are added in a
-// fixed order for a given thread count. In bfloat16 norms and rotations are computed in float and rounded as in Hugging
-// Face.
+// fixed order for any number of threads. In bfloat16 norms and rotations are computed in float and rounded as in
+// Hugging Face.
 #pragma once
 
 #include <cstdint>

@@ -10,8 +10,8 @@
 // Query row i is own row r_i = query_row ? query_row[i] : i (ascending; an own row may occur
 // twice). T, Q and P may be 0. Every own row sees at least itself. Path row j has depth j, own row
 // j has depth[j]. Strides count elements between consecutive rows; heads are D elements apart (Dv
-// for v, out and their gradients), and elements are adjacent. Deterministic: the same bits for the
-// same machine, thread count and problem. The path is not copied. The cost is proportional to the
+// for v, out and their gradients), and elements are adjacent. Deterministic: the same bits for the same machine,
+// thread count (the backward: any up to 16) and problem. The path is not copied. The cost is proportional to the
 // visible (row, key) pairs, in blocks of keys and vectors of neighbouring rows; blocks without a
 // visible pair are skipped. Own rows that no row sees may be read with visible ones, so they must
 // be finite. Sums use accumulator_t<T>. If bfloat16 is multiplied directly (Bfloat16Products dot

@@ -5,9 +5,8 @@
 //
 // Query rows are taken in stretches whose packed panels fit kSharedBytes. For each stretch: all threads pack
 // panels; then units (key/value head x part of the keys) run, each with its own dQ; then the parts' dQ are added in
-// order and written. A head's keys are cut into as few parts as give every thread the same number of units, equal in
-// visible pairs. Every key belongs to one unit of a stretch: no atomics, and an order of additions that depends on the
-// thread count only.
+// order and written. A head's keys are cut into parts of equal visible pairs. Every key belongs to one unit of a
+// stretch: no atomics, and an order of additions that is the same for all numbers of threads up to kUnits.
 #include <omp.h>
 
 #include "espalier/base/simd_tanh.h"
@@ -19,6 +18,8 @@ namespace {
 
 // Every key block goes through all panels of a stretch: larger stretches fall out of the cache that cores share.
 inline constexpr std::int64_t kSharedBytes = std::int64_t{4} << 20;
+// Least number of units; more threads get the next power of two.
+inline constexpr std::int64_t kUnits = 16;
 
 // How the work is cut.
 struct Cut {
@@ -50,13 +51,9 @@ Cut cut_of(const Shape& shape, int threads) {
   c.padded_values = whole_vectors<A>(shape.values());
   c.block = O::key_block(greater(shape.head_dim, shape.values()));
   c.blocks = ceil_div(shape.path_rows, c.block) + ceil_div(shape.own_rows, c.block);
-  std::int64_t a = threads, b = shape.kv_heads;
-  while (b != 0) {
-    const std::int64_t rest = a % b;
-    a = b;
-    b = rest;
-  }
-  c.parts = greater(1, lesser(threads / a, c.blocks));
+  std::int64_t units = kUnits;
+  while (units < threads) units *= 2;
+  c.parts = greater(1, lesser(ceil_div(units, shape.kv_heads), c.blocks));
   const std::int64_t factors = columns_size<O>(shape.head_dim) + columns_size<O>(shape.values()) +
                                lanes_size<O>(c.padded) + lanes_size<O>(c.padded_values);
   const std::int64_t panel = factors * static_cast<std::int64_t>(sizeof(typename O::Factor)) +

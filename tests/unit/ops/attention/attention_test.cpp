@@ -6,6 +6,7 @@
 // bfloat16 multiplies as it is, the plain code rounds its weights and slopes to bfloat16 too, and sums in float32.
 #include <omp.h>
 
+#include <array>
 #include <limits>
 #include <map>
 #include <sstream>
@@ -423,6 +424,31 @@ TYPED_TEST(AttentionOf, GivesTheSameBitsTwice) {
         EXPECT_EQ(first.path_k, again.path_k);
         EXPECT_EQ(first.path_v, again.path_v);
       }
+}
+
+// Heads that divide the number of threads and that do not; keys of many blocks and of one.
+TYPED_TEST(AttentionOf, BackwardHasTheSameBitsOnAnyNumberOfThreads) {
+  const Restore restore;
+  for (const auto& [own, path, heads, kv_heads] :
+       {std::array{150, 900, 4, 2}, {150, 140, 4, 1}, {30, 700, 3, 3}, {9, 0, 2, 2}}) {
+    const Problem p = random_problem<TypeParam>(14, {own, path, heads, kv_heads, 24}, Rows::all);
+    const std::vector<double> out(p.q.size(), 0.25), lse(static_cast<std::size_t>(p.queries() * heads), 5.0);
+    for (const Level& level : levels<TypeParam>()) {
+      level.force();
+      omp_set_num_threads(1);
+      const Results<double> alone = run<TypeParam>(p, out, lse);
+      for (const int threads : {2, 3, 16}) {
+        SCOPED_TRACE(::testing::Message() << level << ", " << p << ", " << threads << " threads");
+        omp_set_num_threads(threads);
+        const Results<double> shared = run<TypeParam>(p, out, lse);
+        EXPECT_EQ(shared.q, alone.q);
+        EXPECT_EQ(shared.own_k, alone.own_k);
+        EXPECT_EQ(shared.own_v, alone.own_v);
+        EXPECT_EQ(shared.path_k, alone.path_k);
+        EXPECT_EQ(shared.path_v, alone.path_v);
+      }
+    }
+  }
 }
 
 // Two queries over 1502 keys, which five threads would cut into two parts and add up in another order.
