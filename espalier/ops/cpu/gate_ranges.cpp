@@ -47,7 +47,7 @@ struct GeluTanh {
   static ESPALIER_SIMD_INLINE Vector<T> value(Vector<T> g) { return A(0.5) * g * (1 + turn(g)); }
   static ESPALIER_SIMD_INLINE Slope<T> with_slope(Vector<T> g) {
     const Vector<T> t = turn(g), inner = kRoot * (1 + 3 * kCube * g * g);
-    return {A(0.5) * g * (1 + t), A(0.5) * (1 + t) + A(0.5) * g * (1 - t * t) * inner};
+    return {A(0.5) * g * (1 + t), unfused(A(0.5) * (1 + t)) + A(0.5) * g * (1 - t * t) * inner};
   }
 };
 // g Phi(g).

@@ -38,7 +38,7 @@ void write_normalized(std::int64_t width, const T* x, const rows::NormParameters
   const Rule<T> rule(norm.kind);
   for_lanes<T>(width, [&](std::int64_t i, int count) {
     const Vector<T> n = rule.taken((load_some(x + i, count) - mean) * rstd);
-    const Vector<T> scaled = n * rule.factor(norm.weight, i, count);
+    const Vector<T> scaled = unfused(n * rule.factor(norm.weight, i, count));
     store_some(y + i, norm.bias != nullptr ? scaled + load_some(norm.bias + i, count) : scaled, count);
   });
 }
@@ -176,8 +176,8 @@ ESPALIER_SIMD_INLINE void rotate_head(const rows::HeadShape& shape, const Rule<T
   for_lanes<T>(half, [&](std::int64_t i, int count) {
     const Pair<T> v{normed(i, count), normed(half + i, count)};
     const auto [c, s] = load_angles<T>(cos, sin, i, count);
-    store_some(y + i, rounded<T>(v.a * c) - rounded<T>(v.b * s), count);
-    store_some(y + half + i, rounded<T>(v.b * c) + rounded<T>(v.a * s), count);
+    store_some(y + i, rounded<T>(v.a * c) - rounded<T>(unfused(v.b * s)), count);
+    store_some(y + half + i, rounded<T>(v.b * c) + rounded<T>(unfused(v.a * s)), count);
   });
   for_lanes<T>(shape.head_dim - rotary,
                [&](std::int64_t i, int count) { store_some(y + rotary + i, normed(rotary + i, count), count); });
@@ -232,7 +232,7 @@ ESPALIER_SIMD_INLINE void rotate_back(const rows::HeadShape& shape, const accumu
   for_lanes<T>(half, [&](std::int64_t i, int count) {
     const auto [ga, gb] = load_pair<G, T>(grad_out, half, i, count);
     const auto [c, s] = load_angles<T>(cos, sin, i, count);
-    const Vector<T> a = ga * c + gb * s, b = gb * c - ga * s;
+    const Vector<T> a = ga * c + unfused(gb * s), b = gb * c - unfused(ga * s);
     visit(i, count, a);
     visit(half + i, count, b);
   });
