@@ -36,15 +36,17 @@ __attribute__((target("avx2,fma"))) inline float fma_chains_avx2() {
 }
 
 // Seconds of one float32 FLOP, all threads at work; 0 where the CPU has no fused products.
-inline double peak_seconds_per_flop() {
+inline double peak_seconds_per_flop(double (*clock)() = now) {
   const InstructionSet set = instruction_set();
   if (set == InstructionSet::baseline) return 0;
   const bool wide = set == InstructionSet::avx512;
   float sum = 0;
-  const double seconds = seconds_of([&] {
+  const double seconds = seconds_of(
+      [&] {
 #pragma omp parallel reduction(+ : sum)
-    sum += wide ? fma_chains_avx512() : fma_chains_avx2();
-  });
+        sum += wide ? fma_chains_avx512() : fma_chains_avx2();
+      },
+      clock);
   [[maybe_unused]] const volatile float kept = sum;  // so that the chains are not left out
   return seconds / (2.0 * kChains * (wide ? 16 : 8) * static_cast<double>(kFmaRounds) * omp_get_max_threads());
 }

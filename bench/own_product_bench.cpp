@@ -1,18 +1,23 @@
-// Own products (ops/cpu/own_products.h) beside the matrix library's, in turns: each form of a linear layer by itself.
+// Own products (ops/cpu/own_products.h) beside the matrix library's and the peak of the multiply-add units, in turns:
+// each form of a linear layer by itself. One thread's times are those that it ran.
 //
-//   own_product_bench [rounds 7] [threads 1]
+//   own_product_bench [rounds 7] [threads 1] [dtype: Float, Double, BFloat16; all]
 //
-// One JSON object a line: dtype, sizes, the form, the library's rate in GFLOP/s, and the own rate over it.
+// One JSON object a line: dtype, sizes, the form, the library's rate in GFLOP/s, and the own rate over it and over the
+// peak, which is that of float32, half of it for float64, twice for bfloat16 where there are instructions.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <string>
 #include <vector>
 
+#include "bench/fma_peak.h"
 #include "bench/spread.h"
 #include "espalier/base/defined_sums.h"
+#include "espalier/base/instruction_set.h"
 #include "espalier/device/device.h"
 #include "espalier/ops/operations.h"
 
@@ -39,39 +44,48 @@ struct Operands {
         flops(2.0 * static_cast<double>(rows * layer.outputs * layer.inputs)) {}
 
   // Products of about 20 milliseconds.
-  double rate(int form, bool own) const {
+  double rate(int form, bool own, double (*clock)()) const {
     set_defined_sums(own);
     const Operations& ops = cpu_device().operations();
     const int times = std::max(1, static_cast<int>(2e9 / flops));
     const auto held = form == 3 ? ops.hold_weights({weight}, std::int64_t{1} << 40) : nullptr;
-    const double begin = bench::now();
+    const double begin = clock();
     for (int i = 0; i < times; ++i) {
       if (form == 0 || form == 3) ops.linear(out, x, weight, at::Tensor());
       if (form == 1) ops.linear_grad_input(grad_x, out, weight);
       if (form == 2) ops.add_linear_grad_weight(grad_weight, at::Tensor(), out, x, rounded);
     }
-    return times * flops / (bench::now() - begin);
+    return times * flops / (clock() - begin);
   }
 
   at::Tensor x, weight, out, grad_x, grad_weight, rounded;
   double flops;
 };
 
+double peak_factor(at::ScalarType dtype) {
+  if (dtype == at::kDouble) return 0.5;
+  return dtype == at::kBFloat16 && bfloat16_products() != Bfloat16Products::converted ? 2 : 1;
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
   const int rounds = count > 1 ? std::max(1, std::atoi(arguments[1])) : 7,
             threads = count > 2 ? std::atoi(arguments[2]) : 1;
+  const std::string asked = count > 3 ? arguments[3] : "all";
   if (threads > 0) at::set_num_threads(threads);
+  double (*const clock)() = threads == 1 ? bench::processor_now : bench::now;
   for (const at::ScalarType dtype : kDtypes)
     for (const Layer& layer : kLayers)
       for (const std::int64_t rows : kRows) {
+        if (asked != "all" && asked != c10::toString(dtype)) continue;
         const Operands operands(layer, rows, dtype);
         for (int form = 0; form < 4; ++form) {
-          std::vector<double> own, library;
+          std::vector<double> own, library, peak;
           for (int round = -1; round < rounds; ++round) {  // the first touches memory
-            const double theirs = operands.rate(form, false), ours = operands.rate(form, true);
-            if (round >= 0) own.push_back(ours), library.push_back(theirs);
+            const double theirs = operands.rate(form, false, clock), ours = operands.rate(form, true, clock);
+            const double most = peak_factor(dtype) / bench::peak_seconds_per_flop(clock);
+            if (round >= 0) own.push_back(ours), library.push_back(theirs), peak.push_back(most);
           }
           std::printf(
               "{\"dtype\": \"%s\", \"form\": \"%s\", \"rows\": %lld, \"outputs\": %lld, \"inputs\": %lld, "
@@ -79,6 +93,8 @@ int main(int count, char** arguments) {
               c10::toString(dtype), kForms[form], static_cast<long long>(rows), static_cast<long long>(layer.outputs),
               static_cast<long long>(layer.inputs), 1e-9 * bench::median(library));
           bench::print_spread("own_over_library", bench::ratios(own, library));
+          std::printf(", ");
+          bench::print_spread("own_over_peak", bench::ratios(own, peak));
           std::printf("}\n");
           std::fflush(stdout);
         }

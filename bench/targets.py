@@ -262,6 +262,31 @@ def widened_products(context):
         yield "{case}: {rows} rows, {inputs} to {outputs}".format(**row), Spread(row["widened_over_float32"], rounds)
 
 
+def product_rows(context):
+    return context.benchmark("own_product_bench", context.rounds, 1, "Float")
+
+
+def layer_name(row):
+    return "{rows} rows, {inputs} to {outputs}".format(**row)
+
+
+def products_of_peak(context, rows, form="forward"):
+    """On one thread."""
+    for row in product_rows(context):
+        if (row["rows"], row["form"]) == (rows, form):
+            yield layer_name(row) + (", weights packed before" if form == "forward_held" else ""), Spread(row["own_over_peak"], context.rounds)
+
+
+def products_of_library(context):
+    """On one thread, from 8 rows on; the slowest layer of each form."""
+    slowest = {}
+    for row in product_rows(context):
+        if row["rows"] >= 8:
+            slowest[row["form"]] = min(slowest.get(row["form"], row), row, key=lambda row: row["own_over_library"]["median"])
+    for form, row in slowest.items():
+        yield f"{form}: {layer_name(row)}", Spread(row["own_over_library"], context.rounds)
+
+
 def planning(context):
     count = 1000 if context.quick else 100000
     row = context.benchmark("planning_bench", count, 4096, 8, context.rounds)[0]
@@ -320,7 +345,7 @@ class Target:
 
 # By importance; `minutes` on two quiet cores at five rounds.
 TARGETS = [
-    Target("dense-512", "speed of own dense over transformers' best dense form, whole updates", 1.3, lambda c: own_dense(c, 512), 2.5),
+    Target("dense-512", "speed of own dense over transformers' best dense form, whole updates", 1.6, lambda c: own_dense(c, 512), 2.5),
     Target("ceiling", "speed-up of phased over own dense, as a fraction of the FLOP ceiling", 0.95, lambda c: of_ceiling(c, SIXTHS[:4]), 6.7),
     Target("auto", "speed of auto over the best of dense, packed, phased", 0.98, lambda c: auto_of_best(c, SIXTHS[:4]), "ceiling"),
     Target("packed", "speed of phased over packed", 0.97, lambda c: phased_of_packed(c, SIXTHS[:4]), "ceiling"),
@@ -340,6 +365,10 @@ TARGETS = [
            lambda c: attention(c, "forward_over_product"), "attention-forward"),
     Target("attention-rate-backward", "FLOP rate of attention over that of a matrix product, backward", 0.7, lambda c: attention(c, "backward_over_product"), "attention-forward"),
     Target("bfloat16", "rate of bfloat16 products without bfloat16 instructions over that of float32", 0.8, widened_products, 0.8),
+    Target("products-8", "rate of own products over the multiply-add peak", 0.7, lambda c: products_of_peak(c, 8, "forward_held"), 1.6),
+    Target("products-64", "rate of own products over the multiply-add peak", 0.9, lambda c: products_of_peak(c, 64), "products-8"),
+    Target("products-2048", "rate of own products over the multiply-add peak", 0.95, lambda c: products_of_peak(c, 2048), "products-8"),
+    Target("products-library", "rate of own products over the library's", 1.0, products_of_library, "products-8"),
     Target("head", "speed of the fused head over materialised logits", 1.0, fused_head, 0.5),
     Target("rest", "fraction of a step outside products, attention and head", 0.1, lambda c: everything_else(c, UPDATES), 2.5, most=True),
     Target("planning", "seconds of planning one very large step", 2, planning, 1, most=True),
@@ -450,6 +479,10 @@ def newest_rows():
     last = {row["name"]: row["seconds_since_1970"] for row in rows}
     order = {target.name: place for place, target in enumerate(TARGETS)}
     rows = [row for row in rows if row["seconds_since_1970"] == last[row["name"]] and row["name"] in order]
+    for row in rows:
+        if "measured" in row:  # the bound is today's
+            target = TARGETS[order[row["name"]]]
+            row["bound"], row["met"] = target.bound(), target.met(row["measured"])
     return sorted(rows, key=lambda row: order[row["name"]])
 
 
