@@ -7,6 +7,7 @@
 #include "espalier/base/random.h"
 #include "espalier/generate/sampler.h"
 #include "tests/parallel/layouts.h"
+#include "tests/with_products.h"
 
 namespace espalier::testing {
 namespace {
@@ -23,8 +24,9 @@ std::vector<Prompt> prompts_of(std::int64_t vocabulary) {
   return prompts;
 }
 
-Generated sampled(const std::string& family, const SamplingSettings& settings, const Mesh& mesh = mesh_of_one()) {
-  const auto model = tiny_model(family, DType::float64, 7, false, mesh);
+Generated sampled(const std::string& family, const SamplingSettings& settings, const Mesh& mesh = mesh_of_one(),
+                  DType dtype = DType::float64) {
+  const auto model = tiny_model(family, dtype, 7, false, mesh);
   const std::vector<Prompt> prompts = prompts_of(model->shape.vocabulary);
   model->decoder.reserve_positions(positions_needed(model->shape, prompts, settings));
   Arena arena(std::int64_t{1} << 30);
@@ -56,6 +58,36 @@ void expect_responses_of_one_process(const std::string& family, const std::vecto
       EXPECT_EQ(ranks.report.response_tokens, one.report.response_tokens);
     });
   }
+}
+
+struct Sampling {
+  const char* family;
+  Degrees degrees;
+};
+
+// tp adds in another order; ranks of dp and experts shared by them do not.
+TEST(GenerateOnRanks, GivesTheBitsOfOneProcess) {
+  const WithProducts own(true);
+  SamplingSettings settings;
+  settings.n = 3, settings.max_response_length = 12, settings.seed = 5, settings.max_num_seqs = 4;
+  settings.kv_limit_bytes = 1 << 24;
+  for (const DType dtype : {DType::float32, DType::bfloat16})
+    for (const Sampling& by : {Sampling{"qwen3", {.dp = 2}}, Sampling{"DeepseekV3", {.dp = 3}},
+                               Sampling{"qwen3-moe", {.dp = 2, .ep = 2}}, Sampling{"qwen3-moe", {.dp = 4, .ep = 4}}}) {
+      const Generated one = sampled(by.family, settings, mesh_of_one(), dtype);
+      std::mutex lock;
+      run_ranks(by.degrees, [&](const Mesh& mesh) {
+        const Generated ranks = sampled(by.family, settings, mesh, dtype);
+        const std::lock_guard guard(lock);
+        SCOPED_TRACE(
+            text_of(by.family, ", ", name_of(dtype), ", ", text_of_degrees(by.degrees), ", rank ", mesh.world.rank()));
+        ASSERT_EQ(ranks.rollouts.size(), one.rollouts.size());
+        for (std::size_t i = 0; i < one.rollouts.size(); ++i) {
+          EXPECT_EQ(ranks.rollouts[i].response_ids, one.rollouts[i].response_ids) << i;
+          EXPECT_EQ(ranks.rollouts[i].rollout_logprobs, one.rollouts[i].rollout_logprobs) << i;
+        }
+      });
+    }
 }
 
 TEST(GenerateOnRanks, GivesTheResponsesOfOneProcess) {

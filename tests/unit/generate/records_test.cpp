@@ -10,6 +10,7 @@
 #include "espalier/generate/generate_records.h"
 #include "espalier/train/score.h"
 #include "tests/unit/generate/sampling_case.h"
+#include "tests/with_products.h"
 
 namespace espalier::testing {
 namespace {
@@ -45,6 +46,35 @@ TEST(Records, LogprobsAreThoseOfScore) {
         ASSERT_NEAR(scored.series[i].logprob[t], rollouts[i].rollout_logprobs[t], 1e-12) << family;
   }
 }
+
+// The first update's ratios are then exactly 1: at a temperature and at 0, whatever the plan of `score`.
+class SampledBits : public ::testing::TestWithParam<std::string> {};
+
+TEST_P(SampledBits, AreThoseOfScore) {
+  const WithProducts own(true);
+  for (const DType dtype : {DType::float32, DType::bfloat16}) {
+    const auto model = tiny_model(GetParam(), dtype, 2);
+    for (const double temperature : {0.7, 0.0}) {
+      SamplingSettings settings;
+      settings.n = 3, settings.temperature = temperature, settings.max_response_length = 30, settings.stop_ids = {9};
+      const auto rollouts = sample(*model, make_prompts({5, 40, 1, 5}, 50, 2), settings).rollouts;
+      for (const char* schedule : {"dense", "phased"}) {
+        Options options = test_options();
+        options.dtype = name_of(dtype), options.schedule = schedule, options.token_budget = 24;
+        Workspace workspace(std::int64_t{1} << 30);
+        NoProgress progress;
+        const ScoredRollouts scored =
+            score_rollouts(model->decoder, rollouts, options, default_profile("cpu", dtype, 2), workspace, progress);
+        for (std::size_t i = 0; i < rollouts.size(); ++i)
+          EXPECT_EQ(scored.series[i].logprob, rollouts[i].rollout_logprobs)
+              << name_of(dtype) << ", " << schedule << ", temperature " << temperature << ", rollout " << i;
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Families, SampledBits, ::testing::ValuesIn(families_of_table()),
+                         [](const auto& info) { return info.param; });
 
 TEST(Records, StopIdsComeFromTheOptionElseFromTheModel) {
   const Folder folder;
