@@ -4,20 +4,26 @@
 #include <ATen/Parallel.h>
 #include <stdlib.h>
 
+#include <algorithm>
 #include <array>
+#include <bit>
 #include <cmath>
+#include <cstdint>
 #include <filesystem>
 #include <fstream>
 #include <functional>
 #include <mutex>
 
 #include "espalier/base/error.h"
+#include "espalier/base/instruction_set.h"
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/device/host_values.h"
+#include "espalier/ops/cpu/own_products.h"
 #include "espalier/parallel/in_process.h"
 #include "espalier/prove/verify.h"
 #include "espalier/train/training_data.h"
 #include "tests/equivalence/fixture.h"
+#include "tests/with_products.h"
 
 namespace espalier::testing {
 namespace {
@@ -370,6 +376,59 @@ void check_repetition(const Reference& reference, Findings& findings) {
   if (!actor.gradients.flat().equal(first)) findings.add("repetition", "the second gradient differs from the first");
 }
 
+std::int64_t other_bits(const std::vector<double>& a, const std::vector<double>& b) {
+  std::int64_t count = 0;
+  for (std::size_t t = 0; t < a.size(); ++t)
+    count += std::bit_cast<std::uint64_t>(a[t]) != std::bit_cast<std::uint64_t>(b.at(t));
+  return count;
+}
+
+// Log-probs and entropies in float32, where sums have a defined order.
+void check_bits(Findings& findings) {
+  const WithProducts own(true);
+  Case c;
+  c.family = "llama-bias", c.seed = 51;
+  c.rollouts = ragged();
+  c.rollouts.policy = PolicyAge::none;
+  const Outcome dense = run_case(with(c, {"dense", "dense", 0, "auto"}), DType::float32);
+  for (const Plan& plan : {Plan{"phased, 1 row a wave", "phased", 1, "keep"}, Plan{"packed", "packed", 0, "auto"}}) {
+    at::set_num_threads(2);
+    const Outcome run = run_case(with(c, plan), DType::float32);
+    at::set_num_threads(1);
+    std::int64_t other = 0;
+    for (std::size_t i = 0; i < run.report.series.size(); ++i)
+      other += other_bits(run.report.series[i].logprob, dense.report.series.at(i).logprob) +
+               other_bits(run.report.series[i].entropy, dense.report.series.at(i).entropy);
+    if (other > 0) findings.add("bits", text_of(plan.name, ": ", other, " numbers with other bits than dense"));
+  }
+}
+
+// A product of float32 against its sums written out (ops/cpu/own_products.h).
+void check_order_of_sums(Findings& findings) {
+  if (instruction_set() == InstructionSet::baseline) return;  // which has no fused multiply-adds
+  constexpr std::int64_t kRows = 5, kColumns = 39, kSteps = 600, kBlock = own_products::kSumBlock<float>;
+  std::vector<float> a(kRows * kSteps), b(kColumns * kSteps), found(kRows * kColumns);
+  std::uint32_t state = 1;  // numbers of 24 bits in [-1, 1)
+  for (std::vector<float>* numbers : {&a, &b})
+    for (float& x : *numbers) x = static_cast<float>((state = state * 1664525 + 1013904223) >> 8) / 8388608.0F - 1;
+  own_products::multiply<float, float>(
+      {kRows, kColumns, kSteps, {a.data(), kSteps, true}, {b.data(), kSteps, true}, nullptr, 0, found.data(), kColumns},
+      1);
+  for (std::int64_t n = 0; n < kRows * kColumns; ++n) {
+    const float *row = a.data() + n / kColumns * kSteps, *column = b.data() + n % kColumns * kSteps;
+    float sum = 0;
+    for (std::int64_t block = 0; block < kSteps; block += kBlock) {
+      float chain = 0;
+      for (std::int64_t k = block; k < std::min(block + kBlock, kSteps); ++k)
+        chain = std::fma(row[k], column[k], chain);
+      sum = block == 0 ? chain : sum + chain;
+    }
+    if (sum != found[static_cast<std::size_t>(n)])
+      findings.add("order of sums",
+                   text_of("row ", n / kColumns, ", column ", n % kColumns, " is not the defined sum"));
+  }
+}
+
 void add_failure(const Verdict& verdict, Findings& findings) {
   if (verdict.pass()) return;
   findings.add("verify", text_of(verdict.worst().name, " is ", verdict.worst().distance.error,
@@ -500,6 +559,8 @@ Findings Battery::run(const std::function<void()>& begin_check) const {
     check("layouts", [&] { check_layout(references.at(3), degrees, findings); });
   check("units", [&] { check_units(references.front(), findings); });
   check("repetition", [&] { check_repetition(prepared_->references.front(), findings); });
+  check("bits", [&] { check_bits(findings); });
+  check("order of sums", [&] { check_order_of_sums(findings); });
   const fs::path& folder = prepared_->folder.path();
   for (const char* loss : {"vanilla", "gspo"}) check("verify", [&] { check_verify(folder, loss, findings); });
   check("verify", [&] { check_verify_experts(folder, findings); });

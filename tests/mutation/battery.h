@@ -8,6 +8,8 @@
 //   divided path the same on three ranks that divide the path, too
 //   stages       the same on two ranks that divide the layers
 //   layouts      the gradient and its norm on ranks that have parts of the model: heads, key/value copies, experts
+//   bits         log-probs and entropies in float32: the same bits in shared plans on two threads as dense on one
+//   order of sums  a product against its sums written out
 //   verify       the program's own comparison of shared with dense, from files
 //   adamw        the optimizer against a plain double loop
 //   mini-batches advantages of a file that is cut against a plain double loop over the whole file

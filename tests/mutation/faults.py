@@ -25,6 +25,7 @@ ONE_RANK = {"seen_by_verify": False}  # verify runs on one rank here
 NO_WINDOW = {"seen_by_verify": False}  # verify's models have no layer with a window
 NO_ADAPTER = {"seen_by_verify": False}  # verify's runs here train weights
 NO_STATE = {"seen_by_verify": False}  # verify's models have no layer whose rows carry a state
+ROUNDING = {"seen_by_verify": False}  # sums in another order differ by rounding alone, which verify allows
 DENSE_TOO = {"seen_by_verify": False}  # the dense step has the fault as well: only an outside reference can tell
 
 PLAN = [
@@ -488,4 +489,27 @@ UNITS = [
           "add(Stop::Kind::layer, layer, !ON);", **ONE_RANK),
 ]
 
-FAULTS = PLAN + FAMILIES + ADAPTERS + ROWS + WINDOWS + STATES + PATH + PARAMETERS + ROUTERS + OBJECTIVE + CRITIC + OPTIMIZER + RANKS + CONTEXT + DIVIDED_PATH + STAGES + LAYOUTS + UNITS
+# Sums of a defined order (docs/mathematics.md, section 18).
+SUMS = [
+    Fault("keys_cut_by_wave", "attention's maximum, and with it the bits of a row, depend on where the path ends", "ops/cpu/attention/dispatch.cpp",
+          "whole.keys_whole = defined_sums();",
+          "whole.keys_whole = defined_sums() && !ON;", **ROUNDING),
+    Fault("few_rows_by_the_library", "the matrix library multiplies sets of fewer than four rows", "ops/cpu/product_operations.cpp",
+          "if (defined_sums()) return own_product(out, base, a, b);",
+          "if (defined_sums() && !(ON && out.size(0) < 4)) return own_product(out, base, a, b);", **ROUNDING),
+    Fault("steps_shared_by_threads", "the second thread adds the second half of each sum", "ops/cpu/own_products.cpp",
+          "const std::int64_t panels = (p.columns + k.panel - 1) / k.panel;",
+          "TEXT if (ON && threads > 1 && p.steps > 1 && p.b.panels == nullptr && p.b.data != nullptr) {"
+          " Product<T, Out> half = p; const std::int64_t steps = p.steps / 2; half.steps = steps;"
+          " k.part(half, {0, p.rows}, {0, p.columns}, scratch_of_thread());"
+          " half.a.data += steps * (p.a.steps_adjacent ? 1 : p.a.stride); half.b.data += steps * (p.b.steps_adjacent ? 1 : p.b.stride);"
+          " half.steps = p.steps - steps; half.base = p.out; half.base_stride = p.out_stride;"
+          " return k.part(half, {0, p.rows}, {0, p.columns}, scratch_of_thread()); }", **ROUNDING),
+    Fault("edge_columns_not_fused", "columns behind the last whole panel round each product", "ops/cpu/own_products.cpp",
+          "const Kernel<T, Out> k = kernel<T, Out>();",
+          "TEXT if (const std::int64_t whole = p.columns / k.panel * k.panel; ON && whole < p.columns && p.b.panels == nullptr) {"
+          " if (whole > 0) k.part(p, {0, p.rows}, {0, whole}, scratch_of_thread());"
+          " return baseline::own_product_kernel<T, Out>().part(p, {0, p.rows}, {whole, p.columns}, scratch_of_thread()); }", **ROUNDING),
+]
+
+FAULTS = PLAN + FAMILIES + ADAPTERS + ROWS + WINDOWS + STATES + PATH + PARAMETERS + ROUTERS + OBJECTIVE + CRITIC + OPTIMIZER + RANKS + CONTEXT + DIVIDED_PATH + STAGES + LAYOUTS + UNITS + SUMS
