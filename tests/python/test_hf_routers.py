@@ -70,6 +70,13 @@ def test_what_is_wanted_must_be_said():
     shared_step(model, ROLLOUTS, LOSS, router_aux_loss_coef=0)
 
 
+def test_a_family_without_such_a_loss_is_refused():
+    """DeepSeek's routers return sigmoid scores; a softmax over them is no loss of transformers'."""
+    import hf_every_model as tiny
+    with pytest.raises(espalier.Unsupported, match="defines a load-balancing loss"):
+        shared_step(tiny.build("deepseek_v3"), tiny.ROLLOUTS, tiny.LOSS, router_aux_loss_coef=.1)
+
+
 def test_bad_arguments_are_named():
     with pytest.raises(espalier.Error, match="rollout or minibatch") as caught:
         shared_step(make("Qwen3Moe", torch.float32), ROLLOUTS, LOSS, router_aux_loss_coef=.1, router_aux_loss_scope="layer")

@@ -10,11 +10,13 @@ with one rollout a micro-batch has it. f has no gradient, so one pass without gr
 of the plan adds its rows' part.
 """
 
+import sys
+
 import numpy as np
 import torch
 
 from espalier.errors import Error, Unsupported
-from espalier.hf.checks import decoder_config
+from espalier.hf.checks import base_model, decoder_config
 from espalier.hf.transfer import to_device
 from espalier.ops.kernels import accumulator
 
@@ -28,9 +30,12 @@ def probabilities(layer, chosen):
 
 
 def experts_per_token(model):
-    chosen = getattr(decoder_config(model), "num_experts_per_tok", None)
+    chosen, base = getattr(decoder_config(model), "num_experts_per_tok", None), base_model(model)
     if not chosen:
         raise Unsupported("router_aux_loss_coef", "a mixture of experts (config.num_experts_per_tok)", type(model).__name__)
+    if not any(hasattr(sys.modules.get(kind.__module__), "load_balancing_loss_func") for kind in type(base).__mro__):
+        raise Unsupported("router_aux_loss_coef", "a family for which transformers defines a load-balancing loss", type(base).__name__,
+                          "Leave it out; DeepSeek's kind of router is balanced by a bias")
     return chosen
 
 
