@@ -460,7 +460,7 @@ LAYOUTS = [
           "holders_of(unit, mesh_);",
           "ON ? mesh_.replicas : TEXT", **ONE_RANK),
     Fault("empty_wave_skipped", "a rank leaves those who run a wave alone, where it has no rows of its own for it", "phase/stage.cpp",
-          "books_.book(step, [&] { espalier::join(step_, Pass::forward, step.on_path); });",
+          "books_.book(step, [&] { join(step_, Pass::forward, step.on_path); });",
           "if (!ON || step.kind != ItemKind::wave) TEXT", **ONE_RANK),
     Fault("joins_forgotten_at_the_end", "a rank that has run all its rows does not join what others still run", "program/program.cpp",
           "if (joint.own[seat.member] == 0) {",
