@@ -9,6 +9,7 @@
 // between experts that are nearly equal is made by rounding, and moves a log-prob by far more than rounding does.
 #pragma once
 
+#include <cmath>
 #include <optional>
 #include <string>
 #include <vector>
@@ -23,7 +24,11 @@ namespace espalier {
 // One number or tensor compared: how far shared is from dense, and how far it may be.
 struct Distance {
   double error = 0, floor = 0, allowed = 0;
-  double ratio() const { return allowed > 0 ? error / allowed : error > 0 ? 1e300 : 0; }
+  // At most 1 if the error is allowed. An error that is not a number is never allowed.
+  double ratio() const {
+    if (std::isnan(error) || std::isnan(allowed)) return 1e300;
+    return allowed > 0 ? error / allowed : error > 0 ? 1e300 : 0;
+  }
 };
 
 struct ParameterCheck {
