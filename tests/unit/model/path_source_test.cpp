@@ -1,0 +1,186 @@
+// Rows over open trunks: attention of every row over its path and its own set against autograd on one dense sequence of
+// scores, and the sums of the path's gradients over several sets.
+#include "espalier/model/path_source.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "espalier/base/error.h"
+#include "espalier/ops/cpu/operations.h"
+
+namespace espalier {
+namespace {
+
+using at::Tensor;
+
+constexpr std::int64_t kHeads = 4, kKeyHeads = 2, kDim = 4;
+constexpr double kExact = 1e-12;  // float64 sums of at most 20 terms of size 1
+
+ModelShape small_shape() {
+  ModelShape shape;
+  shape.layers = 2, shape.hidden = 8, shape.heads = kHeads, shape.kv_heads = kKeyHeads, shape.head_dim = kDim;
+  return shape;
+}
+
+// A set of rows: where the rows below each row end, and how deep each lies.
+struct Rows {
+  std::vector<std::int32_t> subtree_end, depth;
+  std::int64_t path = 0;
+  std::int64_t count() const { return static_cast<std::int64_t>(subtree_end.size()); }
+};
+
+// A row with two branches below it, of two rows and of one, over `path` rows.
+Rows branches(std::int64_t path) {
+  const auto p = static_cast<std::int32_t>(path);
+  return {{4, 3, 3, 4}, {p, p + 1, p + 2, p + 1}, path};
+}
+
+struct Numbers {
+  explicit Numbers(std::int64_t rows)
+      : q(at::randn({rows, kHeads * kDim}, at::kDouble)),
+        k(at::randn({rows, kKeyHeads * kDim}, at::kDouble)),
+        v(at::randn({rows, kKeyHeads * kDim}, at::kDouble)),
+        grad_out(at::randn({rows, kHeads * kDim}, at::kDouble)) {}
+  Tensor q, k, v, grad_out;
+};
+
+// What the rows see, dense: [T, P + T].
+Tensor visible(const Rows& rows, std::int64_t window) {
+  Tensor seen = at::zeros({rows.count(), rows.path + rows.count()}, at::kBool);
+  for (std::int64_t i = 0; i < rows.count(); ++i) {
+    for (std::int64_t j = 0; j < rows.path; ++j) seen[i][j] = window == 0 || rows.depth[i] - j < window;
+    for (std::int64_t j = 0; j <= i; ++j)
+      seen[i][rows.path + j] = i < rows.subtree_end[j] && (window == 0 || rows.depth[i] - rows.depth[j] < window);
+  }
+  return seen;
+}
+
+struct Dense {
+  Tensor out, grad_q, grad_k, grad_v;  // the last two of path and own rows
+};
+Dense dense(const Rows& rows, const Numbers& x, const Tensor& path_k, const Tensor& path_v, std::int64_t window) {
+  const Tensor q = x.q.clone().requires_grad_(), k = at::cat({path_k, x.k}).requires_grad_(),
+               v = at::cat({path_v, x.v}).requires_grad_();
+  const std::int64_t group = kHeads / kKeyHeads;
+  const Tensor mask = visible(rows, window).logical_not();
+  std::vector<Tensor> heads;
+  for (std::int64_t h = 0; h < kHeads; ++h) {
+    const auto of = [&](const Tensor& all, std::int64_t head) { return all.slice(1, head * kDim, (head + 1) * kDim); };
+    const Tensor scores = of(q, h).mm(of(k, h / group).t()) / std::sqrt(static_cast<double>(kDim));
+    heads.push_back(scores.masked_fill(mask, -INFINITY).softmax(1).mm(of(v, h / group)));
+  }
+  const Tensor out = at::cat(heads, 1);
+  (out * x.grad_out).sum().backward();
+  return {out.detach(), q.grad(), k.grad(), v.grad()};
+}
+
+class Source : public ::testing::Test {
+ protected:
+  Source() { at::manual_seed(5); }
+
+  static Tensor numbers(const std::vector<std::int32_t>& values) {
+    const Tensor out = at::empty({static_cast<std::int64_t>(values.size())}, at::kInt);
+    std::ranges::copy(values, out.data_ptr<std::int32_t>());
+    return out;
+  }
+  PathSource source(const Rows& rows, bool is_trunk = false) {
+    return {path_, rows.path, is_trunk, numbers(rows.subtree_end), numbers(rows.depth)};
+  }
+  LayerAttention attention(const Numbers& x, const KeysValues& own, std::int64_t window = 0) const {
+    LayerAttention out{cpu::operations(), nullptr, 1, kDim, {}, x.q, own};
+    out.window = window;
+    return out;
+  }
+  // Keys and values of a trunk whose rows are drawn, in layer 1.
+  void open_trunk(std::int64_t rows, std::int64_t contributions) {
+    path_.push(rows, contributions);
+    path_.top(1).k.copy_(at::randn_like(path_.top(1).k));
+    path_.top(1).v.copy_(at::randn_like(path_.top(1).v));
+  }
+  // Both directions of a wave; returns what it attended to.
+  Tensor run_wave(const Rows& rows, const Numbers& x, const Tensor& grad_q, const KeysValues& grad_own,
+                  std::int64_t window = 0) {
+    PathSource wave = source(rows);
+    const Tensor out = at::empty_like(x.q), lse = at::empty({kHeads, rows.count()}, at::kDouble);
+    wave.attend(attention(x, {x.k, x.v}, window), out, lse);
+    wave.add_backward(attention(x, {x.k, x.v}, window), out, lse, x.grad_out, grad_q, grad_own);
+    return out;
+  }
+
+  Arena arena_{std::int64_t{1} << 20, cpu_device()};
+  ArenaScope scope_{arena_};
+  KvPath path_{small_shape(), 12, at::kDouble, true, arena_};
+};
+
+void expect_close(const Tensor& found, const Tensor& expected, const char* what) {
+  EXPECT_TRUE(at::allclose(found.flatten(), expected.flatten(), kExact, kExact)) << what;
+}
+
+TEST_F(Source, AWaveAttendsToItsPathAndItsOwnRows) {
+  for (const std::int64_t path : {0, 1, 5})
+    for (const std::int64_t window : {0, 3}) {
+      SCOPED_TRACE(::testing::Message() << path << " path rows, window " << window);
+      if (path > 0) open_trunk(path, 1);
+      const Rows rows = branches(path);
+      const Numbers x(rows.count());
+      const Tensor grad_q = at::empty_like(x.q);
+      const KeysValues grad_own{at::zeros_like(x.k), at::zeros_like(x.v)};
+      const Tensor out = run_wave(rows, x, grad_q, grad_own, window);
+      const KvPath::Layer above = path_.path(1, path);
+      const Dense expected = dense(rows, x, above.k.flatten(1), above.v.flatten(1), window);
+      expect_close(out, expected.out, "attended");
+      expect_close(grad_q, expected.grad_q, "queries");
+      expect_close(grad_own.k, expected.grad_k.slice(0, path), "own keys");
+      expect_close(grad_own.v, expected.grad_v.slice(0, path), "own values");
+      expect_close(above.grad_k, expected.grad_k.slice(0, 0, path), "keys of the path");
+      expect_close(above.grad_v, expected.grad_v.slice(0, 0, path), "values of the path");
+      if (path > 0) path_.pop();
+    }
+}
+
+// The accumulators of both trunks hold the sum over all waves that see them, and their gradient is read once it is
+// whole.
+TEST_F(Source, ThePathsGradientsAreSumsOverTheSetsBelow) {
+  open_trunk(3, 3);
+  Tensor expected_k = at::zeros({3, kKeyHeads * kDim}, at::kDouble), expected_v = expected_k.clone();
+  const auto run = [&](std::int64_t path) {
+    const Rows rows = branches(path);
+    const Numbers x(rows.count());
+    const KvPath::Layer above = path_.path(1, path);
+    const Dense alone = dense(rows, x, above.k.flatten(1), above.v.flatten(1), 0);
+    run_wave(rows, x, at::empty_like(x.q), {at::zeros_like(x.k), at::zeros_like(x.v)});
+    expected_k += alone.grad_k.slice(0, 0, 3), expected_v += alone.grad_v.slice(0, 0, 3);
+  };
+  open_trunk(4, 2);
+  run(7);
+  run(7);
+  path_.pop();
+  PathSource trunk = source({{1, 2, 3}, {0, 1, 2}, 0}, true);
+  EXPECT_THROW(trunk.gathered(1), InternalError) << "one of three is missing";
+  run(3);
+  const KeysValues gathered = trunk.gathered(1);
+  expect_close(gathered.k, expected_k, "keys");
+  expect_close(gathered.v, expected_v, "values");
+}
+
+TEST_F(Source, ATrunkKeepsItsKeysAndValuesAtTheTopOfThePath) {
+  open_trunk(3, 1);
+  path_.push(2, 0);
+  const PathSource trunk = source({{2, 2}, {3, 4}, 3}, true), wave = source({{2, 2}, {3, 4}, 3});
+  ASSERT_TRUE(trunk.keeps());
+  const KeysValues kept = trunk.kept(1);
+  kept.k.fill_(7), kept.v.fill_(8);
+  EXPECT_TRUE(path_.path(1, 5).k.slice(0, 3).eq(7).all().item<bool>());
+  EXPECT_TRUE(path_.path(1, 5).v.slice(0, 3).eq(8).all().item<bool>());
+  EXPECT_FALSE(path_.path(1, 3).k.eq(7).any().item<bool>()) << "those of the trunk above";
+  EXPECT_FALSE(wave.keeps());
+  EXPECT_FALSE(wave.kept(1).k.defined());
+  EXPECT_FALSE(wave.gathered(1).k.defined());
+}
+
+}  // namespace
+}  // namespace espalier
