@@ -1,8 +1,8 @@
 """Folders of espalier/ are stages of the data flow: a file may include only its own folder and those before it.
 
 Also: the folders of TORCH_FREE name neither ATen nor torch, nobody includes torch/torch.h, and what stands above the operations
-(espalier/ops/operations.h) touches no tensor's memory and no kernel: it calls operations and the device's copies. Exit 1 with one
-line per fault.
+(espalier/ops/operations.h) touches no tensor's memory and no kernel: it calls operations and the device's copies. espalier/CMakeLists.txt lists every source
+file. Exit 1 with one line per fault.
 """
 
 import re
@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ORDER = (
-    "base options observe device parallel rollout text grouping shape program forecast plan ops moe model saved objective gradient phase optimizer checkpoint "
+    "base options observe device parallel rollout text grouping shape program forecast plan ops moe model saved objective gradient execute optimizer checkpoint "
     "measure step train prove generate replay report loop binding"
 ).split()
 # These are pure functions of tokens, shapes and options: no tensor may enter.
@@ -22,7 +22,7 @@ TORCH_FREE = {"base", "options", "rollout", "text", "grouping", "shape", "progra
 ABOVE_OPERATIONS = set(ORDER[ORDER.index("ops") + 1:]) - {"checkpoint", "report", "binding"}
 BELOW = re.compile(r"\b(data_ptr|pointer<|dispatch\(|memcpy|memmove|memset|omp\.h|omp_get\w+|espalier/ops/cpu/[\w/.]+)|#pragma omp")
 # Of those, what runs in a step: its tensors are a device's throughout.
-IN_A_STEP = {"model", "moe", "objective", "gradient", "phase", "optimizer", "generate"}
+IN_A_STEP = {"model", "moe", "objective", "gradient", "execute", "optimizer", "generate"}
 KERNEL = re.compile(r"(\.(?:zero_|copy_|fill_|add_|mul_|sub_|clone|item)\b|\bat::(?:mm|addmm|cat|add|mul|empty|zeros|ones)\w*\()")
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.M)
 
@@ -76,9 +76,18 @@ def faults_of(name):
             yield f"{where}: {included} does not exist"
 
 
+def list_faults(text, names):
+    """The one list of the library's files is complete; libespalier_cuda.so has its own."""
+    listed = re.findall(r"[\w/]+\.cpp", "\n".join(line.split("#")[0] for line in text.splitlines()))
+    wanted = {n.removeprefix("espalier/") for n in names if re.match(r"espalier/(?!ops/cuda/).*\.cpp$", n)}
+    yield from (f"espalier/{name}: not in espalier/CMakeLists.txt" for name in sorted(wanted - set(listed)))
+    yield from (f"espalier/CMakeLists.txt: names {name}, which does not exist" for name in sorted(set(listed) - wanted))
+
+
 def main():
     names = [n for n in tracked("espalier", "cli", "tests", "python", "bench") if n.endswith((".h", ".cpp", ".cu", ".cuh"))]
     faults = [fault for name in names for fault in faults_of(name)]
+    faults += list_faults((ROOT / "espalier/CMakeLists.txt").read_text(encoding="utf-8"), names)
     print("\n".join(faults + [f"{len(names)} files, {len(faults)} faults"]))
     return 1 if faults else 0
 

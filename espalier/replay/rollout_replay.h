@@ -6,7 +6,7 @@
 #include <span>
 #include <string>
 
-#include "espalier/phase/language_head.h"
+#include "espalier/execute/language_head.h"
 #include "espalier/replay/replay.h"
 #include "espalier/rollout/rollout.h"
 

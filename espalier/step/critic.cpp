@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "espalier/base/error.h"
-#include "espalier/phase/critic_head.h"
+#include "espalier/execute/critic_head.h"
 #include "espalier/step/over_ranks.h"
 #include "espalier/step/planning.h"
 

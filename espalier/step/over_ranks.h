@@ -4,9 +4,9 @@
 #include <cstdint>
 #include <vector>
 
+#include "espalier/execute/language_head.h"
 #include "espalier/objective/objective.h"
 #include "espalier/objective/value_loss.h"
-#include "espalier/phase/language_head.h"
 #include "espalier/step/mini_batch.h"
 #include "espalier/step/pass.h"
 

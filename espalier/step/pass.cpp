@@ -7,9 +7,9 @@
 
 #include "espalier/base/error.h"
 #include "espalier/device/scalar_type.h"
+#include "espalier/execute/stage.h"
 #include "espalier/gradient/reduction.h"
 #include "espalier/observe/memory.h"
-#include "espalier/phase/stage.h"
 #include "espalier/step/over_ranks.h"
 #include "espalier/step/planning.h"
 #include "espalier/step/step_path.h"

@@ -1,5 +1,5 @@
 // One walk over a plan, forward only or with gradients. Actor and critic share it; they differ in the head on top of
-// the decoder (phase/head.h).
+// the decoder (execute/head.h).
 #pragma once
 
 #include <cstdint>
@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "espalier/device/arena.h"
+#include "espalier/execute/step_run.h"
 #include "espalier/forecast/cost_model.h"
 #include "espalier/gradient/gradient_set.h"
 #include "espalier/measure/step_profile.h"
@@ -17,7 +18,6 @@
 #include "espalier/observe/timer.h"
 #include "espalier/optimizer/adamw.h"
 #include "espalier/options/options.h"
-#include "espalier/phase/step_run.h"
 #include "espalier/program/step_plan.h"
 #include "espalier/step/held_models.h"
 #include "espalier/step/model_state.h"

@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "espalier/base/error.h"
-#include "espalier/phase/critic_head.h"
+#include "espalier/execute/critic_head.h"
 
 namespace espalier {
 namespace {

@@ -3,8 +3,8 @@
 #include <unordered_map>
 
 #include "espalier/base/error.h"
+#include "espalier/execute/stage.h"
 #include "espalier/model/parameters.h"
-#include "espalier/phase/stage.h"
 #include "espalier/step/step_path.h"
 
 namespace espalier {

@@ -7,9 +7,9 @@
 #include <utility>
 #include <vector>
 
+#include "espalier/execute/language_head.h"
 #include "espalier/objective/objective.h"
 #include "espalier/optimizer/adamw.h"
-#include "espalier/phase/language_head.h"
 #include "espalier/step/critic.h"
 #include "espalier/step/mini_batch.h"
 #include "espalier/step/pass.h"

@@ -17,8 +17,8 @@
 #include <string>
 
 #include "espalier/base/atomic_file.h"
+#include "espalier/execute/language_head.h"
 #include "espalier/options/options.h"
-#include "espalier/phase/language_head.h"
 #include "espalier/train/training_data.h"
 
 namespace espalier {

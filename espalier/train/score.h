@@ -5,11 +5,11 @@
 #include <span>
 #include <vector>
 
+#include "espalier/execute/language_head.h"
 #include "espalier/forecast/cost_model.h"
 #include "espalier/observe/progress.h"
 #include "espalier/options/options.h"
 #include "espalier/parallel/mesh.h"
-#include "espalier/phase/language_head.h"
 #include "espalier/rollout/reader.h"
 #include "espalier/step/workspace.h"
 

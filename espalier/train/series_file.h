@@ -5,7 +5,7 @@
 #include <span>
 #include <string>
 
-#include "espalier/phase/language_head.h"
+#include "espalier/execute/language_head.h"
 #include "espalier/rollout/rollout.h"
 
 namespace espalier {

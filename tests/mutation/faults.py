@@ -32,7 +32,7 @@ PLAN = [
     Fault("fork_token_dropped", "the repeated last prompt token of a wave has no loss edges", "plan/draft.cpp",
           "segment.last = segment.multiplicity = static_cast<std::int32_t>(set.rollouts.size());",
           "TEXT if (ON) segment.last = segment.first;"),
-    Fault("boundary_edge_doubled", "its first edge stands twice", "phase/item_input.cpp",
+    Fault("boundary_edge_doubled", "its first edge stands twice", "execute/item_input.cpp",
           "edges = edges_of(item.set, rollouts, all_logprobs);",
           "TEXT if (ON && item.path_rows > 0 && !edges.empty()) edges.push_back(edges.front());"),
     Fault("multiplicity_of_edges_ignored", "rollouts that share a row and its next token count as one", "program/edges.cpp",
@@ -124,10 +124,10 @@ FAMILIES = [
 ]
 
 ROWS = [
-    Fault("positions_restarted", "positions of a wave start at 0, not at the path's length", "phase/item_input.cpp",
+    Fault("positions_restarted", "positions of a wave start at 0, not at the path's length", "execute/item_input.cpp",
           "add_segment(model, segment, rollouts[segment.rollout]);",
           "TEXT if (ON) for (auto& position : model.position) position -= static_cast<std::int32_t>(item.path_rows);"),
-    Fault("mask_leak", "a sibling's first row sees the row before it", "phase/item_input.cpp",
+    Fault("mask_leak", "a sibling's first row sees the row before it", "execute/item_input.cpp",
           "block.add(subtree_ends(item.set), subtree_end_S);",
           "std::vector<std::int32_t> ends = subtree_ends(item.set);"
           " if (ON) for (auto& end : ends) end = std::min(end + 1, item.set.rows); block.add(ends, subtree_end_S);"),
@@ -139,14 +139,14 @@ ROWS = [
     Fault("gqa_head_mixup", "query head h reads key/value head h mod J", "model/layer.cpp",
           "c.ops.rotate(rotation_of_queries(c), queries_of(c, saved, query_RW), rotated_q_RW);",
           "TEXT if (ON) rotated_q_RW.copy_(rotated_q_RW.roll(c.shape.head_dim, 1));", **DENSE_TOO),
-    Fault("temperature_ignored", "logits are not divided by the temperature", "phase/item_input.cpp",
+    Fault("temperature_ignored", "logits are not divided by the temperature", "execute/item_input.cpp",
           "return critic ?",
           "return critic || ON ?", **DENSE_TOO),
 ]
 
 # What rows see.
 WINDOWS = [
-    Fault("window_counted_in_rows", "a window counts rows of the set, siblings' too, not depths along the path", "phase/item_input.cpp",
+    Fault("window_counted_in_rows", "a window counts rows of the set, siblings' too, not depths along the path", "execute/item_input.cpp",
           "depths.push_back(depth);",
           "depths.push_back(ON && !depths.empty() ? depths.back() + 1 : depth);", **NO_WINDOW),
     Fault("window_one_row_wider", "a row sees one row more than its window has", "model/path_source.cpp",
@@ -198,7 +198,7 @@ PATH = [
     Fault("contribution_uncounted", "one contribution arrives without being counted", "model/path_source.cpp",
           "path_.count_contribution(",
           "if (!(path_rows_ > 0 && ON)) TEXT", once=True),
-    Fault("contributions_read_early", "a trunk's backward runs before its waves", "phase/stage.cpp",
+    Fault("contributions_read_early", "a trunk's backward runs before its waves", "execute/stage.cpp",
           "++result.trunk_forwards;",
           "TEXT if (ON && step_.trains()) add_backward(run);"),
     Fault("contributions_read_early", "the same with the path's own count switched off", together_with="count_ignored"),
@@ -222,7 +222,7 @@ PARAMETERS = [
           "pointer<A>(grads.weight_M)",
           "pointer<A>(ON ? grads.weight_M.clone() : grads.weight_M)", **DENSE_TOO),
     Fault("tied_head_gradient_overwritten", "a wave's head gradient replaces what others have added",
-          "phase/language_head.cpp",
+          "execute/language_head.cpp",
           "add_head_forward_backward(problem(work)",
           "if (ON) gradients_->views().head_VM.zero_(); TEXT"),
     Fault("embedding_repeat_lost", "of a token that occurs twice in a set of rows one gradient is kept", "model/decoder_pass.cpp",
@@ -244,7 +244,7 @@ ROUTERS = [
           "moe/load_accounting.cpp",
           "const double rollouts = static_cast<double>(lengths_.size());",
           "const double rollouts = static_cast<double>(ON ? owners.rollouts.size() : lengths_.size());"),
-    Fault("recompute_counts_again", "a recomputed trunk counts its choices a second time", "phase/item_run.cpp",
+    Fault("recompute_counts_again", "a recomputed trunk counts its choices a second time", "execute/item_run.cpp",
           "DecoderBackward rows(",
           "if (ON && saved_.state.recomputes()) take_choices(); TEXT"),
     Fault("given_experts_ignored", "recorded experts are not the ones chosen", "ops/cpu/router_kernels.cpp",
@@ -257,7 +257,7 @@ ROUTERS = [
 
 OBJECTIVE = [
     Fault("per_wave_denominator", "the loss is averaged over a wave's rollouts, not over the mini-batch's",
-          "phase/language_head.cpp",
+          "execute/language_head.cpp",
           "objective_->add_edges(edges, logprob, entropy, grad_logprob, grad_entropy);",
           "TEXT if (ON) for (double& slope : grad_logprob) slope = slope * rollouts_.size() / work.item.set.rollouts.size();"),
     Fault("kl_sign", "the KL penalty's log-ratio has the wrong sign", "objective/kl.cpp",
@@ -269,17 +269,17 @@ OBJECTIVE = [
 ]
 
 CRITIC = [
-    Fault("value_after_its_token", "a token's value is that of its own row, not of the row before it", "phase/critic_head.cpp",
+    Fault("value_after_its_token", "a token's value is that of its own row, not of the row before it", "execute/critic_head.cpp",
           "const std::vector<LossEdge>& edges = work.input.edges;",
           "std::vector<LossEdge> edges = work.input.edges;"
           " if (ON) for (LossEdge& edge : edges) edge.position = std::max(edge.position - 1, 0);", **DENSE_TOO),
     Fault("value_of_the_fork_lost", "values of the repeated last prompt token of a wave are left out of the loss",
-          "phase/critic_head.cpp",
+          "execute/critic_head.cpp",
           "objective_->add_edges(edges, of_edge, slope);",
           "const auto lost = work.item.path_rows > 0 && ON ? std::ranges::count(edges, 0, &LossEdge::row) : 0;"
           " objective_->add_edges(std::span(edges).subspan(lost), std::span(of_edge).subspan(lost),"
           " std::span(slope).subspan(lost));"),
-    Fault("value_of_one_rollout", "of the rollouts that share a value one moves it", "phase/critic_head.cpp",
+    Fault("value_of_one_rollout", "of the rollouts that share a value one moves it", "execute/critic_head.cpp",
           "gradient[static_cast<std::size_t>(work.input.output[e])] += slope[e];",
           "{ if (ON) gradient[static_cast<std::size_t>(work.input.output[e])] = 0; TEXT }"),
     Fault("value_clip_ignored", "values may move as far as they like", "objective/value_loss.cpp",
@@ -340,7 +340,7 @@ RANKS = [
     Fault("gradients_of_ranks_not_summed", "every rank keeps the gradient of its own trees", "gradient/replica_sums.cpp",
           "under_way_.push_back(",
           "if (!ON) TEXT", **ONE_RANK),
-    Fault("summed_before_the_last_backward", "the gradient of a layer is summed when the first backward is behind it", "phase/stage.cpp",
+    Fault("summed_before_the_last_backward", "the gradient of a layer is summed when the first backward is behind it", "execute/stage.cpp",
           "if (--backwards_left_ > 0) return work();",
           "if (--backwards_left_ > 0 && !ON) return work();", **ONE_RANK),
     Fault("embedding_left_out_of_the_sums", "what no backward has announced is not summed at the end", "gradient/replica_sums.cpp",
@@ -386,14 +386,14 @@ CONTEXT = [
     Fault("wave_on_every_rank", "all ranks run a wave that was dealt to one", "program/program.cpp",
           "if (runs_on(item, cp_rank)) out",
           "if (ON || runs_on(item, cp_rank)) out", **ONE_RANK),
-    Fault("counts_of_ranks_not_joined", "a rollout's expert counts are those of a rank's own rows", "phase/item_run.cpp",
+    Fault("counts_of_ranks_not_joined", "a rollout's expert counts are those of a rank's own rows", "execute/item_run.cpp",
           "step_.accounting->join(",
           "if (!ON) TEXT", **ONE_RANK),
     Fault("log_probs_of_ranks_not_joined", "a loss of whole rollouts misses the tokens that other ranks scored",
-          "phase/language_head.cpp",
+          "execute/language_head.cpp",
           "if (needs_whole_rollout()) join_scores(work);",
           "if (!ON) TEXT", **ONE_RANK),
-    Fault("rollout_finished_on_every_rank", "ranks that divide a rollout's last rows each count its loss", "phase/language_head.cpp",
+    Fault("rollout_finished_on_every_rank", "ranks that divide a rollout's last rows each count its loss", "execute/language_head.cpp",
           "if (is_divided(item, cp.size()) && cp.rank() != 0) return;",
           "if (!ON) TEXT", **ONE_RANK),
 ]
@@ -427,7 +427,7 @@ STAGES = [
           "add_tied_embedding(gradients, mesh.pp,",
           "if (!ON) TEXT", **ONE_RANK),
     Fault("stages_count_layers_from_their_own", "a stage counts the choices of its routers as those of the first layers",
-          "phase/item_run.cpp",
+          "execute/item_run.cpp",
           "step_.accounting->add_choices(local.layers().begin + layer,",
           "step_.accounting->add_choices((ON ? 0 : local.layers().begin) + layer,", **ONE_RANK),
     Fault("trunk_ends_before_its_waves", "a stage closes a trunk while waves below it are in flight", "program/program.cpp",
@@ -459,7 +459,7 @@ LAYOUTS = [
     Fault("experts_summed_over_all", "gradients of different experts are summed, as those of weights that all ranks hold", "gradient/replica_sums.cpp",
           "holders_of(unit, mesh_);",
           "ON ? mesh_.replicas : TEXT", **ONE_RANK),
-    Fault("empty_wave_skipped", "a rank leaves those who run a wave alone, where it has no rows of its own for it", "phase/stage.cpp",
+    Fault("empty_wave_skipped", "a rank leaves those who run a wave alone, where it has no rows of its own for it", "execute/stage.cpp",
           "books_.book(step, [&] { join(step_, Pass::forward, step.on_path); });",
           "if (!ON || step.kind != ItemKind::wave) TEXT", **ONE_RANK),
     Fault("joins_forgotten_at_the_end", "a rank that has run all its rows does not join what others still run", "program/program.cpp",

@@ -1,5 +1,5 @@
 // Ranks whose plans differ agree on one order: each knows what it runs, what it joins, and they meet at every step.
-#include "espalier/phase/agreed_program.h"
+#include "espalier/execute/agreed_program.h"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
 // What a step did is booked under its phase: seconds, peak and bytes.
-#include "espalier/phase/books.h"
+#include "espalier/execute/books.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

@@ -1,6 +1,6 @@
 // The executor by itself: every item runs forward and backward once, the gradient is the slope of the loss whatever the
 // plan, and an error leaves nothing behind.
-#include "espalier/phase/stage.h"
+#include "espalier/execute/stage.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

@@ -5,8 +5,8 @@
 
 #include <cmath>
 
-#include "espalier/phase/critic_head.h"
-#include "espalier/phase/language_head.h"
+#include "espalier/execute/critic_head.h"
+#include "espalier/execute/language_head.h"
 #include "espalier/step/step.h"
 #include "tests/unit/execute/small_step.h"
 

@@ -1,5 +1,5 @@
 // An item's rows as the model and the head read them, against the rollouts that they come from.
-#include "espalier/phase/item_input.h"
+#include "espalier/execute/item_input.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

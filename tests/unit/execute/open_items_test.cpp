@@ -1,5 +1,5 @@
 // Items that have begun: trunks are a stack, waves lie in regions, and both give back what they took.
-#include "espalier/phase/open_items.h"
+#include "espalier/execute/open_items.h"
 
 #include <gtest/gtest.h>
 

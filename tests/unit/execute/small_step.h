@@ -13,8 +13,8 @@
 #include <utility>
 #include <vector>
 
+#include "espalier/execute/stage.h"
 #include "espalier/forecast/memory_model.h"
-#include "espalier/phase/stage.h"
 #include "espalier/saved/spill_queue.h"
 #include "espalier/step/planning.h"
 #include "espalier/step/step_path.h"

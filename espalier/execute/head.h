@@ -1,4 +1,4 @@
-// The layer on top of the decoder: log-probs (phase/language_head.h) or a critic's values (phase/critic_head.h). An
+// The layer on top of the decoder: log-probs (execute/language_head.h) or a critic's values (execute/critic_head.h). An
 // item hands over the normalised hidden rows of its edges and gets back their gradient; everything else of a step,
 // plan, trunks, waves and path, is the same for both.
 //
@@ -7,7 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "espalier/phase/item_input.h"
+#include "espalier/execute/item_input.h"
 
 namespace espalier {
 

@@ -1,4 +1,4 @@
-#include "espalier/phase/item_run.h"
+#include "espalier/execute/item_run.h"
 
 #include <algorithm>
 

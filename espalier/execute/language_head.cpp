@@ -1,4 +1,4 @@
-#include "espalier/phase/language_head.h"
+#include "espalier/execute/language_head.h"
 
 #include <ATen/ATen.h>
 

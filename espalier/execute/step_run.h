@@ -6,11 +6,11 @@
 #include <span>
 
 #include "espalier/device/arena.h"
+#include "espalier/execute/head.h"
 #include "espalier/gradient/gradient_set.h"
 #include "espalier/model/decoder.h"
 #include "espalier/model/kv_path.h"
 #include "espalier/moe/chosen_experts.h"
-#include "espalier/phase/head.h"
 #include "espalier/program/step_plan.h"
 #include "espalier/rollout/rollout.h"
 #include "espalier/saved/spill_queue.h"

@@ -3,7 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "espalier/phase/step_run.h"
+#include "espalier/execute/step_run.h"
 #include "espalier/program/program.h"
 
 namespace espalier {

@@ -3,10 +3,10 @@
 
 #include <memory>
 
+#include "espalier/execute/item_input.h"
+#include "espalier/execute/step_run.h"
 #include "espalier/model/kv_source.h"
 #include "espalier/model/path_guest.h"
-#include "espalier/phase/item_input.h"
-#include "espalier/phase/step_run.h"
 #include "espalier/saved/sleeping_trunk.h"
 
 namespace espalier {

@@ -1,4 +1,4 @@
-#include "espalier/phase/agreed_program.h"
+#include "espalier/execute/agreed_program.h"
 
 #include <string>
 #include <utility>

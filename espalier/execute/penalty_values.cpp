@@ -1,4 +1,4 @@
-#include "espalier/phase/penalty_values.h"
+#include "espalier/execute/penalty_values.h"
 
 #include <algorithm>
 

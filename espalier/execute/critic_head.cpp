@@ -1,4 +1,4 @@
-#include "espalier/phase/critic_head.h"
+#include "espalier/execute/critic_head.h"
 
 #include <limits>
 

@@ -8,8 +8,8 @@
 #include <optional>
 #include <vector>
 
-#include "espalier/phase/item_run.h"
-#include "espalier/phase/step_run.h"
+#include "espalier/execute/item_run.h"
+#include "espalier/execute/step_run.h"
 
 namespace espalier {
 

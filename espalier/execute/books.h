@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "espalier/phase/step_run.h"
+#include "espalier/execute/step_run.h"
 #include "espalier/program/program.h"
 
 namespace espalier {

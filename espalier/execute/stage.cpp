@@ -1,9 +1,9 @@
-#include "espalier/phase/stage.h"
+#include "espalier/execute/stage.h"
 
-#include "espalier/phase/agreed_program.h"
-#include "espalier/phase/books.h"
-#include "espalier/phase/open_items.h"
-#include "espalier/phase/penalty_values.h"
+#include "espalier/execute/agreed_program.h"
+#include "espalier/execute/books.h"
+#include "espalier/execute/open_items.h"
+#include "espalier/execute/penalty_values.h"
 
 namespace espalier {
 namespace {

@@ -1,7 +1,7 @@
 // The executor: runs the steps of a rank program (program/program.h) in order.
 #pragma once
 
-#include "espalier/phase/step_run.h"
+#include "espalier/execute/step_run.h"
 
 namespace espalier {
 

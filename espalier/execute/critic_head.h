@@ -8,10 +8,10 @@
 #include <span>
 #include <vector>
 
+#include "espalier/execute/head.h"
 #include "espalier/gradient/gradient_set.h"
 #include "espalier/model/decoder.h"
 #include "espalier/objective/value_loss.h"
-#include "espalier/phase/head.h"
 #include "espalier/rollout/rollout.h"
 
 namespace espalier {

@@ -1,4 +1,4 @@
-#include "espalier/phase/item_input.h"
+#include "espalier/execute/item_input.h"
 
 #include <algorithm>
 #include <numeric>

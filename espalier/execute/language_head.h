@@ -5,11 +5,11 @@
 #include <vector>
 
 #include "espalier/device/arena.h"
+#include "espalier/execute/head.h"
 #include "espalier/gradient/gradient_set.h"
 #include "espalier/model/decoder.h"
 #include "espalier/objective/fused_head.h"
 #include "espalier/objective/objective.h"
-#include "espalier/phase/head.h"
 #include "espalier/rollout/rollout.h"
 
 namespace espalier {

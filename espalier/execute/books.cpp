@@ -1,4 +1,4 @@
-#include "espalier/phase/books.h"
+#include "espalier/execute/books.h"
 
 namespace espalier {
 

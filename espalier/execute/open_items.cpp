@@ -1,4 +1,4 @@
-#include "espalier/phase/open_items.h"
+#include "espalier/execute/open_items.h"
 
 #include "espalier/base/error.h"
 
