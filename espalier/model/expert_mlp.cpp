@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "espalier/base/error.h"
 #include "espalier/device/held_buffers.h"
 #include "espalier/device/scalar_type.h"
 #include "espalier/model/expert_products.h"
@@ -25,9 +26,10 @@ at::Tensor given_experts(const LayerContext& c) {
   return c.input.given_LTK.view({-1, c.input.rows(), k}).select(0, expert_layer(c));
 }
 
+// Experts' weights have the factor of what a half of the block adds to the stream.
 RouterRule rule_of(const LayerContext& c) {
   RouterRule rule = c.shape.norm_topk_prob;
-  rule.sigmoid = c.shape.router.sigmoid, rule.scaling = c.shape.router.scaling;
+  rule.sigmoid = c.shape.router.sigmoid, rule.scaling = c.shape.router.scaling * c.shape.scales.residual;
   rule.groups = c.shape.router.groups, rule.top_groups = c.shape.router.top_groups;
   rule.correction_E = c.weights.correction_bias_E;
   return rule;
@@ -132,6 +134,27 @@ struct EveryRow {
   SortedSlots sorted;
 };
 
+// The factor of what a half of the block adds to the stream, as the weight of the shared expert in every row. Undefined
+// if it is 1, or if a gate gives the weights.
+struct ConstantWeight {
+  ConstantWeight(const LayerContext& c, const EveryRow& rows) {
+    const double factor = c.shape.scales.residual;
+    if (factor == 1) return;
+    ESPALIER_INTERNAL(!c.shape.shared_expert.gate, "a shared expert's gate beside a factor of its block");
+    Device& device = c.arena.device();
+    const std::int64_t count = rows.choice_R1.size(0);
+    const at::Tensor logit_R1 = device.allocate({count, 1}, c.dtype());
+    c.ops.zero(logit_R1);
+    value_R1 = device.allocate({count, 1}, accumulator_type(c.dtype()));
+    gradient_R1 = device.allocate({count, 1}, accumulator_type(c.dtype()));
+    RouterRule rule = false;  // a softmax of one logit is 1
+    rule.scaling = factor;
+    c.ops.choose_experts(logit_R1, {}, rule, rows.choice_R1, value_R1);
+  }
+
+  at::Tensor value_R1, gradient_R1;  // nothing reads the latter
+};
+
 void add_shared_forward(const LayerContext& c, const LayerSaved& saved, const at::Tensor& normed_RM,
                         const at::Tensor& sum_RM, const ExpertScratch& scratch) {
   const EveryRow rows(c, normed_RM.size(0));
@@ -139,19 +162,24 @@ void add_shared_forward(const LayerContext& c, const LayerSaved& saved, const at
     c.products.linear(saved.shared_logit_R1, normed_RM, c.weights.shared_expert_gate);
     c.ops.choose_experts(saved.shared_logit_R1, {}, shared_rule(), rows.choice_R1, saved.shared_weight_R1);
   }
+  const ConstantWeight constant(c, rows);
   const TimedPart timed(c.timer, part::kProducts);
-  c.ops.add_experts(rows.sorted, shared_expert_of(c, c.weights), normed_RM, saved.shared_weight_R1,
-                    saved.shared_gate_up_RW, sum_RM, scratch);
+  c.ops.add_experts(rows.sorted, shared_expert_of(c, c.weights), normed_RM,
+                    constant.value_R1.defined() ? constant.value_R1 : saved.shared_weight_R1, saved.shared_gate_up_RW,
+                    sum_RM, scratch);
 }
 
 void add_shared_backward(const LayerContext& c, const LayerSaved& saved, const at::Tensor& normed_RM,
                          const at::Tensor& grad_RM, const LayerViews& grads, const ExpertInputGradients& out,
                          const ExpertScratch& scratch) {
   const EveryRow rows(c, normed_RM.size(0));
+  const ConstantWeight constant(c, rows);
+  const bool is_constant = constant.value_R1.defined();
   const TimedPart timed(c.timer, part::kProducts);
-  c.ops.add_experts_backward(rows.sorted, shared_expert_of(c, c.weights), normed_RM, saved.shared_weight_R1,
-                             saved.shared_gate_up_RW, grad_RM, shared_expert_of(c, grads), out.normed_RM, out.weight_RK,
-                             scratch);
+  c.ops.add_experts_backward(rows.sorted, shared_expert_of(c, c.weights), normed_RM,
+                             is_constant ? constant.value_R1 : saved.shared_weight_R1, saved.shared_gate_up_RW, grad_RM,
+                             shared_expert_of(c, grads), out.normed_RM,
+                             is_constant ? constant.gradient_R1 : out.weight_RK, scratch);
 }
 
 // From dL/dw of the shared expert's gate: adds the gradient of the gate and what it gives the rows.

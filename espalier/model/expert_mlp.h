@@ -1,7 +1,7 @@
 // A mixture of experts as the second half of a block (mlp.h):
 //
 //   n = norm(y);  (S, w) = router(n Wr^T);  [g_e u_e] = n Wgu_e^T
-//   z = y + sum_{e in S} w_e (f(g_e) u_e) Wd_e^T
+//   z = y + r sum_{e in S} w_e (f(g_e) u_e) Wd_e^T              r: Scales::residual
 //
 // If the shape has a shared expert, it adds its MLP for every row, times sigmoid(n . gate) if it has a gate. It runs as
 // a layer of one expert that every row chooses.

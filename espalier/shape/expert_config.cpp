@@ -38,7 +38,9 @@ void refuse_routing(const Members& config, const Family& family) {
   if (set("moe_latent_size")) refuse("moe_latent_size", "experts that read whole rows");
   const char* const scores = experts.sigmoid ? "sigmoid" : "softmax";
   for (const char* name : {"scoring_func", "moe_router_score_function"})
-    if (config.has(name) && config.at(name) != Json(scores)) refuse(name, text_of("scores by ", scores).c_str());
+    if (config.has(name) && config.at(name) != Json(scores) &&
+        !(experts.correction_bias && config.at(name) == Json("noaux_tc")))  // as dots.llm1 calls it
+      refuse(name, text_of("scores by ", scores).c_str());
   for (const char* name : {"n_group", "topk_group", "routed_scaling_factor"})
     if (!experts.groups && config.has(name) && config.at(name) != Json(1) && config.at(name) != Json(1.0))
       refuse(name, "the top-k over all experts, without groups or scaling");
@@ -65,8 +67,25 @@ std::int64_t dense_layers_of(const Members& config, const Experts& experts) {
   return experts.dense_first ? config.integer("first_k_dense_replace", 0, 1 << 20, experts.dense_layers) : 0;
 }
 
+// mlp_layer_types says which layers have experts.
+bool has_type_list(const Members& config, const Experts& experts) {
+  return experts.type_list && config.has("mlp_layer_types");
+}
+
+void read_type_list(const Members& config, ModelShape& shape) {
+  const Json& types = config.at("mlp_layer_types");
+  const std::string expected = text_of("a list of ", shape.layers, " words, dense or sparse");
+  if (!types.is_array() || types.size() != static_cast<std::size_t>(shape.layers))
+    config.fail("mlp_layer_types", expected);
+  for (std::size_t layer = 0; layer < types.size(); ++layer) {
+    if (types[layer] != "dense" && types[layer] != "sparse") config.fail("mlp_layer_types", expected);
+    shape.expert_layer[layer] = types[layer] == "sparse";
+  }
+}
+
 // Which layers have experts.
 void read_expert_layers(const Members& config, const Experts& experts, ModelShape& shape) {
+  if (has_type_list(config, experts)) return;
   const std::int64_t dense = dense_layers_of(config, experts);
   const bool by_step = !experts.everywhere && !experts.dense_first;
   const std::int64_t step = by_step ? config.integer("decoder_sparse_step", 1, 1 << 20, 1) : 1;
@@ -86,7 +105,11 @@ void read_expert_layers(const Members& config, const Experts& experts, ModelShap
 void read_experts(const Members& config, const Family& family, ModelShape& shape) {
   refuse_routing(config, family);
   const Experts& experts = family.experts;
-  if (dense_layers_of(config, experts) >= shape.layers) return;
+  if (has_type_list(config, experts))
+    read_type_list(config, shape);
+  else if (dense_layers_of(config, experts) >= shape.layers)
+    return;
+  if (has_type_list(config, experts) && shape.expert_layers() == 0) return;
   const char* count = "num_experts";
   for (const char* name : {"num_local_experts", "n_routed_experts"})  // as other families, and recent files, have it
     if (!config.has(count)) count = name;
@@ -102,15 +125,13 @@ void read_experts(const Members& config, const Family& family, ModelShape& shape
   shape.router.bias = shape.expert_bias = experts.biases;
   if (experts.groups) read_groups(config, experts, shape);
   if (experts.shared_member[0] != '\0')
-    shape.shared_expert.inner = config.integer(experts.shared_member, 1, 1 << 24, experts.shared);
+    shape.shared_expert.inner =
+        config.integer(experts.shared_member, experts.may_share_none ? 0 : 1, 1 << 24, experts.shared);
   if (experts.shared_count_member[0] != '\0')
     shape.shared_expert.inner =
         shape.expert_inner * config.integer(experts.shared_count_member, 1, 1 << 10, experts.shared);
   if (shape.shared_expert.inner > 0 && shape.mlp_bias)
     config.refuse("mlp_bias = true", "shared experts without biases");
-  if (shape.scales.residual != 1)
-    config.refuse(text_of("residual_multiplier = ", shape.scales.residual, " with experts"),
-                  "a residual stream without a factor for experts");
   shape.shared_expert.gate = experts.shared_gate;
   if (family.mamba != MambaLayers::by_pattern) read_expert_layers(config, experts, shape);
 }

@@ -15,13 +15,22 @@ enum class Windows : std::uint8_t {
   all,                // all; none where it is null
   all_if_used,        // all where use_sliding_window is set
   some_if_used,       // where it is set those of layer_types, or those from max_window_layers on
+  some,               // those of layer_types, or those from max_window_layers on; none where it is null
   unrotated_if_used,  // where it is set those of layer_types, or those without rotation
   by_types,           // those of layer_types, or all but each window_period-th; with a period of 0 all
 };
 
-// Where the biases of projections are read; an absent attention_bias is false, or on: true, as use_bias and qkv_bias
-// are.
-enum class Biases : std::uint8_t { none, always, attention_bias, attention_bias_on, use_bias, qkv_bias_on };
+// Where the biases of projections are read. An absent member is false; of those with _on it is true.
+enum class Biases : std::uint8_t {
+  none,
+  always,
+  attention_bias,
+  attention_bias_on,
+  attention_out_bias,
+  use_bias,
+  use_bias_on,
+  qkv_bias_on,
+};
 
 // Frequencies of rotary positions, in layers with a window: those of all layers, or the theta of a member of its own,
 // without scaling.
@@ -58,12 +67,14 @@ struct Experts {
   // The layers before first_k_dense_replace are dense, dense_layers where it is absent; else decoder_sparse_step and
   // mlp_only_layers say which are; or all layers have experts, and there is no dense MLP.
   bool dense_first = false, everywhere = false;
+  bool type_list = false;    // mlp_layer_types, where it is there, says which layers are dense
   bool may_be_none = false;  // num_local_experts may be 0: then all layers are dense
   std::int64_t dense_layers = 1;
   // The width of the shared expert: of a member, or so many times an expert's. An absent one is:
   const char* shared_member = "";
   const char* shared_count_member = "";
   std::int64_t shared = 0;
+  bool may_share_none = false;  // the width may be 0: then there is no shared expert
   bool shared_gate = false;
 };
 
@@ -87,12 +98,15 @@ struct Family {
   std::int64_t kv_heads = 0;  // of an absent num_key_value_heads; 0: as many as heads
   std::int64_t pad_token = -1;
   bool tied_head = false;
+  double dropout = 0;  // of an absent attention_dropout or residual_dropout
   const char* eps_member = "rms_norm_eps";
   double eps = 1e-6;
 
   Windows windows = Windows::none;
   std::int64_t window_period = 0;
-  std::int64_t window = 4096;  // of an absent sliding_window; 0: none
+  bool full_first = false;      // of each period the first layer has no window, not the last one
+  bool unrotated_full = false;  // where sliding_window is set, layers without a window do not rotate
+  std::int64_t window = 4096;   // of an absent sliding_window; 0: none
 
   double rope_theta = 10000;
   bool partial_rotary = false;  // partial_rotary_factor is read; other families rotate whole heads
@@ -106,6 +120,7 @@ struct Family {
   NormPlace norm_place = NormPlace::before;
   const char* activation_member = "hidden_act";
   const char* activation = "silu";
+  bool gelu_is_tanh = false;  // gelu means gelu_pytorch_tanh
   bool gated = true;
   bool latent = false;  // latent attention (LatentShape)
   bool pairs_member =
@@ -134,6 +149,8 @@ struct VisionFamily {
   const char* name;
   const char* text_type;  // an absent model_type of text_config means it
   const char* family;     // Family::name
+  // Members as JSON that hold where the text model's config is without them, if the family's values are others.
+  const char* absent = "{}";
 };
 
 std::span<const VisionFamily> vision_families();

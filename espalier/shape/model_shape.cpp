@@ -58,7 +58,7 @@ Architecture architecture_of(const Members& config, bool critic) {
   throw UnsupportedError({config.where(), "one of the architectures " + supported, "'" + name + "'", remedy});
 }
 
-void refuse_dropout(const Members& config) {
+void refuse_dropout(const Members& config, const Family& family) {
   for (const char* name :
        {"attention_dropout", "hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob", "resid_pdrop",
         "resid_dropout", "residual_dropout", "embd_pdrop", "embedding_dropout", "attn_pdrop", "dropout"}) {
@@ -68,6 +68,10 @@ void refuse_dropout(const Members& config) {
       config.refuse(text_of(name, " = ", shown(config.at(name))),
                     text_of("no dropout (a shared row must be the same in every rollout; set ", name, " to 0)"));
   }
+  for (const char* name : {"attention_dropout", "residual_dropout"})
+    if (family.dropout > 0 && !config.has(name))
+      config.refuse(text_of("no ", name, ", which means ", family.dropout, " in ", family.name),
+                    text_of("no dropout (a shared row must be the same in every rollout; set ", name, " to 0)"));
 }
 
 // layer_types, or nothing where it is absent: 1 for layers with a window.
@@ -85,9 +89,25 @@ std::vector<std::uint8_t> read_layer_types(const Members& config, std::int64_t l
   return windowed;
 }
 
+// Whether a layer has a window in a config without layer_types. `used`: the config has one.
+bool has_window_unlisted(const Members& config, const Family& family, const ModelShape& shape, std::int64_t layer,
+                         std::int64_t period, bool used) {
+  constexpr std::int64_t kMaxWindowLayersAbsent = 28;  // of the configuration classes of Qwen
+  const char* const member = "max_window_layers";
+  switch (family.windows) {
+    case Windows::by_types:
+      return period == 0 || (layer + (family.full_first ? 0 : 1)) % period != 0;
+    case Windows::some_if_used:
+      return used && layer >= config.integer(member, 0, 1 << 20, kMaxWindowLayersAbsent);
+    case Windows::some:
+      return used && layer >= config.integer(member, 0, 1 << 20);
+    default:
+      return used && !shape.rotates(layer);
+  }
+}
+
 // As the families' classes of transformers read them. A window that no rollout is longer than is none.
 void read_windows(const Members& config, const Family& family, ModelShape& shape) {
-  constexpr std::int64_t kMaxWindowLayersAbsent = 28;  // of the configuration classes
   constexpr std::int64_t kLongest = 1 << 30;
   const auto layers = static_cast<std::size_t>(shape.layers);
   std::vector<std::uint8_t> windowed = read_layer_types(config, shape.layers);
@@ -104,17 +124,16 @@ void read_windows(const Members& config, const Family& family, ModelShape& shape
   if (family.windows == Windows::all || family.windows == Windows::all_if_used) {
     windowed.assign(layers, 1);
   } else if (windowed.empty()) {
-    const std::int64_t first = config.integer("max_window_layers", 0, 1 << 20, kMaxWindowLayersAbsent);
     const std::int64_t period = config.integer("sliding_window_pattern", 1, 1 << 20, family.window_period);
     for (std::int64_t layer = 0; layer < shape.layers; ++layer)
-      windowed.push_back(family.windows == Windows::by_types       ? period == 0 || (layer + 1) % period != 0
-                         : family.windows == Windows::some_if_used ? used && layer >= first
-                                                                   : used && !is_null && !shape.rotates(layer));
+      windowed.push_back(has_window_unlisted(config, family, shape, layer, period, used && !is_null));
   } else if (windows() && (!used || (is_null && family.windows != Windows::by_types))) {
     config.fail(used ? "sliding_window" : "use_sliding_window",
                 text_of(used ? "a number of rows" : "true", " (layer_types has layers of sliding_attention)"));
   }
   if (shape.has_window_rope) shape.window_layer = windowed;  // their rotation is another, whatever the window is
+  if (family.unrotated_full && !is_null)
+    for (const std::uint8_t has_window : windowed) shape.unrotated_layer.push_back(has_window == 0);
   if (!used || is_null || !windows()) return;
   const std::int64_t window = config.integer("sliding_window", 1, std::int64_t{1} << 40, family.window);
   if (window > kLongest) return;
@@ -307,7 +326,11 @@ bool has_bias(const Members& config, Biases biases) {
       return config.flag("attention_bias", false);
     case Biases::attention_bias_on:
       return config.flag("attention_bias", true);
+    case Biases::attention_out_bias:
+      return config.flag("attention_out_bias", false);
     case Biases::use_bias:
+      return config.flag("use_bias", false);
+    case Biases::use_bias_on:
       return config.flag("use_bias", true);
     case Biases::qkv_bias_on:
       return config.flag("qkv_bias", true);
@@ -353,6 +376,8 @@ void read_activation(const Members& config, const Family& family, ModelShape& sh
   if (name == "silu" || name == "swish")
     shape.activation.kind = Activation::silu;
   else if (name == "gelu_pytorch_tanh" || name == "gelu_new")
+    shape.activation.kind = Activation::gelu_tanh;
+  else if (name == "gelu" && family.gelu_is_tanh)
     shape.activation.kind = Activation::gelu_tanh;
   else if (name == "gelu")
     shape.activation.kind = Activation::gelu;
@@ -479,6 +504,8 @@ ModelShape shape_of_family(const Members& config, const Family& family) {
   if (family.no_rotation || (family.position_type && config.text("position_embedding_type", "nope") != "rope"))
     shape.unrotated_layer.assign(static_cast<std::size_t>(shape.layers), 1);
   read_scales(config, family, shape);
+  if (config.has("clip_qkv"))
+    config.refuse("clip_qkv = " + shown(config.at("clip_qkv")), "queries, keys and values that are not clipped");
   // Qwen3-Next, Granite 4 and Nemotron-H may have no experts.
   const bool no_experts = (family.delta_rule && config.integer("num_experts", 0, 65536, 512) == 0) ||
                           (family.mamba == MambaLayers::by_pattern && shape.expert_layers() == 0) ||
@@ -487,7 +514,7 @@ ModelShape shape_of_family(const Members& config, const Family& family) {
     read_experts(config, family, shape);
   }
 
-  refuse_dropout(config);
+  refuse_dropout(config, family);
   if (family.mamba != MambaLayers::none)
     read_mamba(config, family, shape);
   else if (family.delta_rule)
@@ -546,7 +573,10 @@ Json text_config_of(const Members& config) {
 
 ModelShape shape_beside_vision(const Members& config, const VisionFamily& row) {
   const Family& family = family_named(row.family);
-  const Json text = text_config_of(config);
+  Json text = text_config_of(config);
+  const Json absent = Json::parse(row.absent);
+  for (const auto& [name, value] : absent.items())
+    if (!text.contains(name) || text.at(name).is_null()) text[name] = value;
   const Members members(text, config.where(), "text_config.");
   // Where the text model has a configuration class of its own, absent members mean other values than the family's.
   if (std::string_view(row.text_type) != family.model_type) {
@@ -558,7 +588,8 @@ ModelShape shape_beside_vision(const Members& config, const VisionFamily& row) {
   shape.architecture = text_of(row.name, kWithVision);
   shape.beside_vision = true;
   for (const char* name : {"image_token_id", "image_token_index", "video_token_id", "vision_start_token_id",
-                           "vision_end_token_id", "boi_token_index", "eoi_token_index"})
+                           "vision_end_token_id", "boi_token_index", "eoi_token_index", "image_start_token_id",
+                           "image_end_token_id", "video_start_token_id", "video_end_token_id"})
     if (config.has(name))
       shape.image_tokens.push_back(static_cast<std::int32_t>(config.integer(name, 0, std::int64_t{1} << 30)));
   return shape;

@@ -135,7 +135,7 @@ void read_rope(const Members& config, const Family& family, ModelShape& shape) {
   };
   const bool nested = full.object != nullptr || sliding.object != nullptr;
   if (family.rope_stated && whole.object == nullptr)
-    config.fail("rope_scaling", text_of("an object (absent it means yarn in ", family.name, ")"));
+    config.fail("rope_scaling", text_of("an object (absent it means a scaling in ", family.name, ")"));
   const Members of_full = members(nested ? full : whole);
   read_rotary_dim(config, of_full, family, shape);
   const double theta = config.positive("rope_theta", family.rope_theta);

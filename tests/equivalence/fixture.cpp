@@ -141,6 +141,44 @@ Json special_members(const std::string& model_type) {
             {"ssm_state_size", 7},
             {"time_step_min", 0.4}};
   if (model_type == "ministral") return {{"layer_types", {"full_attention", "sliding_attention", "sliding_attention"}}};
+  const Json grouped = {{"num_experts", nullptr}, {"n_routed_experts", 8}, {"n_shared_experts", 2},
+                        {"n_group", 4},           {"topk_group", 3},       {"routed_scaling_factor", 1.7}};
+  const Json latents = {{"num_key_value_heads", 4}, {"q_lora_rank", 10},     {"kv_lora_rank", 12},
+                        {"qk_nope_head_dim", 5},    {"qk_rope_head_dim", 6}, {"v_head_dim", 13}};
+  const Json around_full = {"sliding_attention", "full_attention", "sliding_attention"};
+  const auto with = [](Json members, const Json& more) {
+    members.update(more);
+    return members;
+  };
+  if (model_type == "glm4_moe_lite")
+    return with(with(grouped, latents), {{"mlp_layer_types", {"sparse", "dense", "sparse"}}});
+  if (model_type == "youtu") return latents;
+  if (model_type == "seed_oss") return {{"attention_dropout", 0.0}, {"residual_dropout", 0.0}};
+  if (model_type == "olmoe") return {{"intermediate_size", 12}};
+  if (model_type == "ernie4_5") return {{"use_bias", true}};
+  if (model_type == "exaone4") return {{"layer_types", around_full}};
+  if (model_type == "exaone_moe")
+    return with(grouped, {{"n_routed_experts", nullptr},
+                          {"n_shared_experts", nullptr},
+                          {"num_experts", 8},
+                          {"num_shared_experts", 2},
+                          {"mlp_layer_types", {"dense", "sparse", "sparse"}},
+                          {"layer_types", around_full}});
+  if (model_type == "dots1") return with(grouped, {{"first_k_dense_replace", 1}, {"max_window_layers", 1}});
+  if (model_type == "solar_open") return with(grouped, {{"partial_rotary_factor", 0.5}});
+  if (model_type == "granitemoe" || model_type == "granitemoeshared")
+    return {{"num_local_experts", 8},      {"num_experts", nullptr},
+            {"intermediate_size", 12},     {"embedding_multiplier", 3.0},
+            {"residual_multiplier", 0.4},  {"logits_scaling", 1.7},
+            {"attention_multiplier", 0.2}, {"shared_intermediate_size", model_type == "granitemoe" ? 0 : 20}};
+  if (model_type == "arcee") return {{"mlp_bias", true}};
+  if (model_type == "cwm")
+    return {{"rope_scaling",
+             {{"rope_type", "llama3"},
+              {"factor", 8.0},
+              {"low_freq_factor", 1.0},
+              {"high_freq_factor", 4.0},
+              {"original_max_position_embeddings", 16}}}};
   return Json::object();
 }
 

@@ -149,6 +149,49 @@ FAMILIES = {
         v_head_dim=10, n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=16, n_shared_experts=2, n_group=4,
         topk_group=3, routed_scaling_factor=1.7)),
     "starcoder2": dict(kind="Starcoder2", tied=True, sharded=False, config=dict(num_key_value_heads=2, sliding_window=7)),
+    # Latent attention and DeepSeek's router; a list says which layers are dense.
+    "glm4_moe_lite": dict(kind="Glm4MoeLite", tied=False, sharded=False, config=dict(
+        num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=14, n_routed_experts=8,
+        num_experts_per_tok=3, moe_intermediate_size=16, n_shared_experts=1, mlp_layer_types=["sparse", "dense", "sparse"])),
+    "granite_moe": dict(kind="GraniteMoe", tied=True, sharded=False, config=dict(
+        num_key_value_heads=2, intermediate_size=24, num_local_experts=6, num_experts_per_tok=2, embedding_multiplier=3.0,
+        residual_multiplier=0.4, logits_scaling=1.7, attention_multiplier=0.2)),
+    "granite_moe_shared": dict(kind="GraniteMoeShared", tied=True, sharded=False, config=dict(
+        num_key_value_heads=2, intermediate_size=24, num_local_experts=6, num_experts_per_tok=2, embedding_multiplier=3.0,
+        residual_multiplier=0.4, logits_scaling=1.7, attention_multiplier=0.2, shared_intermediate_size=28)),
+    "granite_hybrid_moe": dict(kind="GraniteMoeHybrid", tied=True, sharded=False, config=dict(
+        num_key_value_heads=2, layer_types=["linear_attention", "full_attention", "linear_attention"], num_local_experts=6,
+        num_experts_per_tok=2, intermediate_size=16, shared_intermediate_size=40, mamba_n_groups=2, mamba_n_heads=8, mamba_d_state=10,
+        mamba_expand=1, embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=1.7, attention_multiplier=0.2)),
+    "seed_oss": dict(kind="SeedOss", tied=False, sharded=True, config=dict(
+        num_key_value_heads=2, head_dim=16, attention_dropout=0.0, residual_dropout=0.0)),
+    "olmoe": dict(kind="Olmoe", tied=False, sharded=False, config=dict(
+        num_key_value_heads=2, intermediate_size=24, num_experts=8, num_experts_per_tok=3)),
+    "ernie4_5": dict(kind="Ernie4_5", tied=True, sharded=False, config=dict(num_key_value_heads=2, head_dim=16, use_bias=True)),
+    "glm": dict(kind="Glm", tied=False, sharded=False, config=dict(
+        num_key_value_heads=2, head_dim=16, rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5))),
+    "gemma": dict(kind="Gemma", tied=True, sharded=False, config=dict(num_key_value_heads=1, head_dim=16)),
+    # Layers without a window do not rotate; with no window all rotate.
+    "exaone4": dict(kind="Exaone4", tied=True, sharded=False, config=dict(
+        num_key_value_heads=2, sliding_window=7, layer_types=["sliding_attention", "full_attention", "sliding_attention"])),
+    "exaone4_full": dict(kind="Exaone4", tied=False, sharded=False, config=dict(
+        num_key_value_heads=2, sliding_window=None, layer_types=["full_attention"] * 3)),
+    "exaone_moe": dict(kind="ExaoneMoe", tied=False, sharded=False, config=dict(
+        num_key_value_heads=2, sliding_window=7, layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        mlp_layer_types=["dense", "sparse", "sparse"], num_experts=8, num_experts_per_tok=3, moe_intermediate_size=16, num_shared_experts=2,
+        n_group=4, topk_group=3, routed_scaling_factor=1.7)),
+    "dots1_moe": dict(kind="Dots1", tied=False, sharded=True, config=dict(
+        num_key_value_heads=2, sliding_window=7, max_window_layers=1, n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=16,
+        n_shared_experts=2, n_group=4, topk_group=3, routed_scaling_factor=1.7, first_k_dense_replace=1, norm_topk_prob=True)),
+    "solar_open_moe": dict(kind="SolarOpen", tied=False, sharded=False, config=dict(
+        num_key_value_heads=2, head_dim=16, n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=16, n_shared_experts=1)),
+    "arcee": dict(kind="Arcee", tied=False, sharded=False, config=dict(num_key_value_heads=2, mlp_bias=True)),
+    "cwm": dict(kind="Cwm", tied=False, sharded=False, config=dict(
+        num_key_value_heads=2, head_dim=16, sliding_window=7, layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        rope_parameters=dict(rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                             original_max_position_embeddings=64))),
+    "youtu": dict(kind="Youtu", tied=True, sharded=False, config=dict(
+        num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=14)),
 }
 # transformers has a token classifier of these that takes the configuration of the text model.
 CRITICS = [family for family, row in FAMILIES.items()

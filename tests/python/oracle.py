@@ -76,7 +76,7 @@ def router64(module, hidden):
 # Modules of transformers and what files call them, for families whose names differ.
 FILE_NAMES = {kind: {".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".down_proj.": ".w2.", ".up_proj.": ".w3."}
               for kind in ("MixtralForCausalLM", "MixtralForTokenClassification", "MixtralForSequenceClassification", "MiniMaxM2ForCausalLM")}
-FILE_NAMES["GraniteMoeHybridForCausalLM"] = {".router.weight": ".router.layer.weight"}
+FILE_NAMES.update({f"GraniteMoe{kind}ForCausalLM": {".router.weight": ".router.layer.weight"} for kind in ("Hybrid", "", "Shared")})
 
 
 def of_blocks(name, config):

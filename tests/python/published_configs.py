@@ -177,6 +177,71 @@ PUBLISHED = {
         num_experts_per_tok=2, num_key_value_heads=2, num_local_experts=6, output_router_logits=False, pad_token_id=3, rms_norm_eps=1e-05,
         rope_scaling=dict(beta_fast=32.0, beta_slow=1.0, rope_type="yarn", truncate=False, **YARN), rope_theta=150000,
         router_aux_loss_coef=0.9, sliding_window=7, swiglu_limit=7.0, tie_word_embeddings=False),
+    "glm_4_7_flash": config(
+        "Glm4MoeLiteForCausalLM", "glm4_moe_lite", attention_bias=False, attention_dropout=0.0, pad_token_id=5, eos_token_id=[2, 3, 4],
+        hidden_act="silu", first_k_dense_replace=1, moe_intermediate_size=16, n_group=1, topk_group=1, n_routed_experts=8, n_shared_experts=1,
+        norm_topk_prob=True, num_experts_per_tok=3, num_key_value_heads=4, num_nextn_predict_layers=1, partial_rotary_factor=1.0, q_lora_rank=24,
+        rms_norm_eps=1e-05, rope_scaling=None, rope_theta=1000000, routed_scaling_factor=1.8, tie_word_embeddings=False, topk_method="noaux_tc",
+        **LATENT),
+    "seed_oss_without_dropout": config(
+        "SeedOssForCausalLM", "seed_oss", attention_bias=True, attention_dropout=0.0, attention_out_bias=False, head_dim=16,
+        hidden_act="silu", mlp_bias=False, num_key_value_heads=2, pad_token_id=1, residual_dropout=0.0, rms_norm_eps=1e-06,
+        rope_scaling=dict(rope_type="default"), rope_theta=10000000.0, tie_word_embeddings=False),
+    "olmoe": config(
+        "OlmoeForCausalLM", "olmoe", attention_bias=False, attention_dropout=0.0, clip_qkv=None, hidden_act="silu", intermediate_size=24,
+        norm_topk_prob=False, num_experts=8, num_experts_per_tok=3, num_key_value_heads=4, output_router_logits=False, pad_token_id=1,
+        rms_norm_eps=1e-05, rope_scaling=None, rope_theta=10000.0, router_aux_loss_coef=0.01, tie_word_embeddings=False),
+    "ernie_4_5": config(
+        "Ernie4_5ForCausalLM", "ernie4_5", head_dim=16, hidden_act="silu", num_key_value_heads=2, pad_token_id=0, rms_norm_eps=1e-05,
+        rope_scaling=None, rope_theta=500000.0, tie_word_embeddings=True, use_bias=False),
+    "glm_4_9b": config(
+        "GlmForCausalLM", "glm", attention_bias=True, attention_dropout=0.0, eos_token_id=[2, 3, 4], head_dim=16, hidden_act="silu",
+        num_key_value_heads=2, pad_token_id=5, partial_rotary_factor=0.5, rms_norm_eps=1.5625e-07, rope_theta=10000.0,
+        tie_word_embeddings=False),
+    "gemma_2b": config(
+        "GemmaForCausalLM", "gemma", attention_bias=False, attention_dropout=0.0, head_dim=16, hidden_act="gelu", hidden_activation=None,
+        num_key_value_heads=1, pad_token_id=0, rms_norm_eps=1e-06, rope_scaling=None, rope_theta=10000.0),
+    "exaone_4_32b": config(
+        "Exaone4ForCausalLM", "exaone4", attention_dropout=0.0, hidden_act="silu", head_dim=16,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"], num_key_value_heads=2, pad_token_id=0, rms_norm_eps=1e-05,
+        rope_scaling=dict(factor=16.0, high_freq_factor=4.0, low_freq_factor=1.0, original_max_position_embeddings=64, rope_type="llama3"),
+        rope_theta=1000000, sliding_window=7, sliding_window_pattern="LLG", tie_word_embeddings=False),
+    "exaone_4_1b": config(
+        "Exaone4ForCausalLM", "exaone4", attention_dropout=0.0, hidden_act="silu", head_dim=16, layer_types=["full_attention"] * 3,
+        num_key_value_heads=2, pad_token_id=0, rms_norm_eps=1e-05, rope_scaling=dict(
+            factor=16.0, high_freq_factor=4.0, low_freq_factor=1.0, original_max_position_embeddings=64, rope_type="llama3"),
+        rope_theta=1000000, sliding_window=None, sliding_window_pattern=None, tie_word_embeddings=True),
+    "k_exaone": config(
+        "ExaoneMoeForCausalLM", "exaone_moe", attention_dropout=0.0, first_k_dense_replace=1, head_dim=16, hidden_act="silu",
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"], mlp_layer_types=["dense", "sparse", "sparse"],
+        moe_intermediate_size=16, n_group=1, norm_topk_prob=True, num_experts=8, num_experts_per_tok=3, num_key_value_heads=2,
+        num_nextn_predict_layers=1, num_shared_experts=1, pad_token_id=0, rms_norm_eps=1e-05,
+        rope_parameters=dict(rope_theta=1000000, rope_type="default"), routed_scaling_factor=2.5, scoring_func="sigmoid", sliding_window=7,
+        sliding_window_pattern="LLG", tie_word_embeddings=False, topk_group=1, topk_method="noaux_tc"),
+    "dots1": config(
+        "Dots1ForCausalLM", "dots1", attention_bias=False, attention_dropout=0.0, first_k_dense_replace=1, hidden_act="silu",
+        max_window_layers=62, moe_intermediate_size=16, moe_layer_freq=1, n_group=1, n_routed_experts=8, n_shared_experts=2, norm_topk_prob=True,
+        num_experts_per_tok=3, num_key_value_heads=4, pretraining_tp=1, rms_norm_eps=1e-05, rope_scaling=None, rope_theta=10000000,
+        routed_scaling_factor=2.5, scoring_func="noaux_tc", sliding_window=None, tie_word_embeddings=False, topk_group=1, topk_method="noaux_tc",
+        use_sliding_window=False),
+    "solar_open": config(
+        "SolarOpenForCausalLM", "solar_open", attention_bias=False, attention_dropout=0.0, first_k_dense_replace=0, head_dim=16,
+        hidden_act="silu", moe_intermediate_size=16, n_group=1, n_routed_experts=8, n_shared_experts=1, norm_topk_prob=True,
+        num_experts_per_tok=3, num_key_value_heads=2, pad_token_id=2, partial_rotary_factor=1.0, rms_norm_eps=1e-05,
+        rope_scaling=dict(type="yarn", **YARN), rope_theta=1000000, routed_scaling_factor=1.0, tie_word_embeddings=False, topk_group=1,
+        use_qk_norm=False),
+    "afm_4_5b": config(
+        "ArceeForCausalLM", "arcee", attention_bias=False, attention_dropout=0.0, head_dim=16, hidden_act="relu2", mlp_bias=False,
+        num_key_value_heads=2, rms_norm_eps=1e-05, rope_scaling=dict(beta_fast=32.0, beta_slow=1.0, mscale=1.0, rope_type="yarn", **YARN),
+        rope_theta=10000.0, tie_word_embeddings=False),
+    "cwm": config(
+        "CwmForCausalLM", "cwm", attention_dropout=0.0, head_dim=16, hidden_act="silu",
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"], mlp_bias=False, num_key_value_heads=2, rms_norm_eps=1e-05,
+        rope_scaling=dict(factor=16.0, high_freq_factor=4.0, low_freq_factor=1.0, original_max_position_embeddings=64, rope_type="llama3"),
+        rope_theta=1000000.0, sliding_window=7, tie_word_embeddings=False),
+    "youtu_2b": config(
+        "YoutuForCausalLM", "youtu", attention_bias=False, attention_dropout=0.0, hidden_act="silu", num_key_value_heads=4, q_lora_rank=24,
+        rms_norm_eps=1e-06, rope_interleave=True, rope_scaling=None, rope_theta=1600000.0, tie_word_embeddings=True, **LATENT),
     "bamba": config(
         "BambaForCausalLM", "bamba", attention_bias=False, attention_dropout=0.0, attn_layer_indices=[1], attn_rotary_emb=6, hidden_act="silu",
         mamba_chunk_size=16, mamba_conv_bias=True, mamba_d_conv=4, mamba_d_head=12, mamba_d_state=10, mamba_expand=2, mamba_n_groups=1,
@@ -200,6 +265,13 @@ PUBLISHED = {
         time_step_limit=[0.0, {"__float__": "Infinity"}], time_step_max=0.1, time_step_min=0.001, time_step_rank=256, use_bias=False,
         use_conv_bias=True, use_mamba_kernels=True),
 }
+PUBLISHED["granite_4_h_tiny"] = {**PUBLISHED["granite_4_h_micro"], "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 16}
+GRANITE = dict(
+    attention_bias=False, attention_dropout=0.0, attention_multiplier=0.2, embedding_multiplier=12.0, hidden_act="silu", intermediate_size=16,
+    logits_scaling=6.0, num_experts_per_tok=2, num_key_value_heads=2, num_local_experts=6, output_router_logits=False, pad_token_id=0,
+    residual_multiplier=0.22, rms_norm_eps=1e-06, rope_scaling=None, rope_theta=1500000.0, router_aux_loss_coef=0.0, tie_word_embeddings=True)
+PUBLISHED["granite_3_1_1b_a400m"] = config("GraniteMoeForCausalLM", "granitemoe", **GRANITE)
+PUBLISHED["power_moe_shared"] = config("GraniteMoeSharedForCausalLM", "granitemoeshared", **GRANITE, shared_intermediate_size=28)
 PUBLISHED["nemotron_3_nano"] = {
     **PUBLISHED["nemotron_h_8b"], "hybrid_override_pattern": "MEM*E", "num_hidden_layers": 5, "moe_intermediate_size": 16,
     "moe_shared_expert_intermediate_size": 28, "n_group": 1, "n_routed_experts": 8, "n_shared_experts": 1, "norm_eps": 1e-05,
@@ -216,11 +288,14 @@ REFUSED = {
                   ["quantization_config", "awq"]),
     "starcoder2_3b": ({**PUBLISHED["starcoder2_15b"], "attention_dropout": 0.1, "residual_dropout": 0.1, "embedding_dropout": 0.1},
                       ["attention_dropout", "set attention_dropout to 0"]),
+    "seed_oss": ({**PUBLISHED["seed_oss_without_dropout"], "attention_dropout": 0.1, "residual_dropout": 0.1},
+                 ["attention_dropout", "set attention_dropout to 0"]),
+    "seed_oss_silent": ({name: value for name, value in PUBLISHED["seed_oss_without_dropout"].items() if name != "residual_dropout"},
+                        ["no residual_dropout, which means 0.1", "set residual_dropout to 0"]),
+    "olmoe_clipped": ({**PUBLISHED["olmoe"], "clip_qkv": 8.0}, ["clip_qkv", "espalier.hf"]),
     "granite_3_0": ({**PUBLISHED["granite_3_3"], "attention_dropout": 0.1}, ["attention_dropout", "set attention_dropout to 0"]),
     "deepseek_experts_in_some_layers": ({**PUBLISHED["deepseek_v2_lite"], "moe_layer_freq": 2}, ["moe_layer_freq"]),
     "nemotron_3_with_latents": ({**PUBLISHED["nemotron_3_nano"], "moe_latent_size": 20}, ["moe_latent_size", "espalier.hf"]),
     "nemotron_without_a_mixer": ({**PUBLISHED["nemotron_h_8b"], "hybrid_override_pattern": "M--"}, ["hybrid_override_pattern", "espalier.hf"]),
-    "granite_4_h_tiny": ({**PUBLISHED["granite_4_h_micro"], "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 16},
-                         ["residual_multiplier", "espalier.hf"]),
     "minimax_m2_shared_expert": ({**PUBLISHED["minimax_m2_in_bfloat16"], "shared_intermediate_size": 16}, ["shared_intermediate_size"]),
 }

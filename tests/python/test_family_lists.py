@@ -11,7 +11,7 @@ README = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
 ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in
         (ROOT / "docs/families.md").read_text().split("<!-- families -->\n")[1].split("<!-- end -->")[0].splitlines()[2:]]
 TOWERS = {"Gemma3": "Gemma 3", "Qwen3_5": "Qwen3.5", "Qwen3_5Moe": "Qwen3.5-MoE", "Mistral3": "Mistral 3", "Qwen3VL": "Qwen3-VL",
-          "Qwen2_5_VL": "Qwen2.5-VL", "Qwen2VL": "Qwen2-VL"}
+          "Glm4v": "GLM-4.1V", "Glm4vMoe": "GLM-4.5V", "Qwen2_5_VL": "Qwen2.5-VL", "Qwen2VL": "Qwen2-VL"}
 
 
 def named_in_readme(before, behind):
@@ -28,7 +28,7 @@ def test_readme_names_the_families_of_the_page():
 
 def test_readme_names_the_models_with_a_tower():
     rows = TABLE.split("kVisionFamilies[] = {")[1].split("};")[0]
-    assert named_in_readme("; - or the text model of ", ", whose vision tower") == [TOWERS[name] for name in dict.fromkeys(re.findall(r'\{"(\w+)"', rows))]
+    assert named_in_readme("; - or the text model of ", ", whose vision tower") == [TOWERS[name] for name in dict.fromkeys(re.findall(r'\{"(\w+)", "', rows))]
 
 
 def test_every_family_has_a_published_config():

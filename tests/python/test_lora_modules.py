@@ -19,7 +19,7 @@ peft = pytest.importorskip("peft")
 # Names of linear layers that peft 0.21 takes for those of experts in families that have some: their weights are target_parameters.
 TAKEN_FOR_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj"}
 # Halves of blocks, and matrices that files stack.
-WITHOUT_ADAPTERS = ["granite_hybrid", "nemotron_h", "nemotron_h_moe"]
+WITHOUT_ADAPTERS = ["granite_hybrid", "granite_hybrid_moe", "granite_moe", "granite_moe_shared", "nemotron_h", "nemotron_h_moe"]
 ADAPTED = [family for family in FAMILIES if family not in WITHOUT_ADAPTERS]
 UNTIED = [family for family in FAMILIES if not FAMILIES[family]["tied"]]
 
@@ -28,7 +28,8 @@ def every_target(base):
     """target_modules and target_parameters of all modules of the model that the program can adapt."""
     model = transformers.AutoModelForCausalLM.from_pretrained(base)
     modules, parameters = ["lm_head"], []
-    by_parameter = TAKEN_FOR_EXPERTS if model.config.model_type.endswith(("moe", "next")) or "deepseek" in model.config.model_type else ()
+    kind = model.config.model_type
+    by_parameter = TAKEN_FOR_EXPERTS if kind.endswith(("moe", "next", "moe_lite")) or kind.startswith(("deepseek", "dots1", "solar_open")) else ()
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and name != "lm_head":
             parameters.append(name + ".weight") if name.rpartition(".")[2] in by_parameter else modules.append(name)

@@ -16,7 +16,9 @@ SEED = 53
 SIGLIP = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)
 QWEN = dict(hidden_size=16, depth=1, num_heads=2, intermediate_size=16, patch_size=4, num_position_embeddings=16, out_hidden_size=48,
             fullatt_block_indexes=[0], deepstack_visual_indexes=[0])
-# The text model's family in make_model.py, the tower, and where the tokens of images are named otherwise, their names.
+GLM = dict(QWEN, out_hidden_size=64, image_size=8)
+GLM_IMAGE = dict(image_token_id=96, video_token_id=95, image_start_token_id=94, image_end_token_id=93, video_start_token_id=92, video_end_token_id=91)
+# The text model's family in make_model.py, what it has otherwise, the tower, and where the tokens of images are named otherwise, their names.
 MODELS = {
     "Gemma3": dict(text="gemma3", vision=SIGLIP, image=dict(image_token_index=96, boi_token_index=94, eoi_token_index=95)),
     "Qwen3_5": dict(text="qwen3_5", vision=QWEN),
@@ -24,6 +26,8 @@ MODELS = {
     "Mistral3": dict(text="mistral", vision=SIGLIP, image=dict(image_token_index=96)),
     "Qwen3VL": dict(text="qwen3_tied", vision=QWEN, rope=dict(mrope_section=[2, 3, 3], mrope_interleaved=True)),
     "Qwen2_5_VL": dict(text="qwen2_untied", vision=QWEN, rope=dict(mrope_section=[2, 2, 2])),
+    "Glm4v": dict(text="glm4", more=dict(hidden_size=64), vision=GLM, rope=dict(mrope_section=[1, 1, 2]), image=GLM_IMAGE),
+    "Glm4vMoe": dict(text="glm4_moe", more=dict(hidden_size=64, use_qk_norm=False), vision=GLM, rope=dict(mrope_section=[1, 1, 2]), image=GLM_IMAGE),
 }
 
 
@@ -35,19 +39,19 @@ def tensors(directory):
 def directories(request, tmp_path_factory):
     """(name, directory of the whole model, directory of its text model on its own)."""
     row, folder = MODELS[request.param], tmp_path_factory.mktemp(request.param)
-    text = make_model(row["text"], folder / "text")
+    kind, text = request.param.split()[0], make_model(row["text"], folder / "text", **row.get("more", {}))
     alone = transformers.AutoModelForCausalLM.from_pretrained(text)
     members = json.loads((text / "config.json").read_text())
     members = {name: value for name, value in members.items() if name not in ("architectures", "model_type", "transformers_version")}
     if "rope" in row:
         members["rope_parameters"] = {**members["rope_parameters"], **row["rope"]}
-    if request.param == "Mistral3":
-        members["model_type"] = "mistral"
-    config = getattr(transformers, request.param + "Config")(
+    if kind == "Mistral3":
+        members["model_type"] = row["text"]
+    config = getattr(transformers, kind + "Config")(
         text_config=members, vision_config=row["vision"], tie_word_embeddings=FAMILIES[row["text"]]["tied"],
         **row.get("image", dict(image_token_id=96, video_token_id=95, vision_start_token_id=94, vision_end_token_id=93)))
     torch.manual_seed(SEED)
-    whole = getattr(transformers, request.param + "ForConditionalGeneration")(config).float()
+    whole = getattr(transformers, kind + "ForConditionalGeneration")(config).float()
     whole.model.language_model.load_state_dict(alone.model.state_dict())
     whole.lm_head.load_state_dict(alone.lm_head.state_dict())
     whole.save_pretrained(folder / "whole", **({"max_shard_size": "60KB"} if request.param == "Qwen3VL" else {}))
@@ -130,8 +134,8 @@ def test_sampling_and_adapters(directories, espalier, tmp_path):
 def test_a_text_model_of_another_type_is_refused_by_name(directories, espalier, tmp_path):
     name, whole, _ = directories
     config = json.loads((whole / "config.json").read_text())
-    config["text_config"]["model_type"] = "ministral3"
+    config["text_config"]["model_type"] = "mamba"
     (tmp_path / "m").mkdir()
     (tmp_path / "m/config.json").write_text(json.dumps(config))
     done = espalier("plan", "--model", tmp_path / "m", "--rollouts", write_records(make_rollouts(SEED), tmp_path / "r.jsonl"), expect=4)
-    assert "ministral3" in done.stderr and "a text model of type" in done.stderr, name
+    assert "'mamba'" in done.stderr and "a text model of type" in done.stderr, name
