@@ -135,6 +135,8 @@ void append_further(const ModelShape& s, std::ostream& out) {
   number("attention_scale", s.attention.scale, 0);
   number("attention_cap", s.attention.soft_cap, 0);
   number("rotary", static_cast<double>(s.attention.rotary), 0);
+  number("query_growth", s.attention.query_growth, 0);
+  number("growth_length", static_cast<double>(s.attention.growth_length), 0);
   number("interleaved", s.attention.interleaved, 0);
   number("wide_norm", s.attention.wide_norm, 0);
   number("norm", static_cast<int>(s.norm), 0);

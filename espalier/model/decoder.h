@@ -56,11 +56,13 @@ class Decoder {
 
  private:
   const RotaryTables& rotary(std::int64_t layer) const;
+  const RotaryTables& query_rotary(std::int64_t layer) const;
 
   LocalShape local_;
   ModelShape shape_;  // this rank's part: local_.own()
   ModelViews weights_;
   RotaryTables rotary_, window_rotary_, no_rotary_;
+  RotaryTables query_rotary_;  // of queries alone, where their factor grows with the position
   Device& device_;
   const Mesh& mesh_;
   Guest* gathering_;

@@ -26,6 +26,7 @@ Rotation rotation(const LayerContext& c, const at::Tensor& position_R, const at:
 }
 Rotation rotation_of_queries(const LayerContext& c) {
   Rotation queries = rotation(c, c.narrow ? c.input.output_position_O : c.input.position_T, c.weights.q_norm_D);
+  queries.tables = c.query_rotary;
   queries.first = c.shape.latent.plain;
   return queries;
 }

@@ -47,7 +47,8 @@ struct RouterPenalties {
 struct LayerContext {
   const ModelShape& shape;  // this rank's part: LocalShape::own()
   const LayerViews& weights;
-  const RotaryTables& rotary;  // for this layer's kind
+  const RotaryTables& rotary;        // for this layer's kind
+  const RotaryTables& query_rotary;  // the same, or that of queries alone
   const ModelInput& input;
   KvSource& kv;
   std::int64_t layer;

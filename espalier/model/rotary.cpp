@@ -91,4 +91,10 @@ RotaryTables make_rotary_tables(const Rope& rope, std::int64_t rotary_dim, std::
   return {cosines * factor, sines * factor};
 }
 
+RotaryTables growing_tables(const RotaryTables& tables, double growth, std::int64_t length) {
+  const at::Tensor position = at::arange(tables.positions(), tables.cos.options());
+  const at::Tensor factor = (1 + growth * (1 + (position / static_cast<double>(length)).floor()).log()).unsqueeze(1);
+  return {tables.cos * factor, tables.sin * factor};
+}
+
 }  // namespace espalier

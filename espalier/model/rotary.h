@@ -24,4 +24,8 @@ namespace espalier {
 RotaryTables make_rotary_tables(const Rope& rope, std::int64_t rotary_dim, std::int64_t positions,
                                 at::ScalarType accumulator);
 
+// The tables of queries whose factor grows with the position (AttentionShape::query_growth): row p of cos and sin times
+// 1 + growth log(1 + floor(p / length)).
+RotaryTables growing_tables(const RotaryTables& tables, double growth, std::int64_t length);
+
 }  // namespace espalier

@@ -112,7 +112,8 @@ struct Family {
   bool partial_rotary = false;  // partial_rotary_factor is read; other families rotate whole heads
   double rotary = 1;            // of an absent one
   bool interleaved = false;
-  bool rope_stated = false;  // members of the rotation must be there: absent they mean a scaling, not none
+  bool query_growth = false;  // llama_4_scaling_beta is read
+  bool rope_stated = false;   // members of the rotation must be there: absent they mean a scaling, not none
   WindowRope window_rope = {};
   bool unrotated_layers = false;  // no_rope_layers is read
 

@@ -49,6 +49,9 @@ struct AttentionShape {
   bool wide_norm = false;    // qk_norm is over all heads of a row, not over each head
   bool sinks = false;        // a trained logit per head joins each row's softmax; it has no value
   bool output_gate = false;  // q_proj gives query and gate [2 D] per head; attended values times sigmoid(gate)
+  // Rotated queries of position p are multiplied by 1 + query_growth log(1 + floor(p / growth_length)) (Ministral 3).
+  double query_growth = 0;
+  std::int64_t growth_length = 0;
 };
 
 // Latent attention (DeepSeek-V2, DeepSeek-V3): rows are projected to a narrow latent, its norm to heads. A head of

@@ -149,6 +149,11 @@ void read_rope(const Members& config, const Family& family, ModelShape& shape) {
     const double mscale = mscale_of(of_full.positive("factor", 1), of_full.positive("mscale_all_dim", 1));
     shape.attention.scale = mscale * mscale / std::sqrt(static_cast<double>(shape.head_dim));
   }
+  if (family.query_growth) {
+    if (!of_full.has("llama_4_scaling_beta")) of_full.fail("llama_4_scaling_beta", "a number above 0");
+    shape.attention.query_growth = of_full.positive("llama_4_scaling_beta", 1);
+    shape.attention.growth_length = of_full.integer("original_max_position_embeddings", 1, 1 << 30);
+  }
   if (!family.window_rope.own) return;
   shape.has_window_rope = true;
   shape.window_rope = read_one(config, members(sliding), true,

@@ -166,6 +166,10 @@ Json special_members(const std::string& model_type) {
                           {"layer_types", around_full}});
   if (model_type == "dots1") return with(grouped, {{"first_k_dense_replace", 1}, {"max_window_layers", 1}});
   if (model_type == "solar_open") return with(grouped, {{"partial_rotary_factor", 0.5}});
+  if (model_type == "ministral3")
+    return {
+        {"rope_parameters",
+         {{"type", "yarn"}, {"factor", 4.0}, {"original_max_position_embeddings", 6}, {"llama_4_scaling_beta", 0.4}}}};
   if (model_type == "granitemoe" || model_type == "granitemoeshared")
     return {{"num_local_experts", 8},      {"num_experts", nullptr},
             {"intermediate_size", 12},     {"embedding_multiplier", 3.0},

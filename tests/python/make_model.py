@@ -153,6 +153,11 @@ FAMILIES = {
     "glm4_moe_lite": dict(kind="Glm4MoeLite", tied=False, sharded=False, config=dict(
         num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=14, n_routed_experts=8,
         num_experts_per_tok=3, moe_intermediate_size=16, n_shared_experts=1, mlp_layer_types=["sparse", "dense", "sparse"])),
+    # Queries grow every 8 positions.
+    "ministral3": dict(kind="Ministral3", tied=False, sharded=False, config=dict(
+        num_key_value_heads=2, head_dim=16, rope_parameters=dict(
+            rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=8, beta_fast=8.0, beta_slow=1.0, mscale=1.0,
+            mscale_all_dim=1.0, llama_4_scaling_beta=0.4))),
     "granite_moe": dict(kind="GraniteMoe", tied=True, sharded=False, config=dict(
         num_key_value_heads=2, intermediate_size=24, num_local_experts=6, num_experts_per_tok=2, embedding_multiplier=3.0,
         residual_multiplier=0.4, logits_scaling=1.7, attention_multiplier=0.2)),

@@ -272,6 +272,11 @@ GRANITE = dict(
     residual_multiplier=0.22, rms_norm_eps=1e-06, rope_scaling=None, rope_theta=1500000.0, router_aux_loss_coef=0.0, tie_word_embeddings=True)
 PUBLISHED["granite_3_1_1b_a400m"] = config("GraniteMoeForCausalLM", "granitemoe", **GRANITE)
 PUBLISHED["power_moe_shared"] = config("GraniteMoeSharedForCausalLM", "granitemoeshared", **GRANITE, shared_intermediate_size=28)
+PUBLISHED["ministral_3_text"] = config(
+    "Ministral3ForCausalLM", "ministral3", attention_dropout=0.0, head_dim=16, hidden_act="silu", num_key_value_heads=2, rms_norm_eps=1e-05,
+    rope_parameters=dict(beta_fast=32.0, beta_slow=1.0, factor=16.0, llama_4_scaling_beta=0.1, mscale=1.0, mscale_all_dim=1.0,
+                         original_max_position_embeddings=16, rope_theta=1000000.0, rope_type="yarn", type="yarn"),
+    sliding_window=None, tie_word_embeddings=False)
 PUBLISHED["nemotron_3_nano"] = {
     **PUBLISHED["nemotron_h_8b"], "hybrid_override_pattern": "MEM*E", "num_hidden_layers": 5, "moe_intermediate_size": 16,
     "moe_shared_expert_intermediate_size": 28, "n_group": 1, "n_routed_experts": 8, "n_shared_experts": 1, "norm_eps": 1e-05,

@@ -26,6 +26,7 @@ MODELS = {
     "Mistral3": dict(text="mistral", vision=SIGLIP, image=dict(image_token_index=96)),
     "Qwen3VL": dict(text="qwen3_tied", vision=QWEN, rope=dict(mrope_section=[2, 3, 3], mrope_interleaved=True)),
     "Qwen2_5_VL": dict(text="qwen2_untied", vision=QWEN, rope=dict(mrope_section=[2, 2, 2])),
+    "Mistral3 with ministral3": dict(text="ministral3", vision=SIGLIP, image=dict(image_token_index=96)),
     "Glm4v": dict(text="glm4", more=dict(hidden_size=64), vision=GLM, rope=dict(mrope_section=[1, 1, 2]), image=GLM_IMAGE),
     "Glm4vMoe": dict(text="glm4_moe", more=dict(hidden_size=64, use_qk_norm=False), vision=GLM, rope=dict(mrope_section=[1, 1, 2]), image=GLM_IMAGE),
 }

@@ -325,6 +325,10 @@ Tensor hidden_rows(const ModelShape& shape, const Weights& w, const Rollout& rol
     } else {
       q = heads("q_proj", "q_norm", H), k = heads("k_proj", "k_norm", J), v = heads("v_proj", nullptr, J);
       if (shape.rotates(l)) q = rotate(shape, q, cos, sin), k = rotate(shape, k, cos, sin);
+      if (const AttentionShape& s = shape.attention; s.query_growth > 0) {
+        const Tensor cell = (at::arange(n, x.options()) / static_cast<double>(s.growth_length)).floor();
+        q = q * (1 + s.query_growth * (1 + cell).log()).view({n, 1, 1});
+      }
     }
     q = q.transpose(0, 1);
     k = k.repeat_interleave(H / J, 1).transpose(0, 1);
