@@ -2,7 +2,8 @@
 
     tools/python bench/gpu_counts.py [--write]
 
-Attention: operations that launch work in one layer, forward and backward. A step: how often the host waits, and bytes beside the weights at most,
+Attention: operations that launch work in one layer, forward and backward. A layer: the same with transformers' own, of a whole group in one call.
+A step: how often the host waits, and bytes beside the weights at most,
 gradients included, with each trunk_state. Nothing here is a time. `--write` updates docs/python.md; test_hf_counts.py compares.
 """
 
@@ -15,7 +16,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests/python"), str(ROOT / "python")]
 from espalier.hf.visibility import Rule
-from hf_counts import attention_operations, rollouts, step
+from hf_counts import attention_operations, layer_operations, rollouts, step
 
 N = (1, 8, 32, 128)
 LAYERS, PROMPT, RESPONSE = 4, 4096, 512
@@ -29,6 +30,7 @@ def rows():
     """(what, a value for each N)"""
     for name, how in ATTENTION.items():
         yield f"attention of a layer, {name}: operations", [attention_operations(n, **how).launched for n in N]
+    yield "a layer of Llama, bfloat16: operations", [layer_operations(n) for n in N]
     steps = {state: [step(rollouts(n, PROMPT, RESPONSE), trunk_state=state, **SHAPE) for n in N] for state in ("keep", "recompute", "offload")}
     kept = steps["keep"]
     yield "waves of a step", [one.waves for one in kept]

@@ -134,6 +134,12 @@ def step(records, family="Llama", dtype=torch.bfloat16, trunk_state="keep", wave
         return Step(counted, live, executors)
 
 
+def layer_operations(responses, family="Llama"):
+    """A whole layer, forward and backward, of a group in one call. Of more than 90 responses some begin with the same token."""
+    two, three = (step(rollouts(responses), family, wave_tokens=1 << 20, num_hidden_layers=layers).launched for layers in (2, 3))
+    return three - two
+
+
 def attention_operations(responses, dtype=torch.bfloat16, rule=None, heads=(8, 2), sizes=(64, 64), prompt=100, by_blocks=False):
     """Attention of one layer, forward and backward, over responses of different lengths below one trunk."""
     lengths = [20 + i for i in range(responses)]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import hf_layers
-from hf_counts import Counted, attention_operations
+from hf_counts import Counted, attention_operations, layer_operations
 from hf_models import all_float64, batch, dense_step, gradients, loss_of, make, worst
 
 hf = pytest.importorskip("espalier.hf")
@@ -71,26 +71,33 @@ def padded_rows(longest):
     return -(-longest // 32) * 32
 
 
+def expect_mask(ends_q, ends_k, mask):
+    """0: none; 1: causal from the first row and key on; 2: from the last ones back."""
+    assert mask in ((0,) if ends_q is None else (0, 1, 2)) and (mask != 1 or torch.equal(ends_q, ends_k))
+
+
 def efficient_forward(q, k, v, ends_q, ends_k, longest_q, longest_k, mask, scale):
     """As the memory-efficient kernel: a batch of one, equal heads, lse [runs, H, rows up to whole warps] filled with infinity."""
-    assert len(q) == len(k) == len(v) == 1 and q.shape[2] == k.shape[2] == v.shape[2] and mask == (ends_q is not None)
+    assert len(q) == len(k) == len(v) == 1 and q.shape[2] == k.shape[2] == v.shape[2]
+    expect_mask(ends_q, ends_k, mask)
     if ends_q is None:
         longest_q, longest_k = q.shape[1], k.shape[1]
     out, lse = plain_forward(q[0], k[0], v[0], *(torch.tensor([0, n]) if ends is None else ends for ends, n in ((ends_q, longest_q), (ends_k, longest_k))),
-                             longest_q, longest_k, mask == 1, scale)
+                             longest_q, longest_k, mask > 0, scale)
     rows = [rows for rows, _ in sequences(q[0], k[0], ends_q, ends_k)]
     return out[None], torch.stack([torch.nn.functional.pad(lse[:, at], (0, padded_rows(longest_q) - (at.stop - at.start)), value=float("inf")) for at in rows])
 
 
 def efficient_backward(go, q, k, v, out, lse, ends_q, ends_k, longest_q, longest_k, mask, scale):
-    assert q.shape[2] == k.shape[2] and lse.is_contiguous() and mask == (ends_q is not None)
+    assert q.shape[2] == k.shape[2] and lse.is_contiguous()
+    expect_mask(ends_q, ends_k, mask)
     rows = [rows for rows, _ in sequences(q[0], k[0], ends_q, ends_k)]
     assert lse.shape == (len(rows), q.shape[2], padded_rows(longest_q))
     for at, own in zip(rows, lse):
         assert (own[:, at.stop - at.start:] == float("inf")).all()
     lse = torch.cat([own[:, :at.stop - at.start] for at, own in zip(rows, lse)], 1)
     ends = [torch.tensor([0, n]) if ends is None else ends for ends, n in ((ends_q, longest_q), (ends_k, longest_k))]
-    return [x[None] for x in plain_backward(go[0], q[0], k[0], v[0], out[0], lse, *ends, longest_q, longest_k, mask == 1, scale)]
+    return [x[None] for x in plain_backward(go[0], q[0], k[0], v[0], out[0], lse, *ends, longest_q, longest_k, mask > 0, scale)]
 
 
 @pytest.fixture(params=["flash", "efficient"])
@@ -142,6 +149,54 @@ def test_a_merge_left_out_is_noticed(calls, monkeypatch):
     monkeypatch.setattr(rows_by_calls, "_merge", lambda *operands: None)
     with pytest.raises(hf.Unsupported, match="logits of shared rows that differ"):
         hf.phased_step(make("Qwen3"), rollouts, loss_of(rollouts), schedule="shared")
+
+
+# ---- forks ----
+
+def forked():
+    """A group with forks at three depths, and one whose responses begin alike."""
+    generator = torch.Generator().manual_seed(4)
+    draw = lambda n: torch.randint(3, 97, (n,), generator=generator).tolist()
+    prompt, out = draw(30), []
+    for _ in range(3):
+        first = draw(4)
+        for _ in range(2):
+            second = first + draw(3)
+            out += [dict(prompt_ids=prompt, response_ids=second + draw(5 + i)) for i in range(2)]
+    other, begin = draw(9), draw(2)
+    return out + [dict(prompt_ids=other, response_ids=begin + draw(n)) for n in (3, 8)]
+
+
+@pytest.mark.parametrize("wave_tokens", [4096, 60, 25])
+@pytest.mark.parametrize("copies", [0, 40, None, 10 ** 9])
+def test_forks_have_the_gradient_of_the_dense_step(copies, wave_tokens, calls, monkeypatch):
+    """Keys above a fork copied for all runs below, or a call for each level of forks, or both. 40: the rows of the deepest forks alone."""
+    chosen = rows_by_calls._chosen
+    monkeypatch.setattr(rows_by_calls, "_chosen", lambda forks, most: chosen(forks, most if copies is None else copies))
+    model, rollouts = make("Qwen3"), forked()
+    loss = loss_of(rollouts)
+    with all_float64():
+        dense_step(model, rollouts, loss)
+        wanted = gradients(model)
+        hf.phased_step(model, rollouts, loss, schedule="shared", wave_tokens=wave_tokens)
+        assert worst(gradients(model), wanted)[0] <= 1e-10
+
+
+@pytest.mark.parametrize("forks", [3, 300])
+@pytest.mark.parametrize("copies,levels", [(0, 3), (12, 2), (36, 1), (10 ** 4, 0)])
+def test_a_call_for_each_level_of_forks_whatever_their_number(forks, copies, levels, monkeypatch):
+    """A prompt of 30 rows, below it forks of 4 rows with six runs below, and below each of these two of 3 rows with two runs each."""
+    runs, at = [(0, 30, 30 + forks * 30)], 30
+    for _ in range(forks):
+        runs.append((at, 4, at + 30))
+        for begin in (at + 4, at + 17):
+            runs += [(begin, 3, begin + 13), (begin + 3, 5, begin + 8), (begin + 8, 5, begin + 13)]
+        at += 30
+    chosen = rows_by_calls._chosen
+    cheap, rest = chosen(rows_by_calls._forks(runs), at)
+    assert sum(fork.copies for fork in cheap) <= at and rest[0].copies == 30 * 7 * forks
+    monkeypatch.setattr(rows_by_calls, "_chosen", lambda forks_, most: chosen(forks_, copies * forks))
+    assert rows_by_calls.count(runs, 2) == 1 + 2 + levels
 
 
 # ---- windows and chunks ----
@@ -209,6 +264,13 @@ def test_attention_takes_as_many_operations_whatever_the_number_of_responses(kin
     assert all(abs(counted.launched - one.launched) <= 2 for counted in more)  # copies of what lies in order already if there is one
     assert one.launched <= AT_MOST[kind]
     assert not any(counted.waits for counted in (one, *more))
+
+
+def test_a_layer_takes_as_many_operations_whatever_the_number_of_responses():
+    """105 are transformers' own. A group's prompt is one more call each way, merged: 15. Responses that begin alike, 38 pairs of 128: keys and values
+    gathered for both directions, and gradients added up."""
+    alone, *more = (layer_operations(responses) for responses in (1, 8, 32, 128))
+    assert alone <= 110 and more[0] == more[1] <= alone + 15 and more[2] <= more[1] + 12
 
 
 def test_block_by_block_it_takes_more():

@@ -15,7 +15,7 @@ from espalier.hf import rows_by_calls
 from espalier.hf.rows_by_calls import count  # noqa: F401  part of the interface
 from espalier.hf.transfer import to_device
 
-_CAUSAL, _EVERYTHING = 1, 0  # the kernel's names for masks
+_EVERYTHING, _CAUSAL, _CAUSAL_AT_THE_END = 0, 1, 2  # the kernel's names for masks; the last one: the last row stands at the last key
 _WARP = 32
 
 
@@ -28,12 +28,13 @@ def serves(q, v=None):
 
 
 def attend(q, k, v, runs, scale):
-    """out [T, H, E] and lse [H, T] (float32): each run sees itself causally; without `runs` every row sees every key."""
+    """out [T, H, E] and lse [H, T] (float32): the rows of a run see its keys causally or all of them; without `runs` every row sees every key."""
     (t, h, _), j = q.shape, k.shape[1]
     if runs is None:
         out, lse = _forward(_folded(q, j), k[None], v[None], None, None, None, None, _EVERYTHING, scale)
         return _unfolded(out, h), lse[0, :, :t * h // j].reshape(h, t)
-    out, lse = _forward(q[None], *(_repeated(x, h)[None] for x in (k, v)), runs.ends, runs.ends, runs.longest, runs.longest, _CAUSAL, scale)
+    out, lse = _forward(q[None], *(_repeated(x, h)[None] for x in (k, v)), runs.ends, runs.ends_of_keys, runs.longest, runs.longest_keys, _mask(runs),
+                        scale)
     return out[0], lse.transpose(0, 1).flatten(1).index_select(1, _slots(runs))
 
 
@@ -47,9 +48,15 @@ def attend_backward(go, q, k, v, out, lse, runs, scale):
         return _unfolded(dq, h), dk[0], dv[0]
     padded = lse.new_full((h, len(runs.lengths) * _padded(runs)), float("inf")).index_copy(1, _slots(runs), lse)
     padded = padded.unflatten(1, (len(runs.lengths), -1)).transpose(0, 1).contiguous()
-    dq, dk, dv = _backward(go[None], q[None], *(_repeated(x, h)[None] for x in (k, v)), out[None], padded, runs.ends, runs.ends, runs.longest,
-                           runs.longest, _CAUSAL, scale)
+    dq, dk, dv = _backward(go[None], q[None], *(_repeated(x, h)[None] for x in (k, v)), out[None], padded, runs.ends, runs.ends_of_keys, runs.longest,
+                           runs.longest_keys, _mask(runs), scale)
     return dq[0], *(x[0] if h == j else x[0].unflatten(1, (j, -1)).sum(2) for x in (dk, dv))
+
+
+def _mask(runs):
+    if not runs.causal:
+        return _EVERYTHING
+    return _CAUSAL_AT_THE_END if runs.see_others else _CAUSAL
 
 
 def _folded(x, j):

@@ -30,9 +30,10 @@ def takes_windows():
 
 def attend(q, k, v, runs, scale, window=0):
     """out [T, H, D] and lse [H, T] (float32): the rows of a run see its keys causally, where the last row sees the last key, and with a window no more
-    than so many of them, the row's own included; without `runs` every row sees every key."""
+    than so many of them, the row's own included, or all of them; without `runs` every row sees every key."""
     if runs is not None:
-        return _forward(q, k, v, runs.ends, runs.ends_of_keys, runs.longest, runs.longest_keys, not window, scale, **_window(window))
+        causal = runs.causal and not window
+        return _forward(q, k, v, runs.ends, runs.ends_of_keys, runs.longest, runs.longest_keys, causal, scale, **_window(window))
     out, lse = _forward(q[None], k[None], v[None], None, None, len(q), len(k), False, scale)
     return out[0], lse[0]
 
@@ -40,7 +41,8 @@ def attend(q, k, v, runs, scale, window=0):
 def attend_backward(go, q, k, v, out, lse, runs, scale, window=0):
     """dq, dk and dv of the same."""
     if runs is not None:
-        return _backward(go, q, k, v, out, lse, runs.ends, runs.ends_of_keys, runs.longest, runs.longest_keys, not window, scale, **_window(window))
+        causal = runs.causal and not window
+        return _backward(go, q, k, v, out, lse, runs.ends, runs.ends_of_keys, runs.longest, runs.longest_keys, causal, scale, **_window(window))
     batch = [x[None] for x in (go, q, k, v, out, lse)]
     return [x[0] for x in _backward(*batch, None, None, len(q), len(k), False, scale)]
 
