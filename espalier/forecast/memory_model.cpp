@@ -24,8 +24,9 @@ constexpr std::int64_t kMostPackedBytes64 = 15 << 20, kPackedBytes64 = 5 << 20, 
 constexpr std::int64_t kWidenedPanelBytes = 12 << 20;  // ops/cpu/widened_products.cpp
 constexpr std::int64_t kMostAttentionBytes = 3 << 20, kMostPathAttentionBytes = 17 << 18,
                        kAttentionNumbers = 12;  // for an element of a query
-// Numbers of an item on the host and in its control block (execute/item_input.h): id, position and subtree end of a row;
-// row, position, temperature, target and edge of an output. The head's sums of one block (objective/fused_head.cpp).
+// Numbers of an item on the host and in its control block (execute/item_input.h): id, position and subtree end of a
+// row; row, position, temperature, target and edge of an output. The head's sums of one block
+// (objective/fused_head.cpp).
 constexpr std::int64_t kNumberBytesPerRow = 2 * 12, kNumberBytesPerOutput = 72, kHeadSumBytes = 256 * 56;
 constexpr std::int64_t kStateBlockRows = 64;  // ops/cpu/delta_rule_ranges.h
 // Of experts: a slot's place among those sorted, and its choice in every layer (model/expert_mlp.cpp).
