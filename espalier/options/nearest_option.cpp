@@ -68,6 +68,7 @@ const std::map<std::string, std::vector<std::string>>& names_elsewhere() {
       {"logging-freq", {"logging-steps", "log-interval", "log-freq"}},
       {"report-to", {"logger", "loggers", "tracker"}},
       {"lora-rank", {"r", "rank", "use-peft"}},
+      {"weights", {"load-in-4bit", "quantization", "bnb-4bit-quant-type"}},
       {"tp", {"tensor-parallel-size", "tensor-model-parallel-size"}},
       {"ep", {"expert-parallel-size", "expert-model-parallel-size"}},
       {"cp", {"context-parallel-size"}},

@@ -292,7 +292,10 @@ std::string option_docs() {
   std::vector<std::string> renamed;
   for (const auto& [name, option] : peft_names()) renamed.push_back(name);
   list(renamed);
-  return out;
+  out += "\nRefused, unless they are off:";
+  for (const RefusedPeftName& refused : refused_peft_names())
+    out += (&refused == &refused_peft_names().front() ? " `" : ", `") + std::string(refused.name) + '`';
+  return out + ".\n";
 }
 
 }  // namespace espalier

@@ -4,7 +4,9 @@
 #pragma once
 
 #include <map>
+#include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "espalier/options/settings.h"
@@ -14,8 +16,18 @@ namespace espalier {
 // The option of each name, with '_' in the name.
 const std::map<std::string, std::string>& peft_names();
 
-// The settings of those names under the option's own. "[a, b]" and "['a', 'b']" are read as a,b; none of adapters and
-// of modules_to_save means the option's default. A sentence for each is added to `notes`.
+// Settings without an option: a value other than none, false or an empty list is refused.
+struct RefusedPeftName {
+  std::string_view name;
+  const char* option;  // a verb takes the name where it takes this one
+  const char *expected, *remedy;
+};
+std::span<const RefusedPeftName> refused_peft_names();
+const RefusedPeftName* refused_peft_name(std::string_view name);  // null: none of them
+
+// The settings of those names under the option's own. "[a, b]" and "['a', 'b']" are read as a,b; none means the
+// option's default. Targets of modules and of parameters are one list. A sentence for each is added to `notes`.
+// Errors: UnsupportedError for refused settings.
 std::vector<OptionSetting> translate_peft_names(const std::vector<OptionSetting>& settings,
                                                 std::vector<std::string>& notes);
 

@@ -311,7 +311,8 @@ class Translation {
 }  // namespace
 
 bool is_alias(std::string_view name) {
-  return name_table().contains(underscored(name)) || peft_names().contains(underscored(name));
+  return name_table().contains(underscored(name)) || peft_names().contains(underscored(name)) ||
+         refused_peft_name(name) != nullptr;
 }
 
 std::vector<std::string> trl_names() {
@@ -323,12 +324,14 @@ std::vector<std::string> trl_names() {
 std::vector<std::string> alias_names() {
   std::vector<std::string> names = trl_names();
   for (const auto& [name, option] : peft_names()) names.push_back(name);
+  for (const RefusedPeftName& refused : refused_peft_names()) names.emplace_back(refused.name);
   return names;
 }
 
 std::vector<std::string> alias_targets(std::string_view name) {
   const auto found = name_table().find(underscored(name));
   if (found != name_table().end()) return found->second;
+  if (const RefusedPeftName* const refused = refused_peft_name(name)) return {refused->option};
   const auto renamed = peft_names().find(underscored(name));
   return renamed == peft_names().end() ? std::vector<std::string>{} : std::vector<std::string>{renamed->second};
 }

@@ -256,8 +256,17 @@ class NamesOfTrlButInspectScoreGenerateReport(TypedDict, total=False):
     lora_modules_to_save: Any
     lora_r: Any
     lora_target_modules: Any
+    lora_target_parameters: Any
     modules_to_save: Any
     target_modules: Any
+    target_parameters: Any
+    exclude_modules: Any
+    layers_to_transform: Any
+    layers_pattern: Any
+    rank_pattern: Any
+    alpha_pattern: Any
+    use_dora: Any
+    lora_bias: Any
 
 class NamesOfTrlButInspectScoreReport(TypedDict, total=False):
     max_completion_length: Any

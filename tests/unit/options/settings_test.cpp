@@ -176,6 +176,8 @@ TEST(PeftNames, EachIsAnotherNameOfOneOptionAndChangesNothingElse) {
   const std::pair<const char*, const char*> values[] = {{"lora_r", "8"},
                                                         {"target_modules", "q_proj,v_proj"},
                                                         {"lora_target_modules", "q_proj,v_proj"},
+                                                        {"target_parameters", "experts.down_proj"},
+                                                        {"lora_target_parameters", "experts.down_proj"},
                                                         {"lora_adapter_path", "some/folder"},
                                                         {"modules_to_save", "lm_head"},
                                                         {"lora_modules_to_save", "lm_head"}};
@@ -198,6 +200,29 @@ TEST(PeftNames, ListsOfPythonAndHydraAreReadAsOurs) {
     EXPECT_EQ(applied({{"target_modules", list, ""}}).options.lora_target, "q_proj,v_proj") << list;
   EXPECT_EQ(applied({{"modules_to_save", "None", ""}}).options.train, "all");
   EXPECT_EQ(applied({{"lora_adapter_path", "null", ""}}).options.adapter, "");
+}
+
+TEST(PeftNames, TargetsOfModulesAndOfParametersAreOneList) {
+  const OptionSetting modules{"target_modules", "[q_proj, v_proj]", ""},
+      parameters{"target_parameters", "['mlp.gate.weight', 'mlp.experts.gate_up_proj']", ""};
+  EXPECT_EQ(applied({modules, parameters}).options.lora_target, "q_proj,v_proj,mlp.gate,mlp.experts.gate_up_proj");
+  EXPECT_EQ(applied({parameters, modules}).options.lora_target, "mlp.gate,mlp.experts.gate_up_proj,q_proj,v_proj");
+  EXPECT_EQ(applied({modules, {"target_parameters", "null", ""}}).options.lora_target, "q_proj,v_proj");
+  EXPECT_EQ(applied({{"lora_target_modules", "None", ""}}).options.lora_target, "all-linear");
+}
+
+TEST(PeftNames, SettingsWithoutAnOptionAreRefusedByNameUnlessTheyAreOff) {
+  for (const RefusedPeftName& refused : refused_peft_names()) {
+    for (const char* off : {"null", "None", "false", "[]", "{}"})
+      EXPECT_EQ(options_to_json(applied({{std::string(refused.name), off, ""}}).options, 't'),
+                options_to_json(Options(), 't'))
+          << refused.name << " " << off;
+    const ErrorText text = testing::thrown_error<UnsupportedError>([&] {
+      applied({{std::string(refused.name), "[k_proj]", "run.toml:4: "}});
+    });
+    EXPECT_EQ(text.where, text_of("run.toml:4: ", refused.name));
+    EXPECT_NE(text.remedy, "");
+  }
 }
 
 TEST(PeftNames, OursWinWhereBothAreGiven) {
