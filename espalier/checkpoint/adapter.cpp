@@ -4,7 +4,9 @@
 #include <cmath>
 #include <cstddef>
 #include <cstring>
+#include <span>
 #include <string_view>
+#include <type_traits>
 #include <unordered_set>
 
 #include "espalier/base/error.h"
@@ -53,6 +55,8 @@ bool is_known(const std::string& member) {
                                                         "init_lora_weights",
                                                         "megatron_core",
                                                         "target_parameters",
+                                                        "rank_pattern",
+                                                        "alpha_pattern",
                                                         "layers_to_transform",
                                                         "layers_pattern",
                                                         "ensure_weight_tying",
@@ -60,6 +64,11 @@ bool is_known(const std::string& member) {
                                                         "eva_config",
                                                         "qalora_group_size"};
   return known.contains(member);
+}
+
+void check_rank(double rank, const std::string& where) {
+  if (rank != std::floor(rank) || rank < 1 || rank > 1e6)
+    throw InputError({where, "a whole number from 1 to 1000000", text_of(rank), ""});
 }
 
 bool is_off(const Json& value) {
@@ -104,13 +113,16 @@ Adapter::Adapter(const fs::path& directory, const ModelShape& base)
   const Json config = read_json_object(file);
   read_config(config, file.string());
   const ParameterTable table(base);
-  joint_ = joint_of(base, table, config);
+  joint_ = joint_of(base, table);
   for (const SafetensorsEntry& entry : file_.entries()) place(entry, table);
-  for (const auto& [parameter, change] : changes_) check(parameter, change, table);
+  for (auto& [parameter, change] : changes_) check(parameter, change, table);
   place_joint(table);
   if (changes_.empty() && pieces_.empty())
     throw InputError({file_.path().string(), "the tensors of an adapter", "none", ""});
   check_targets(config, file.string(), table);
+  for (const std::string& module : modules())
+    if (const Size size = size_of(module); size.rank > largest_.rank) largest_ = size;
+  if (largest_.rank == 0) largest_ = common_;  // modules_to_save alone
 }
 
 void Adapter::read_config(const Json& config, const std::string& where) {
@@ -130,15 +142,71 @@ void Adapter::read_config(const Json& config, const std::string& where) {
   if (const Json start = config.value("init_lora_weights", Json()); !leaves_base(start))
     refuse("init_lora_weights", "start values that leave the base model as it is", start);
   const double rank = number("r"), alpha = number("lora_alpha");
-  if (rank != std::floor(rank) || rank < 1 || rank > 1e6)
-    throw InputError({where + ": r", "a whole number from 1 to 1000000", config["r"].dump(), ""});
-  rank_ = static_cast<std::int64_t>(rank);
-  alpha_ = alpha;
+  check_rank(rank, where + ": r");
+  common_ = {static_cast<std::int64_t>(rank), alpha};
+  ranks_ = patterns(config, "rank_pattern", where), alphas_ = patterns(config, "alpha_pattern", where);
+  for (const Pattern& pattern : ranks_) check_rank(pattern.value, where + ": rank_pattern");
+  for (const Json& target : config.value("target_parameters", Json()))
+    if (target.is_string()) target_parameters_.push_back(target.get<std::string>());
   if (const Json dropout = config.value("lora_dropout", Json(0)); dropout.is_number()) dropout_ = dropout.get<double>();
   root_of_rank_ = config.value("use_rslora", Json(false)) == true;
   for (const Json& module : config.value("modules_to_save", Json()))
     if (module.is_string()) to_save_.push_back(module.get<std::string>());
-  scale_ = alpha / (root_of_rank_ ? std::sqrt(rank) : rank);
+}
+
+std::vector<Adapter::Pattern> Adapter::patterns(const Json& config, const char* member, const std::string& where) {
+  std::vector<Pattern> out;
+  const Json object = config.value(member, Json());
+  if (!is_off(object) && !object.is_object())
+    throw InputError({where + ": " + member, "an object of expressions and numbers", printable(object.dump()), ""});
+  if (!object.is_object()) return out;
+  for (const auto& [expression, value] : object.items()) {
+    if (!value.is_number() || !std::isfinite(value.get<double>()))
+      throw InputError(
+          {where + ": " + member + ": '" + printable(expression) + "'", "a number", printable(value.dump()), ""});
+    try {
+      out.push_back({std::regex("(.*\\.)?(" + expression + ")"), value.get<double>()});
+    } catch (const std::regex_error& error) {
+      throw UnsupportedError({where + ": " + member, "expressions of ECMAScript",
+                              "'" + printable(expression) + "': " + error.what(),
+                              "write names of modules there, with a backslash before each dot"});
+    }
+  }
+  return out;
+}
+
+// peft matches a parameter of target_parameters by its own name; that of a linear layer ends with ".weight".
+Adapter::Size Adapter::size_of(const std::string& module) const {
+  const std::string name = is_targeted(module + std::string(kWeight)) ? module + std::string(kWeight) : module;
+  Size out = common_;
+  const auto find = [&](const std::vector<Pattern>& patterns, auto& value) {
+    const auto found = std::ranges::find_if(
+        patterns, [&](const Pattern& pattern) { return std::regex_match(name, pattern.expression); });
+    if (found != patterns.end()) value = static_cast<std::remove_reference_t<decltype(value)>>(found->value);
+  };
+  find(ranks_, out.rank), find(alphas_, out.alpha);
+  return out;
+}
+
+double Adapter::scale_of(const Size& size) const {
+  const auto rank = static_cast<double>(size.rank);
+  return size.alpha / (root_of_rank_ ? std::sqrt(rank) : rank);
+}
+
+bool Adapter::is_targeted(const std::string& parameter) const {
+  return std::ranges::any_of(target_parameters_,
+                             [&](const std::string& target) { return is_target(parameter, target); });
+}
+
+Adapter::Size Adapter::common_size() const {
+  const double factor = scale_of(largest_);
+  for (const std::string& module : modules())
+    if (const double own = scale_of(size_of(module)); std::abs(own - factor) > 1e-15 * std::abs(factor))
+      throw UnsupportedError({file_.path().parent_path().string() + ": rank_pattern, alpha_pattern",
+                              text_of("one factor s for all modules, here ", factor),
+                              text_of(own, " of '", printable(module), "'"),
+                              "merge the adapter into the model (espalier merge)"});
+  return largest_;
 }
 
 void Adapter::place(const SafetensorsEntry& entry, const ParameterTable& base) {
@@ -171,7 +239,7 @@ void Adapter::place(const SafetensorsEntry& entry, const ParameterTable& base) {
   if (is_base) change.is_base = true;
 }
 
-void Adapter::check(const std::string& parameter, const Change& change, const ParameterTable& base) const {
+void Adapter::check(const std::string& parameter, Change& change, const ParameterTable& base) const {
   const std::string where = file_.path().string() + ": '" + parameter + "'";
   const std::vector<std::int64_t>& shape = base.at(parameter).shape;
   const auto expect = [&](const SafetensorsEntry& entry, const std::vector<std::int64_t>& expected) {
@@ -190,29 +258,36 @@ void Adapter::check(const std::string& parameter, const Change& change, const Pa
                       "The adapter is damaged; save it again"});
   if (shape.size() != 2 || parameter.find("embed_tokens") != parameter.npos)
     throw UnsupportedError({where, "a linear layer", "shape " + shape_text(shape), kOther});
-  expect(*change.a.entry, {rank_, shape[1]});
-  expect(*change.b.entry, {shape[0], rank_});
+  const Size size = size_of(parameter.substr(0, parameter.size() - kWeight.size()));
+  expect(*change.a.entry, {size.rank, shape[1]});
+  expect(*change.b.entry, {shape[0], size.rank});
+  change.scale = scale_of(size);
 }
 
-// Experts are those of the config's target_parameters, whose order in the file follows from which of them there are.
-Adapter::Joint Adapter::joint_of(const ModelShape& base, const ParameterTable& table, const Json& config) const {
-  ModelShape all = with_every_adapter(base, rank_);
-  Joint out;
-  out.tied_head = base.tied_head;
-  const Json parameters = config.value("target_parameters", Json());
-  const auto is_targeted = [&](const std::string& parameter) {
-    return std::ranges::any_of(parameters, [&](const Json& target) {
-      return target.is_string() && is_target(parameter, target.get<std::string>());
-    });
-  };
+// The model with an adapter of every module that can have one; of experts those of target_parameters.
+ModelShape Adapter::joint_shape(const ModelShape& base, std::int64_t rank) const {
+  ModelShape all = with_every_adapter(base, rank);
   for (std::int64_t layer = 0; layer < base.layers; ++layer) {
     AdaptedLayer& adapted = all.trained.adapter.of_layer[static_cast<std::size_t>(layer)];
     const std::string experts = layer_prefix(layer) + module_name(base.names.experts);
     adapted.expert_gate_up = adapted.expert_gate_up && is_targeted(experts + ".gate_up_proj");
     adapted.expert_down = adapted.expert_down && is_targeted(experts + ".down_proj");
   }
+  return all;
+}
+
+// Experts are those of the config's target_parameters, whose order in the file follows from which of them there are.
+Adapter::Joint Adapter::joint_of(const ModelShape& base, const ParameterTable& table) const {
+  Joint out;
+  out.tied_head = base.tied_head;
+  const ModelShape all = joint_shape(base, common_.rank);
   out.places = adapter_places(all);
+  std::map<std::int64_t, std::map<std::string, AdapterPlace>> of_rank;  // others than the common one
   for (const AdapterPart& part : adapter_parts(all)) {
+    if (const std::int64_t rank = size_of(part.module).rank; rank != common_.rank) {
+      if (!of_rank.contains(rank)) of_rank.emplace(rank, adapter_places(joint_shape(base, rank)));
+      for (const std::string& name : {part.a, part.b}) out.places[name] = of_rank.at(rank).at(name);
+    }
     const std::string module = part.weight.substr(0, part.weight.size() - kWeight.size());
     const std::string &a = out.places.at(part.a).tensor, &b = out.places.at(part.b).tensor;
     if (a == module + std::string(kLowA) && b == module + std::string(kLowB) && table.contains(part.weight)) continue;
@@ -250,7 +325,7 @@ void Adapter::place_joint(const ParameterTable& table) {
     if (change.whole != nullptr)
       throw InputError(
           {file_.path().string() + ": '" + part.weight + "'", "lora_A and lora_B, or the whole tensor", "both", ""});
-    change.a = a, change.b = b;
+    change.a = a, change.b = b, change.scale = scale_of(size_of(part.module));
   }
 }
 
@@ -297,7 +372,30 @@ std::vector<std::string> Adapter::whole() const {
   return out;
 }
 
-std::vector<double> Adapter::doubles_of(const Piece& piece) {
+// In chunks: a whole embedding may be among them.
+void Adapter::expect_finite(const Piece& piece) const {
+  const auto expect = [&](std::span<const double> values) {
+    if (!std::ranges::all_of(values, [](double x) { return std::isfinite(x); }))
+      throw InputError({file_.path().string() + ": tensor '" + printable(piece.entry->name) + "'", "finite numbers",
+                        "infinite ones or NaN", "the training that wrote the adapter failed; take an earlier one"});
+  };
+  std::vector<double> some(std::size_t{1} << 14);
+  if (!piece.place.tensor.empty()) {
+    const std::vector<std::byte> bytes = piece.values(DType::float64);
+    some.resize(bytes.size() / sizeof(double));
+    std::memcpy(some.data(), bytes.data(), bytes.size());
+    return expect(some);
+  }
+  const std::int64_t element = bytes_of(piece.entry->type);
+  for (std::int64_t first = 0; first < piece.entry->count; first += static_cast<std::int64_t>(some.size())) {
+    const std::int64_t count = std::min(piece.entry->count - first, static_cast<std::int64_t>(some.size()));
+    convert_values(piece.entry->type, piece.entry->data + first * element, DType::float64, some.data(), count);
+    expect({some.data(), static_cast<std::size_t>(count)});
+  }
+}
+
+std::vector<double> Adapter::doubles_of(const Piece& piece) const {
+  expect_finite(piece);
   const std::vector<std::byte> bytes = piece.values(DType::float64);
   std::vector<double> out(bytes.size() / sizeof(double));
   std::memcpy(out.data(), bytes.data(), bytes.size());
@@ -323,7 +421,24 @@ std::vector<std::byte> Adapter::Piece::values(DType dtype) const {
 bool Adapter::has(const std::string& parameter) const { return piece_of(parameter).entry != nullptr; }
 
 std::vector<std::byte> Adapter::values(const std::string& parameter, DType dtype) const {
-  return piece_of(parameter).values(dtype);
+  const Piece piece = piece_of(parameter);
+  expect_finite(piece);
+  std::vector<std::byte> own = piece.values(dtype);
+  const bool a = parameter.ends_with(kLowA), b = parameter.ends_with(kLowB);
+  if (!a && !b) return own;
+  const auto [rows, columns] = sides_of(piece);
+  const std::int64_t bytes = bytes_of(dtype);
+  if (a) own.resize(static_cast<std::size_t>(largest_.rank * columns * bytes));  // zeros of every dtype
+  if (a || columns == largest_.rank) return own;
+  std::vector<std::byte> filled(static_cast<std::size_t>(rows * largest_.rank * bytes));
+  for (std::int64_t row = 0; row < rows; ++row)
+    std::copy_n(own.begin() + row * columns * bytes, columns * bytes, filled.begin() + row * largest_.rank * bytes);
+  return filled;
+}
+
+std::pair<std::int64_t, std::int64_t> Adapter::sides_of(const Piece& piece) {
+  if (!piece.place.tensor.empty()) return {piece.place.rows, piece.place.columns};
+  return {piece.entry->shape[0], piece.entry->shape[1]};
 }
 
 Adapter::Piece Adapter::piece_of(const std::string& parameter) const {
@@ -343,12 +458,14 @@ void Adapter::apply(const std::string& parameter, std::vector<double>& values) c
   if (change.whole != nullptr) values = doubles_of({change.whole, {}});
   if (change.a.entry == nullptr) return;
   const std::vector<double> a = doubles_of(change.a), b = doubles_of(change.b);
-  const std::size_t rank = static_cast<std::size_t>(rank_), outputs = b.size() / rank, inputs = a.size() / rank;
+  const auto rank =
+      static_cast<std::size_t>(change.a.place.tensor.empty() ? change.a.entry->shape[0] : change.a.place.rows);
+  const std::size_t outputs = b.size() / rank, inputs = a.size() / rank;
   ESPALIER_INTERNAL_EQ(values.size(), outputs * inputs);
 #pragma omp parallel for schedule(static)
   for (std::size_t out = 0; out < outputs; ++out)
     for (std::size_t r = 0; r < rank; ++r) {
-      const double factor = scale_ * b[out * rank + r];
+      const double factor = change.scale * b[out * rank + r];
       for (std::size_t in = 0; in < inputs; ++in) values[out * inputs + in] += factor * a[r * inputs + in];
     }
 }

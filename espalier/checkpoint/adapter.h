@@ -2,7 +2,9 @@
 //
 //   W' = W + s B A,  s = alpha / r, or alpha / sqrt(r) with use_rslora
 //
-// A [r, in] is base_model.model.<module>.lora_A.weight, B [out, r] base_model.model.<module>.lora_B.weight. A module of
+// r and alpha may be other ones for modules whose names match expressions (rank_pattern, alpha_pattern; the first that
+// matches counts). A [r, in] is base_model.model.<module>.lora_A.weight, B [out, r]
+// base_model.model.<module>.lora_B.weight. A module of
 // modules_to_save is stored whole, base_model.model.<module>.weight (and .bias). Beside an adapter of the head peft
 // stores W, base_model.model.lm_head.base_layer.weight. Modules that are several projections here, and experts:
 // checkpoint/adapter_places.h.
@@ -12,8 +14,10 @@
 #include <cstdint>
 #include <filesystem>
 #include <map>
+#include <regex>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "espalier/base/json.h"
@@ -28,27 +32,38 @@ class Adapter {
   // `base`: of the base model. Errors: InputError for a directory without the two files, for
   // damaged files, for a tensor that no parameter of the model belongs to, for shapes that do not fit, for half of a
   // pair and for a listed target without its pair; UnsupportedError, with the member's or tensor's name, for adapters
-  // that compute another formula (DoRA, biases, ranks by pattern, other methods).
+  // that compute another formula (DoRA, biases, other methods).
   Adapter(const std::filesystem::path& directory, const ModelShape& base);
 
   bool changes(const std::string& parameter) const { return changes_.contains(parameter); }
   std::int64_t changed() const { return static_cast<std::int64_t>(changes_.size()); }  // parameters
-  std::int64_t rank() const { return rank_; }
-  double alpha() const { return alpha_; }
+  // The values for modules that no pattern names.
+  std::int64_t rank() const { return common_.rank; }
   bool root_of_rank() const { return root_of_rank_; }
   double dropout() const { return dropout_; }
-  double scale() const { return scale_; }
+  double scale() const { return scale_of(common_); }  // s, of the same
+
+  // r and alpha of a module.
+  struct Size {
+    std::int64_t rank = 0;
+    double alpha = 0;
+  };
+  // One r and alpha for all modules: the largest r. `values` fills smaller A and B with zeros, which add nothing to the
+  // product and whose gradients are 0. Errors: UnsupportedError if modules have different factors s.
+  Size common_size() const;
   // Modules with lora_A and lora_B, and parameters of modules_to_save.
   std::set<std::string> modules() const;
   std::vector<std::string> whole() const;
   // Whether it has a parameter of an adapter (shape/parameter_shapes.h), or a parameter of the model that is stored
-  // whole; and its values.
+  // whole; and its values, in the shape that an adapter of common_size() has. Errors: InputError for values that are
+  // not finite.
   bool has(const std::string& parameter) const;
   std::vector<std::byte> values(const std::string& parameter, DType dtype) const;
   // Whether it stands beside a head that is the embedding: no merged matrix holds what it adds to the logits alone.
   bool changes_tied_head() const;
 
-  // Turns the base model's values of a parameter that the adapter changes into those with the adapter.
+  // Turns the base model's values of a parameter that the adapter changes into those with the adapter. Errors:
+  // InputError for values of the adapter that are not finite.
   void apply(const std::string& parameter, std::vector<double>& values) const;
 
  private:
@@ -63,8 +78,20 @@ class Adapter {
     Piece a, b;                               // W + s B A
     const SafetensorsEntry* whole = nullptr;  // in place of W; beside a and b: W itself
     bool is_base = false;                     // `whole` is W, which peft saves beside an adapter of the head
+    double scale = 0;                         // s
+  };
+  // A value for modules whose whole name the expression matches.
+  struct Pattern {
+    std::regex expression;
+    double value = 0;
   };
   void read_config(const Json& config, const std::string& where);
+  static std::vector<Pattern> patterns(const Json& config, const char* member, const std::string& where);
+  Size size_of(const std::string& module) const;
+  double scale_of(const Size& size) const;
+  static std::pair<std::int64_t, std::int64_t> sides_of(const Piece& piece);
+  // Whether the config's target_parameters name it.
+  bool is_targeted(const std::string& parameter) const;
   void place(const SafetensorsEntry& entry, const ParameterTable& base);
   // Tensors that hold several parameters, or one of another name.
   struct Joint {
@@ -74,16 +101,20 @@ class Adapter {
     std::set<std::string> needed;                            // of the config's target_parameters
     bool tied_head = false;
   };
-  Joint joint_of(const ModelShape& base, const ParameterTable& table, const Json& config) const;
+  Joint joint_of(const ModelShape& base, const ParameterTable& table) const;
+  ModelShape joint_shape(const ModelShape& base, std::int64_t rank) const;
   void place_joint(const ParameterTable& table);
   Piece piece_of(const std::string& parameter) const;
-  static std::vector<double> doubles_of(const Piece& piece);
-  void check(const std::string& parameter, const Change& change, const ParameterTable& base) const;
+  void expect_finite(const Piece& piece) const;
+  std::vector<double> doubles_of(const Piece& piece) const;
+  void check(const std::string& parameter, Change& change, const ParameterTable& base) const;
   void check_targets(const Json& config, const std::string& where, const ParameterTable& base) const;
 
   SafetensorsFile file_;
-  std::int64_t rank_ = 0;
-  double alpha_ = 0, scale_ = 0, dropout_ = 0;
+  Size common_, largest_;
+  std::vector<Pattern> ranks_, alphas_;
+  std::vector<std::string> target_parameters_;
+  double dropout_ = 0;
   bool root_of_rank_ = false;
   std::map<std::string, Change> changes_;  // by the base model's parameter
   std::map<std::string, Piece> pieces_;    // of joint tensors, by the adapters' parameters

@@ -29,7 +29,8 @@ TrainedChoice stored_choice(const Options& options, const std::string& words, co
     throw UnsupportedError({(fs::path(directory) / "adapter_config.json").string() + ": lora_dropout",
                             "0, because a shared row must be the same in every rollout", text_of(stored.dropout()),
                             "set it to 0 to train without dropout"});
-  adapter.rank = stored.rank(), adapter.alpha = stored.alpha(), adapter.root_of_rank = stored.root_of_rank();
+  const Adapter::Size size = stored.common_size();
+  adapter.rank = size.rank, adapter.alpha = size.alpha, adapter.root_of_rank = stored.root_of_rank();
   adapter.modules = std::make_shared<const std::set<std::string>>(stored.modules());
   adapter.directory = directory;
   adapter.value_head = base.value_head && stored.has(kValueWeight);

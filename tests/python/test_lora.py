@@ -207,6 +207,7 @@ HOSTILE = {
     "dora": (with_config(use_dora=True), 4, "use_dora"),
     "another shape": (with_tensors(lambda t: t.update({QUERY.format("A"): torch.ones(4, 47)})), 3, "[4, 47]"),
     "half of a pair": (with_tensors(lambda t: t.pop(QUERY.format("B"))), 3, "lora_A alone"),
+    "not a number": (with_tensors(lambda t: t[QUERY.format("B")].view(-1)[-1:].fill_(float("nan"))), 3, QUERY.format("B")),
     "a missing pair": (with_tensors(lambda t: [t.pop(QUERY.format(letter)) for letter in "AB"]), 3, "layers.0.self_attn.q_proj"),
     "no config": (lambda folder: (folder / "adapter_config.json").unlink(), 3, "adapter_config.json"),
 }

@@ -105,6 +105,88 @@ def test_peft_loads_what_was_trained_and_gives_the_engines_logprobs(family, espa
         assert difference(scored("--model", tmp_path / "merged"), ours) <= 1e-10
 
 
+# peft 0.21 gives gate_up_proj of experts twice the rank and alpha where target_modules named gate and up, or were "all-linear".
+DOUBLED = ["qwen3_moe", "mixtral_moe", "glm4_moe", "minimax_m2_moe", "qwen3_next_moe", "deepseek_v2_moe", "deepseek_v3_moe"]
+# Other ranks with the same factor s; the first expression that matches counts.
+ONE_FACTOR = dict(target_modules=["q_proj", "v_proj", "down_proj"], rank_pattern={"q_proj": 6, r".*\.1\.mlp\.down_proj": 2, "down_proj": 1},
+                  alpha_pattern={r"q_proj": 8, r".*\.1\.mlp\.down_proj": 8 / 3, "down_proj": 4 / 3})
+# Other factors: by names, of one layer, of a weight among target_parameters.
+PATTERNS = {
+    "llama_untied": dict(target_modules=["q_proj", "v_proj", "lm_head"], rank_pattern={"q_proj": 5, "lm_head": 1}, alpha_pattern={r"layers\.[02]\..*v_proj": 3}),
+    "phi3": dict(target_modules=["qkv_proj", "gate_up_proj"], rank_pattern={"qkv_proj": 6}, alpha_pattern={"gate_up_proj": 2}, use_rslora=True),
+    "qwen3_next_moe": dict(target_modules=["in_proj_ba", "in_proj_qkvz", "shared_expert_gate"], target_parameters=["mlp.gate.weight", "mlp.experts.down_proj"],
+                           rank_pattern={"in_proj_ba": 2, r"gate\.weight": 5}, alpha_pattern={r".*experts\.down_proj": 1, "gate": 9}),
+    "deepseek_v3_moe": dict(target_modules=["q_a_proj", "kv_a_proj_with_mqa", "o_proj"], rank_pattern={"q_a_proj": 7, "o_proj": 1}, use_rslora=True),
+}
+
+
+def sizes_of(family):
+    return ONE_FACTOR if family == "qwen3_tied" else dict(target_modules="all-linear")
+
+
+def filled(values, shape, name, experts):
+    """A and B of a smaller rank with zeros up to the rank of the shape; those of experts are one tensor (docs/lora.md)."""
+    among = experts if ".mlp.experts." in name else 1
+    parts = values.view(among, -1, values.shape[1]) if "lora_A" in name else values.view(values.shape[0], -1, among)
+    out = parts.new_zeros(parts.shape[0], shape[0] // among if "lora_A" in name else shape[1] // among, parts.shape[2])
+    out[:, :parts.shape[1]] = parts
+    return out.view(shape)
+
+
+def filled_as(tensors, others, base):
+    config = json.loads((base / "config.json").read_text())
+    experts = next((config[name] for name in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(name)), 1)
+    return {name: filled(values, others[name].shape, name, experts) for name, values in tensors.items()}
+
+
+@pytest.mark.parametrize("family", ["qwen3_tied", *DOUBLED])
+def test_gradients_of_ranks_by_pattern_are_those_of_pefts_model(family, espalier, case, tmp_path):  # noqa: F811
+    """In the shape of the largest rank: those of the zeros that fill smaller ones are exactly 0."""
+    base, records, _ = case(family)
+    adapter = make_adapter(base, tmp_path / "adapter", r=3, lora_alpha=4, **sizes_of(family))
+    assert json.loads((adapter / "adapter_config.json").read_text())["rank_pattern"]
+    exact = exact_gradients(load_peft(base, adapter), records)
+    for schedule in ("dense", "phased"):
+        found = gradients_of(espalier, case(family), tmp_path, "--adapter", adapter, "--schedule", schedule)
+        wanted = filled_as(exact, found, base)
+        assert found.keys() == exact.keys() and any(wanted[name].shape != exact[name].shape for name in exact)
+        errors = relative_errors(found, wanted)
+        assert max(errors.values()) <= FLOAT64_RELATIVE, (schedule, max(errors, key=errors.get), max(errors.values()))
+        assert all(not found[name][wanted[name] == 0].any() for name in exact if wanted[name].shape != exact[name].shape)
+
+
+@pytest.mark.parametrize("family", ["qwen3_tied", "qwen3_moe", "deepseek_v3_moe"])
+def test_peft_loads_a_continued_adapter_of_many_ranks(family, espalier, case, tmp_path):  # noqa: F811
+    base, records, rollouts = case(family)
+    adapter = make_adapter(base, tmp_path / "adapter", r=3, lora_alpha=4, **sizes_of(family))
+    words = ("--rollouts", rollouts, "--dtype", "float64", "--as", "logprobs", "--overwrite", "--out", tmp_path / "scored.jsonl")
+    difference = lambda x, y: max(abs(p - q) for a, b in zip(x, y, strict=True) for p, q in zip(a, b, strict=True))  # noqa: E731
+    run(espalier, case(family), tmp_path, "--adapter", adapter, "--mini-batch-size", 6, "--lr", 0.01, "--epochs", 2, "--out", tmp_path / "out")
+    theirs = []
+    for folder in (adapter, tmp_path / "out"):
+        espalier("score", "--model", base, "--adapter", folder, *words)
+        ours = [json.loads(line)["logprobs"] for line in (tmp_path / "scored.jsonl").read_text().splitlines()]
+        theirs.append(oracle.score(load_peft(base, folder), records)[0])
+        assert difference(ours, theirs[-1]) <= 1e-10
+    assert difference(*theirs) > 1e-3
+    before, after = (load_file(folder / "adapter_model.safetensors") for folder in (adapter, tmp_path / "out"))
+    for name, values in filled_as({name: torch.ones_like(values) for name, values in before.items()}, after, base).items():
+        assert not after[name][values == 0].any() and (after[name] != 0).sum() == (values == 1).sum(), name
+
+
+@pytest.mark.parametrize("family", PATTERNS)
+def test_factors_by_pattern_are_merged_as_by_peft_and_refused_elsewhere(family, espalier, case, tmp_path):  # noqa: F811
+    base, records, rollouts = case(family)
+    adapter = make_adapter(base, tmp_path / "adapter", r=3, lora_alpha=4, **PATTERNS[family])
+    error = run(espalier, case(family), tmp_path, "--adapter", adapter, "--out", tmp_path / "out", expect=4).stderr
+    assert "alpha_pattern" in error and "merge" in error and not (tmp_path / "out").exists()
+    espalier("merge", adapter, "--model", base, "--out", tmp_path / "merged", "--save-dtype", "float64")
+    espalier("score", "--model", tmp_path / "merged", "--rollouts", rollouts, "--dtype", "float64", "--as", "logprobs", "--out", tmp_path / "scored.jsonl")
+    ours = [json.loads(line)["logprobs"] for line in (tmp_path / "scored.jsonl").read_text().splitlines()]
+    theirs = oracle.score(load_peft(base, adapter), records)[0]
+    assert max(abs(p - q) for a, b in zip(ours, theirs, strict=True) for p, q in zip(a, b, strict=True)) <= 1e-10
+
+
 LAYOUTS = {"tp": ("--tp", 2), "ep": ("--dp", 2, "--ep", 2), "pp": ("--pp", 2), "full": ("--dp", 2, "--shard", "full"),
            "tp_ep": ("--tp", 2, "--ep", 2), "optimizer": ("--dp", 2, "--shard", "optimizer")}
 
@@ -163,7 +245,12 @@ HOSTILE = {
     "experts without B": (with_tensors(lambda t: t.pop(GATE_UP.format(1, "B"))), 3, "lora_A alone"),
     "a layer without experts": (with_tensors(lambda t: [t.pop(GATE_UP.format(2, letter)) for letter in "AB"]), 3, "layers.2.mlp.experts"),
     "experts that the config lacks": (with_config(target_parameters=[]), 3, "mlp.experts"),
-    "ranks by pattern": (with_config(rank_pattern={".*gate_up_proj": 6}), 4, "rank_pattern"),
+    "another rank of experts": (with_config(rank_pattern={".*gate_up_proj": 6}), 3, "[48, 48]"),
+    "a damaged expression": (with_config(rank_pattern={"q_proj(": 6}), 4, "rank_pattern"),
+    "half a rank": (with_config(rank_pattern={"q_proj": 1.5}), 3, "rank_pattern"),
+    "ranks without names": (with_config(rank_pattern=[6]), 3, "rank_pattern"),
+    "an alpha as text": (with_config(alpha_pattern={"q_proj": "6"}), 3, "alpha_pattern"),
+    "an expert that is not a number": (with_tensors(lambda t: t[GATE_UP.format(1, "A")].view(-1)[-1:].fill_(float("nan"))), 3, GATE_UP.format(1, "A")),
     "an adapter of the look-up": (with_tensors(lambda t: t.update({PREFIX + "model.embed_tokens.lora_embedding_A": torch.ones(3, 97)})), 4, "lora_embedding_A"),
 }
 

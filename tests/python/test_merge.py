@@ -39,19 +39,19 @@ def peft_model(base, dtype=torch.float64, **settings):
     return model
 
 
-def bound_of(model, rank):
+def bound_of(model):
     """Name -> elementwise bound of the rounding of two float64 evaluations of W + s B A."""
     bounds = {}
     for name, module in model.named_modules():
         if hasattr(module, "lora_A"):
             a, b = module.lora_A["default"].weight.abs().double(), module.lora_B["default"].weight.abs().double()
             size = module.base_layer.weight.abs().double() + abs(module.scaling["default"]) * (b @ a)
-            bounds[name.removeprefix("base_model.model.") + ".weight"] = 2 * (rank + 3) * 2.0**-53 * size
+            bounds[name.removeprefix("base_model.model.") + ".weight"] = 2 * (a.shape[0] + 3) * 2.0**-53 * size
     return bounds
 
 
 def assert_merged_as_by_peft(espalier, base, adapter, out, model, rank=4):
-    bounds = bound_of(model, rank)
+    bounds = bound_of(model)
     result = espalier("merge", adapter, "--model", base, "--out", out, "--save-dtype", "float64", "--json").json
     whole = [name for name in stored(adapter) if "lora_" not in name and "base_layer" not in name]
     assert result["changed"] == len(bounds) + len(whole) and result["rank"] == rank
@@ -77,7 +77,8 @@ def test_merge_equals_peft(family, targets, espalier, model_of, tmp_path):
 
 @pytest.mark.parametrize("settings", [
     dict(use_rslora=True), dict(r=1), dict(r=9, lora_alpha=2.5), dict(target_modules=["lm_head"]), dict(layers_to_transform=[1]),
-    dict(modules_to_save=["lm_head", "input_layernorm"]), dict(modules_to_save=["embed_tokens"]), dict(exclude_modules=["v_proj"])])
+    dict(modules_to_save=["lm_head", "input_layernorm"]), dict(modules_to_save=["embed_tokens"]), dict(exclude_modules=["v_proj"]),
+    dict(rank_pattern={"q_proj": 7, r"layers\.1\..*": 2}, alpha_pattern={r".*\.2\.self_attn\.v_proj": 5}), dict(alpha_pattern={"q_proj": 1}, use_rslora=True)])
 def test_merge_follows_the_settings_of_peft(settings, espalier, model_of, tmp_path):
     base = model_of("llama_untied")
     model = peft_model(base, **{"target_modules": ["q_proj", "v_proj"], **settings})
@@ -159,8 +160,8 @@ HOSTILE = {
     "dora": (with_config(use_dora=True), 4, "use_dora"),
     "another method": (with_config(peft_type="IA3"), 4, "peft_type"),
     "biases": (with_config(bias="lora_only"), 4, "bias"),
-    "ranks by pattern": (with_config(rank_pattern={"q_proj": 2}), 4, "rank_pattern"),
-    "alphas by pattern": (with_config(alpha_pattern={"q_proj": 2}), 4, "alpha_pattern"),
+    "ranks by pattern that are not the tensors'": (with_config(rank_pattern={"q_proj": 2}), 3, "shape [2, "),
+    "alphas by pattern without a number": (with_config(alpha_pattern={"q_proj": None}), 3, "alpha_pattern"),
     "transposed": (with_config(fan_in_fan_out=True), 4, "fan_in_fan_out"),
     "base changed at the start": (with_config(init_lora_weights="pissa"), 4, "init_lora_weights"),
     "a member of a later peft": (with_config(use_newlora=True), 4, "use_newlora"),
@@ -175,6 +176,8 @@ HOSTILE = {
     "a layer too many": (with_tensors(lambda t: t.update({QUERY.format("A").replace("s.0", "s.7"): torch.ones(4, 48)})), 3, "layers.7"),
     "quantised": (with_tensors(lambda t: t.update({QUERY.format("A"): torch.ones(4, 48, dtype=torch.int8)})), 4, "lora_A"),
     "magnitudes": (with_tensors(lambda t: t.update({QUERY.format("magnitude_vector"): torch.ones(4)})), 4, "magnitude"),
+    "not a number": (with_tensors(lambda t: t[QUERY.format("A")].view(-1)[-1:].fill_(float("nan"))), 3, QUERY.format("A")),
+    "infinite": (with_tensors(lambda t: t[QUERY.format("B")].view(-1)[:1].fill_(float("inf"))), 3, QUERY.format("B")),
     "nothing": (with_tensors(lambda t: t.clear()), 3, "none"),
     "cut off": (truncated, 3, "adapter_model.safetensors"),
     "no config": (lambda folder: (folder / "adapter_config.json").unlink(), 3, "adapter_config.json"),
