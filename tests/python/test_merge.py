@@ -78,7 +78,7 @@ def test_merge_equals_peft(family, targets, espalier, model_of, tmp_path):
 @pytest.mark.parametrize("settings", [
     dict(use_rslora=True), dict(r=1), dict(r=9, lora_alpha=2.5), dict(target_modules=["lm_head"]), dict(layers_to_transform=[1]),
     dict(modules_to_save=["lm_head", "input_layernorm"]), dict(modules_to_save=["embed_tokens"]), dict(exclude_modules=["v_proj"]),
-    dict(rank_pattern={"q_proj": 7, r"layers\.1\..*": 2}, alpha_pattern={r".*\.2\.self_attn\.v_proj": 5}), dict(alpha_pattern={"q_proj": 1}, use_rslora=True)])
+    dict(rank_pattern={r"layers\.1\..*": 2, "q_proj": 7}, alpha_pattern={r".*\.2\.self_attn\.v_proj": 5}), dict(alpha_pattern={"q_proj": 1}, use_rslora=True)])
 def test_merge_follows_the_settings_of_peft(settings, espalier, model_of, tmp_path):
     base = model_of("llama_untied")
     model = peft_model(base, **{"target_modules": ["q_proj", "v_proj"], **settings})
