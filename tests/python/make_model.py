@@ -175,7 +175,7 @@ FAMILIES = {
     "ernie4_5": dict(kind="Ernie4_5", tied=True, sharded=False, config=dict(num_key_value_heads=2, head_dim=16, use_bias=True)),
     "glm": dict(kind="Glm", tied=False, sharded=False, config=dict(
         num_key_value_heads=2, head_dim=16, rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5))),
-    "gemma": dict(kind="Gemma", tied=True, sharded=False, config=dict(num_key_value_heads=1, head_dim=16)),
+    "gemma": dict(kind="Gemma", tied=True, sharded=False, config=dict(hidden_size=64, num_key_value_heads=1, head_dim=16)),
     # Layers without a window do not rotate; with no window all rotate.
     "exaone4": dict(kind="Exaone4", tied=True, sharded=False, config=dict(
         num_key_value_heads=2, sliding_window=7, layer_types=["sliding_attention", "full_attention", "sliding_attention"])),

@@ -145,6 +145,8 @@ class Wide(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if function is torch.Tensor.float:
             return args[0].double()
+        if getattr(function, "__name__", "") in ("div", "__truediv__") and isinstance(args[0], torch.Tensor) and not args[0].is_floating_point():
+            args = (args[0].double(), *args[1:])  # whole numbers would become float32
         if function in self.CHANGES:
             wide = lambda x: torch.float64 if x is torch.float32 else x
             args, kwargs = tuple(wide(x) for x in args), {name: wide(x) for name, x in kwargs.items()}
