@@ -66,7 +66,7 @@ std::int64_t mlp_backward_bytes(const BlockShape& b, const BlockRows& rows) {
 }  // namespace
 
 std::int64_t mlp_forward_bytes(const BlockShape& b, const BlockRows& rows, bool with_output) {
-  if (!rows.mlp) return 0;
+  if (!rows.mlp || rows.continuing == 0) return 0;
   return rows.experts ? ExpertForwardBuffers(b, rows.continuing, with_output).peak()
                       : DenseForwardBuffers(b, rows.continuing, with_output).peak();
 }
