@@ -112,9 +112,9 @@ TEST_F(WriteModel, CopiesOtherFilesButNoWeights) {
   for (const char* kept : {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "merges.txt", "LICENSE",
                            "generation_config.json", "chat_template.jinja"})
     write_text(source / kept, std::string("content of ") + kept);
-  for (const char* dropped : {"model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json",
-                              "pytorch_model.bin", "pytorch_model.bin.index.json", "optimizer.pt", ".hidden"})
+  for (const char* dropped : {"pytorch_model.bin", "pytorch_model.bin.index.json", "optimizer.pt", ".hidden"})
     write_text(source / dropped, "old");
+  write_text(source / "model.safetensors", std::string("\x02\0\0\0\0\0\0\0{}", 10));  // whole, without a tensor
   fs::create_directories(source / "espalier");
   write_text(source / "espalier" / "state.json", "old");
   const std::vector<std::byte> values = bits(DType::float32);
