@@ -1,7 +1,6 @@
-// Whole training runs drawn from a seed: a model, rollouts, a loss, a plan, what trains, a critic or none, two layouts.
-// The run begins under the first, is cut after a drawn step and goes on under the second; it ends with the weights that
-// one process has after all its steps. A failing seed is printed. ESPALIER_GENERATED_LAYOUTS=1000:500 takes other
-// seeds.
+// Whole training runs drawn from a seed: a model, rollouts, a loss, a plan, a critic or none, and two layouts. The run
+// begins under the first, is cut after a drawn step and goes on under the second; it ends with the weights that one
+// process has after all its steps. A failing seed is printed. ESPALIER_GENERATED_LAYOUTS=1000:500 takes other seeds.
 #include <gtest/gtest.h>
 
 #include "tests/parallel/draws.h"
@@ -38,12 +37,6 @@ class GeneratedRuns : public RankRuns {
     const ModelShape shape = tiny_shape(family);
     if (shape.experts > 0) o.router_aux_loss_coef = draws.one_in(2) ? 0.1 : 0;
     if (draws.one_in(3)) o.critic = o.model, o.adv_estimator = "gae";
-    // Draws of their own, so that a seed's other choices stay.
-    Draws more(seed + 1'000'000);
-    o.path_state = more.one_of({"auto", "keep", "offload", "divide"});
-    o.train = more.one_of({"all", "all", "all", "norms", "attention", "attention,norms"});
-    o.warmup_steps = more.below(3);
-    o.weight_decay = more.one_of({0.0, 0.1});
     return shape;
   }
 
@@ -64,8 +57,7 @@ TEST_F(GeneratedRuns, EndWithTheWeightsOfOneProcess) {
     const Degrees before = drawn_degrees(draws, shape), after = drawn_degrees(draws, shape);
     Options whole = options_, first = under(before, draws), second = under(after, draws);
     SCOPED_TRACE(text_of("seed ", seed, ": ", shape.architecture, ", ", text_of_degrees(before), ", then ",
-                         text_of_degrees(after), whole.critic.empty() ? "" : ", critic", ", trains ", whole.train,
-                         ", path ", name_of(whole.path_state)));
+                         text_of_degrees(after), whole.critic.empty() ? "" : ", critic"));
     whole.out = path("whole"), first.out = path("first"), second.out = path("second");
     const auto steps = static_cast<std::int64_t>(run(whole, {}).size());
     ASSERT_GE(steps, 2);
