@@ -67,8 +67,9 @@ TEST(AdapterLayouts, OfSharedExpertsLatentsStatesAndJointModulesToo) {
   expect_layouts(ragged("Qwen2Moe"), {"all-linear,experts,gate,lm_head"}, layouts);
   expect_layouts(ragged("DeepseekV3"), {"all-linear,experts,lm_head"}, layouts);
   expect_layouts(ragged("Phi3"), {"all-linear,lm_head"}, layouts);
-  expect_layouts(ragged("Qwen3Next"), {"all-linear,experts"},
-                 {{.tp = 2}, {.pp = 2, .dp = 2}, {.tp = 2, .dp = 2, .full = true}});  // no cp: some layers are recurrent
+  expect_layouts(
+      ragged("Qwen3Next"), {"all-linear,experts"},
+      {{.tp = 2}, {.pp = 2, .dp = 2}, {.tp = 2, .dp = 2, .full = true}});  // no cp: some layers are recurrent
 }
 
 TEST(AdapterLayouts, OfAHeadThatIsTheEmbeddingToo) {
