@@ -245,7 +245,7 @@ class EveryVerb(TypedDict, total=False):
 class EveryVerbButTrainScoreGenerateGrpo(TypedDict, total=False):
     overwrite: bool
 
-class NamesOfTrlButInspectScoreGenerateReport(TypedDict, total=False):
+class NamesOfTrl(TypedDict, total=False):
     importance_sampling_level: Any
     loss_type: Any
     mask_truncated_completions: Any
@@ -274,7 +274,7 @@ class NamesOfTrlButInspectScoreReport(TypedDict, total=False):
 class NamesOfTrlButInspectReport(TypedDict, total=False):
     lora_adapter_path: Any
 
-class NamesOfTrl(TypedDict, total=False):
+class NamesOfTrlTrainVerifyReplayBenchGrpo(TypedDict, total=False):
     beta: Any
     delta: Any
     entropy_coef: Any
@@ -306,7 +306,7 @@ class PlanOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOut
     TrlsFormulasButInspectScoreGenerateReport, CriticPlanTrainScoreVerifyGrpo, OptimizerButInspectScoreGenerateReport, Adapters,
     AdaptersButInspectReport, ParallelDegrees, ParallelDegreesButInspectGenerateReport, ParallelDegreesPlanTrainScoreVerify,
     ParallelDegreesPlan, SamplingPlanBenchGenerateGrpo, SamplingPlanGenerateGrpo, EveryVerb, EveryVerbButTrainScoreGenerateGrpo,
-    NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport, NamesOfTrlButInspectReport): ...
+    NamesOfTrl, NamesOfTrlButInspectScoreReport, NamesOfTrlButInspectReport): ...
 
 class TrainOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputPlanTrainScoreVerifyBench,
     InputAndOutputButInspectVerifyReplayBench, InputAndOutput, InputAndOutputTrainScoreGenerateGrpo, InputAndOutputTrain,
@@ -316,8 +316,7 @@ class TrainOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOu
     TrlsFormulasTrainVerifyReplayGrpo, CriticPlanTrainScoreVerifyGrpo, Critic, OptimizerButInspectScoreGenerateReport, Optimizer,
     Adapters, AdaptersButInspectReport, ParallelDegrees, ParallelDegreesButInspectGenerateReport,
     ParallelDegreesPlanTrainScoreVerify, ParallelDegreesButInspectPlanReport, SamplingButInspectPlanReport, ClosedLoopTrainGrpo,
-    EveryVerb, NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport, NamesOfTrlButInspectReport, NamesOfTrl):
-    ...
+    EveryVerb, NamesOfTrl, NamesOfTrlButInspectScoreReport, NamesOfTrlButInspectReport, NamesOfTrlTrainVerifyReplayBenchGrpo): ...
 
 class ScoreOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputPlanTrainScoreVerifyBench,
     InputAndOutputButInspectVerifyReplayBench, InputAndOutputTrainScoreGenerateGrpo, InputAndOutputScore, Schedule,
@@ -331,24 +330,24 @@ class VerifyOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndO
     TrlsFormulasButInspectScoreGenerateReport, TrlsFormulasTrainVerifyReplayGrpo, CriticPlanTrainScoreVerifyGrpo, Critic,
     OptimizerButInspectScoreGenerateReport, Optimizer, Adapters, AdaptersButInspectReport, ParallelDegrees,
     ParallelDegreesButInspectGenerateReport, ParallelDegreesPlanTrainScoreVerify, ParallelDegreesButInspectPlanReport,
-    SamplingButInspectPlanReport, EveryVerb, EveryVerbButTrainScoreGenerateGrpo, NamesOfTrlButInspectScoreGenerateReport,
-    NamesOfTrlButInspectScoreReport, NamesOfTrlButInspectReport, NamesOfTrl): ...
+    SamplingButInspectPlanReport, EveryVerb, EveryVerbButTrainScoreGenerateGrpo, NamesOfTrl, NamesOfTrlButInspectScoreReport,
+    NamesOfTrlButInspectReport, NamesOfTrlTrainVerifyReplayBenchGrpo): ...
 
 class ReplayOptions(Run, RunButInspectReport, InputAndOutputButReport, MinibatchesPlanTrainVerifyReplayGrpo, Minibatches,
     Schedule, ScheduleButInspectReport, ScheduleButGenerateReport, Objective, ObjectiveButInspectScoreGenerateReport,
     TrlsFormulas, TrlsFormulasButInspectScoreGenerateReport, TrlsFormulasTrainVerifyReplayGrpo,
     OptimizerButInspectScoreGenerateReport, Optimizer, Adapters, AdaptersButInspectReport, ParallelDegrees,
     ParallelDegreesButInspectGenerateReport, ParallelDegreesButInspectPlanReport, SamplingButInspectPlanReport, EveryVerb,
-    EveryVerbButTrainScoreGenerateGrpo, NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport,
-    NamesOfTrlButInspectReport, NamesOfTrl): ...
+    EveryVerbButTrainScoreGenerateGrpo, NamesOfTrl, NamesOfTrlButInspectScoreReport, NamesOfTrlButInspectReport,
+    NamesOfTrlTrainVerifyReplayBenchGrpo): ...
 
 class BenchOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputPlanTrainScoreVerifyBench,
     InputAndOutputTrainBench, Schedule, ScheduleButInspectReport, ScheduleButGenerateReport, Objective,
     ObjectiveButInspectScoreGenerateReport, TrlsFormulas, TrlsFormulasButInspectScoreGenerateReport,
     OptimizerButInspectScoreGenerateReport, Adapters, AdaptersButInspectReport, ParallelDegrees,
     ParallelDegreesButInspectGenerateReport, ParallelDegreesButInspectPlanReport, SamplingPlanBenchGenerateGrpo,
-    SamplingButInspectPlanReport, BenchmarkGrid, EveryVerb, EveryVerbButTrainScoreGenerateGrpo,
-    NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport, NamesOfTrlButInspectReport, NamesOfTrl): ...
+    SamplingButInspectPlanReport, BenchmarkGrid, EveryVerb, EveryVerbButTrainScoreGenerateGrpo, NamesOfTrl,
+    NamesOfTrlButInspectScoreReport, NamesOfTrlButInspectReport, NamesOfTrlTrainVerifyReplayBenchGrpo): ...
 
 class GenerateOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputButInspectVerifyReplayBench,
     InputAndOutputTrainScoreGenerateGrpo, ScheduleButInspectReport, AdaptersButInspectReport, ParallelDegrees,
@@ -362,7 +361,7 @@ class GrpoOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOut
     OptimizerButInspectScoreGenerateReport, Optimizer, Adapters, AdaptersButInspectReport, ParallelDegrees,
     ParallelDegreesButInspectGenerateReport, ParallelDegreesButInspectPlanReport, Sampling, SamplingPlanBenchGenerateGrpo,
     SamplingButInspectPlanReport, SamplingPlanGenerateGrpo, ClosedLoop, ClosedLoopTrainGrpo, ClosedLoopInspectGrpo, EveryVerb,
-    NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport, NamesOfTrlButInspectReport, NamesOfTrl): ...
+    NamesOfTrl, NamesOfTrlButInspectScoreReport, NamesOfTrlButInspectReport, NamesOfTrlTrainVerifyReplayBenchGrpo): ...
 
 class ReportOptions(Run, InputAndOutputButInspectVerifyReplayBench, EveryVerb, EveryVerbButTrainScoreGenerateGrpo): ...
 
