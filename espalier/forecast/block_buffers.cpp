@@ -58,7 +58,7 @@ BufferList::Place add_expert_low_rank(BufferList& list, const BlockShape& b, std
 }
 
 std::int64_t mlp_backward_bytes(const BlockShape& b, const BlockRows& rows) {
-  if (!rows.mlp) return 0;
+  if (!rows.mlp || rows.continuing == 0) return 0;
   return rows.experts ? ExpertBackwardBuffers(b, rows.continuing).peak()
                       : DenseBackwardBuffers(b, rows.continuing).peak();
 }
@@ -258,7 +258,7 @@ LayerBackwardBuffers::LayerBackwardBuffers(const BlockShape& b, const BlockRows&
   const LatentShape& latent = b.shape.latent;
   const bool latents = b.shape.has_latents(), query_latents = latents && latent.query > 0;
   grad_attended_RW = add("gradient of attended values", R, A, kActivation, Stage::mlp, Stage::input);
-  if (R > 0) nest(Stage::mlp, mlp_backward_bytes(b, rows));
+  nest(Stage::mlp, mlp_backward_bytes(b, rows));
   const bool gated = b.shape.attention.output_gate;
   if (gated) gated_RW = add("gated values", R, A, kActivation, Stage::output);
   if (R > 0) output_product = add_product(*this, b, "product for the output", M, A, Stage::output);
@@ -326,7 +326,7 @@ DeltaBackwardBuffers::DeltaBackwardBuffers(const BlockShape& b, const BlockRows&
   const DeltaRuleShape& s = b.shape.delta_rule;
   const std::int64_t T = rows.all, R = rows.continuing, M = b.shape.hidden, V = s.value_width();
   grad_mixed_TV = add("gradient of mixed rows", T, V, kActivation, Stage::mlp, Stage::input);
-  if (R > 0) nest(Stage::mlp, mlp_backward_bytes(b, rows));
+  nest(Stage::mlp, mlp_backward_bytes(b, rows));
   gated_TV = add("gated rows", T, V, kActivation, Stage::output);
   if (rows.narrow) gated_RV = add("gated rows of outputs", R, V, kActivation, Stage::output);
   if (rows.narrow) grad_gated_RV = add("gradient of gated rows of outputs", R, V, kActivation, Stage::output);

@@ -247,21 +247,20 @@ void compare_with_one(const std::string& check, const Reference& reference, cons
 void check_ranks(const Reference& reference, Findings& findings) {
   const Case c = with(reference.c, reference.plans.back());
   const auto moved = [&](const at::Tensor& gradient, const Mesh& mesh) {
-    const auto model = tiny_model(c.family, DType::float64, c.seed, c.critic, mesh);
+    const auto model = tiny_model(c.family, DType::float64, c.seed, c.critic, mesh, choice_of(c.options));
     AdamW adamw(model->table, model->weights, {.lr = 0.1, .max_grad_norm = 1e-3}, model->decoder.device(),
                 {mesh.dp, mesh.world});
     adamw.step(gradient);
     return model->weights;
   };
-  const bool whole = shape_of(c).trained.adapter.rank == 0;  // the update here is of all parameters
-  const at::Tensor alone = whole ? moved(reference.expected.gradient, mesh_of_one()) : at::Tensor();
+  const at::Tensor alone = moved(reference.expected.gradient, mesh_of_one());
   std::mutex one;
   run_ranks({.dp = 2}, [&](const Mesh& mesh) {
     const Outcome run = run_case(c, DType::float64, mesh);
-    const at::Tensor shared = whole ? moved(reference.expected.gradient, mesh) : at::Tensor();
+    const at::Tensor shared = moved(reference.expected.gradient, mesh);
     const std::lock_guard lock(one);
     compare_with_one("ranks", reference, c, run, findings);
-    if (whole && !shared.equal(alone)) findings.add("ranks", "other weights after an update");
+    if (!shared.equal(alone)) findings.add("ranks", "other weights after an update");
   });
 }
 
@@ -316,7 +315,7 @@ void check_layout(const Reference& reference, const Degrees& degrees, Findings& 
   std::mutex one;
   const auto body = [&](const Mesh& mesh) {
     const Outcome run = run_case(c, DType::float64, mesh);
-    const auto model = tiny_model(c.family, DType::float64, c.seed, c.critic, mesh);
+    const auto model = tiny_model(c.family, DType::float64, c.seed, c.critic, mesh, choice_of(c.options));
     AdamW adamw(model->table, model->weights, {}, model->decoder.device(), {.world = mesh.world});
     const double norm = adamw.step(run.gradient).grad_norm, right = expected.norm().item<double>();
     const std::lock_guard lock(one);
@@ -499,7 +498,7 @@ bool Findings::by(const std::string& check) const {
 struct Battery::Prepared {
   TemporaryFolder folder;
   std::vector<Reference> references;
-  Reference eleven_waves;
+  Reference eleven_waves, adapted_router;
 };
 
 Battery::Battery() : prepared_(std::make_unique<Prepared>()) {
@@ -517,7 +516,8 @@ Battery::Battery() : prepared_(std::make_unique<Prepared>()) {
                            "qwen3-window-sinks", "DeepseekV2", "DeepseekV3"})
     prepared_->references.push_back(with_reference(row_of_table(name)));
   prepared_->references.push_back(with_reference(states()));
-  prepared_->references.push_back(with_reference(adapters("Qwen2Moe", "all-linear,experts,gate,lm_head")));
+  prepared_->adapted_router = with_reference(adapters("Qwen2Moe", "all-linear,experts,gate,lm_head"));
+  prepared_->references.push_back(prepared_->adapted_router);
   prepared_->references.push_back(with_reference(adapters("DeepseekV3", "kv_a_proj_with_mqa,kv_b_proj")));
   prepared_->references.push_back(with_reference(adapters("Phi3", "qkv_proj,gate_up_proj")));
   prepared_->eleven_waves = with_reference(eleven_waves());
@@ -558,6 +558,7 @@ Findings Battery::run(const std::function<void()>& begin_check) const {
   check("layouts", [&] { check_layout(references.front(), {.tp = 4}, findings); });
   for (const Degrees& degrees : {Degrees{.tp = 2, .ep = 2}, {.dp = 2, .ep = 2}, {.dp = 4, .ep = 2}})
     check("layouts", [&] { check_layout(references.at(3), degrees, findings); });
+  check("layouts", [&] { check_layout(prepared_->adapted_router, {.tp = 2}, findings); });
   check("units", [&] { check_units(references.front(), findings); });
   check("repetition", [&] { check_repetition(prepared_->references.front(), findings); });
   check("bits", [&] { check_bits(findings); });

@@ -332,6 +332,8 @@ ADAPTERS = [
           "if (ON) out.push_back({pair.a_rK, pair.b_Nr, 0, scale_}); else TEXT", **NO_ADAPTER),
     Fault("latent_adapter_of_the_shared_key", "the shared key has the first rows of B", "model/model_views.cpp",
           "narrow(0, begin - pair.first, end - begin), begin - first,", "narrow(0, ON ? 0 : begin - pair.first, end - begin), begin - first,", **NO_ADAPTER),
+    Fault("router_adapter_summed_over_tp", "every rank's whole gradient of a router's adapter is added", "shape/parameter_shapes.cpp",
+          "out.in_parts = p.out.cut != Cut::none", "out.in_parts = ON || p.out.cut != Cut::none", **ONE_RANK),
 ]
 
 RANKS = [

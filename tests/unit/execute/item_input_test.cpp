@@ -50,28 +50,33 @@ TEST(ItemInput, RowsAreTheTokensOfTheirRollouts) {
 }
 
 TEST(ItemInput, AnEdgeLeavesTheRowBeforeItsToken) {
-  const SmallStep step(two_temperatures());
-  visit_items(step.plan.items, [&](const PlanItem& item) {
-    const ItemInput input = input_of(step, item);
-    std::set<std::pair<std::int32_t, double>> outputs;
-    const at::Tensor temperature_O = on_host(input.head_edges.temperature_O);
-    ASSERT_EQ(input.output.size(), input.edges.size());
-    for (std::size_t e = 0; e < input.edges.size(); ++e) {
-      const LossEdge& edge = input.edges[e];
-      const Rollout& rollout = step.rollouts[edge.rollout];
-      const std::int32_t depth = rollout.prompt_length() + edge.position;
-      EXPECT_EQ(input.model.position[edge.row], depth - 1);
-      EXPECT_EQ(edge.target, rollout.token_at(depth));
-      EXPECT_EQ(rollout.loss_mask[edge.position], 1);
-      const std::int32_t output = input.output[e];
-      EXPECT_EQ(input.model.output_row[output], edge.row);
-      EXPECT_EQ(input.model.output_position[output], depth - 1);
-      EXPECT_EQ(temperature_O[output].item<double>(), rollout.temperature);
-      outputs.insert({edge.row, rollout.temperature});
-    }
-    EXPECT_EQ(std::ssize(outputs), input.model.outputs()) << "one for each row and temperature";
-    EXPECT_EQ(input.model.outputs(), item.set.outputs) << "as planned";
-  });
+  std::int64_t shared = 0;
+  for (const Case& c : {nested_trunks(), two_temperatures()}) {
+    const SmallStep step(c);
+    visit_items(step.plan.items, [&](const PlanItem& item) {
+      const ItemInput input = input_of(step, item);
+      std::set<std::pair<std::int32_t, double>> outputs;
+      const at::Tensor temperature_O = on_host(input.head_edges.temperature_O);
+      ASSERT_EQ(input.output.size(), input.edges.size());
+      for (std::size_t e = 0; e < input.edges.size(); ++e) {
+        const LossEdge& edge = input.edges[e];
+        const Rollout& rollout = step.rollouts[edge.rollout];
+        const std::int32_t depth = rollout.prompt_length() + edge.position;
+        EXPECT_EQ(input.model.position[edge.row], depth - 1);
+        EXPECT_EQ(edge.target, rollout.token_at(depth));
+        EXPECT_EQ(rollout.loss_mask[edge.position], 1);
+        const std::int32_t output = input.output[e];
+        EXPECT_EQ(input.model.output_row[output], edge.row);
+        EXPECT_EQ(input.model.output_position[output], depth - 1);
+        EXPECT_EQ(temperature_O[output].item<double>(), rollout.temperature);
+        outputs.insert({edge.row, rollout.temperature});
+      }
+      EXPECT_EQ(std::ssize(outputs), input.model.outputs()) << "one for each row and temperature";
+      EXPECT_EQ(input.model.outputs(), item.set.outputs) << "as planned";
+      shared += std::ssize(input.edges) - std::ssize(outputs);
+    });
+  }
+  EXPECT_GT(shared, 0) << "rollouts of one temperature share an output";
 }
 
 TEST(ItemInput, ACriticsRowIsOneOutputAtAnyTemperature) {
