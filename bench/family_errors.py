@@ -11,7 +11,6 @@ family it has the worst. --write puts the table into docs/families.md. Exit stat
 import argparse
 import json
 import random
-import re
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,7 @@ import oracle  # noqa: E402
 from comparison import FLOAT64_RELATIVE, Trained, relative_errors  # noqa: E402
 from hf_models import all_float64, dense_step, gradients, loss_of, shared_step, worst  # noqa: E402
 from make_model import FAMILIES, VOCABULARY, make_model, write_records  # noqa: E402
+from phased_errors import table, write  # noqa: E402
 
 PHASED, CUT = {"schedule": "phased"}, 12  # rows of a wave: fewer than the system prompt has, which becomes a chain of trunks
 PLANS = {
@@ -46,7 +46,8 @@ def tree():
     system, records = tokens(26), []
     for document in (tokens(14), tokens(9)):
         for question in (tokens(5), tokens(8)):
-            records += [dict(prompt_ids=system + document + question, response_ids=tokens(count), reward=source.uniform(-1, 1)) for count in (7, 4)]
+            records += [dict(prompt_ids=system + document + question, response_ids=tokens(count), loss_mask=[1] * count, reward=source.uniform(-1, 1))
+                        for count in (7, 4)]
     return records
 
 
@@ -89,20 +90,6 @@ def names():
     return {row[1]: row[0] for row in cells}
 
 
-def table(found):
-    shown = lambda value: re.sub(r"e-0?", "e-", f"{value:.0e}")
-    columns = [*PLANS, *AROUND]
-    lines = [f"| family | {' | '.join(columns)} |", "| --- |" + " --- |" * len(columns)]
-    return "\n".join(lines + [f"| {family} | {' | '.join(shown(of[c]) for c in columns)} |" for family, of in found.items()])
-
-
-def write(text):
-    document = ROOT / "docs/families.md"
-    begin, end = "<!-- family_errors -->\n", "<!-- end -->"
-    before, rest = document.read_text().split(begin)
-    document.write_text(f"{before}{begin}{text}\n{end}{rest.split(end, 1)[1]}")
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", default=",".join(FAMILIES))
@@ -118,10 +105,10 @@ def main():
         print(model, {name: f"{error:.0e}" for name, error in errors.items()}, flush=True)
         row = found.setdefault(family_of[FAMILIES[model]["kind"] + "ForCausalLM"], dict.fromkeys(errors, 0.0))
         row.update({name: max(row[name], error) for name, error in errors.items()})
-    text = table({family: found[family] for family in family_of.values() if family in found})
+    text = table("family", {family: found[family] for family in family_of.values() if family in found}, [*PLANS, *AROUND])
     print("\n" + text)
     if arguments.write:
-        write(text)
+        write(text, "docs/families.md", "family_errors")
     far = [f"{family}, {plan}" for family, row in found.items() for plan, error in row.items() if not error <= FLOAT64_RELATIVE]
     print("\ntoo far: " + "; ".join(far) if far else "\nall as near as promised")
     return bool(far)

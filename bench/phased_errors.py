@@ -92,11 +92,11 @@ def tables(found):
     return f"{table('family', by_family, columns)}\n\n{table('plan', by_plan, [c for c in columns if c not in RANKS.values()])}"
 
 
-def write(text):
-    document = ROOT / "docs/python.md"
-    begin, end = "<!-- phased_errors -->\n", "<!-- end -->\n"
+def write(text, page="docs/python.md", block="phased_errors"):
+    document = ROOT / page
+    begin, end = f"<!-- {block} -->\n", "<!-- end -->\n"
     before, rest = document.read_text().split(begin)
-    document.write_text(f"{before}{begin}{text}\n{end}{rest.split(end)[1]}")
+    document.write_text(f"{before}{begin}{text}\n{end}{rest.split(end, 1)[1]}")
 
 
 def main():
