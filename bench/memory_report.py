@@ -47,12 +47,12 @@ def frontier():
     lines = ["### The frontier, run", "",
              f"`{PYTHON} bench/frontier.py --budget {rows[0]['budget'] // MEBI} --response {rows[0]['response']}` on {about(rows[-1])}: the longest "
              f"prompt that fits a budget of {rows[0]['budget'] // MEBI} MiB according to the plan (the frontier), and a run of a prompt with 0.98 of this "
-             "length under the same budget.", "",
-             "| N | | frontier, tokens | prompt + response, relative to dense | prompt of the run | finished | peak of the process over the budget |",
-             "| ---: | --- | ---: | ---: | ---: | --- | ---: |"]
+             "length under the same budget, which has to finish to be listed.", "",
+             "| N | | frontier, tokens | prompt + response, relative to dense | prompt of the run | peak of the process over the budget |",
+             "| ---: | --- | ---: | ---: | ---: | ---: |"]
     for row in rows:
         cell = row["cell"]
-        lines += [f"| {cell['n']} | {cell['way']} | {cell['prompt']:,} | {cell['factor']:.2f} | {row['prompt']:,} | yes | "
+        lines += [f"| {cell['n']} | {cell['way']} | {cell['prompt']:,} | {cell['factor']:.2f} | {row['prompt']:,} | "
                   f"{100 * row['process'] / row['budget']:.1f} % |"]
     return lines + [""]
 

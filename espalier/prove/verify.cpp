@@ -35,7 +35,15 @@ constexpr double kFloat64Relative = 1e-10;  // required of every gradient in flo
 constexpr double kFloorMultiple = 2;
 constexpr double kDeviations = 3;  // of a sum of independent errors: passed by chance once in 400 sums
 
-StepOutcome run_reversed(VerifiedStep& step, const MiniBatch& mini_batch, Options options) {
+// Dense, in waves that hold every rollout whole: rows cut over waves would read a path, and what is wrong there would
+// raise the floors that it is judged by. `whole`: rows of the longest rollout, 0 where such a wave does not fit.
+Options dense_of(Options options, std::int64_t whole) {
+  options.schedule = "dense";
+  if (options.token_budget > 0) options.token_budget = std::max(options.token_budget, whole);
+  return options;
+}
+
+StepOutcome run_reversed(VerifiedStep& step, const MiniBatch& mini_batch, Options options, std::int64_t whole) {
   moe::ChoiceRecord& choices = step.learner().choices;
   const moe::ChosenExperts* const given = choices.given;
   std::optional<moe::ChosenExperts> reversed;
@@ -43,7 +51,7 @@ StepOutcome run_reversed(VerifiedStep& step, const MiniBatch& mini_batch, Option
   const std::vector<Rollout> rollouts(mini_batch.rollouts.rbegin(), mini_batch.rollouts.rend());
   const TokenSeries advantages(mini_batch.advantages.rbegin(), mini_batch.advantages.rend());
   const TokenSeries targets(mini_batch.targets.rbegin(), mini_batch.targets.rend());
-  options.token_budget = 1;  // a dense wave holds whole rollouts: one each
+  options.token_budget = whole;  // other waves than those of dense_of
   StepOutcome out = step.run({rollouts, advantages, targets}, options);
   choices.given = given;
   for (TokenSeries& series : out.series) std::ranges::reverse(series);
@@ -131,29 +139,37 @@ std::optional<CriticChoice> checked_critic(const Options& options) {
 }
 
 // Dense and every variant, before any weight is read. What is run in float64 besides is not held to the budget.
-void require_runs_fit(const ModelShape& shape, const Options& options, const MachineProfile& machine,
-                      const TrainingData& data, const Mesh& mesh) {
+// Returns the rows of a dense wave that holds every rollout whole, or 0 where it does not fit.
+std::int64_t require_runs_fit(const ModelShape& shape, const Options& options, const MachineProfile& machine,
+                              const TrainingData& data, const Mesh& mesh) {
   const HeldState state{.optimizer = false};
   std::vector<HeldModel> held{{local_shape(shape, mesh), state}};
   if (const auto critic = checked_critic(options))
     held.push_back({local_shape(read_critic_shape(*critic), mesh), state});
-  std::vector<Variant> runs = variants_of(options, data.longest());
-  runs.push_back({"dense", options});
-  runs.back().options.schedule = "dense";
+  const auto add = [&](StepsFit& fit, const Options& run) {
+    fit.add(held, run, machine, data.mini_batch(0).rollouts, true, mesh);
+  };
+  std::int64_t whole = data.longest();
+  Options dense = options;
+  dense.token_budget = whole;
+  StepsFit whole_fits;
+  add(whole_fits, dense_of(dense, whole));
+  if (maxima_over_ranks(mesh.world, {whole_fits.fits() ? 0.0 : 1.0}).front() > 0) whole = 0;
   StepsFit fit;
-  for (const Variant& run : runs) fit.add(held, run.options, machine, data.mini_batch(0).rollouts, true, mesh);
+  for (const Variant& run : variants_of(options, data.longest())) add(fit, run.options);
+  add(fit, dense_of(options, whole));
   fit.require();
+  return whole;
 }
 
 class Verification {
  public:
-  Verification(VerifiedStep& step, const MiniBatch& mini_batch, const Options& options)
+  Verification(VerifiedStep& step, const MiniBatch& mini_batch, const Options& options, std::int64_t whole)
       : step_(step),
         model_(step.learner().model),
         whole_(model_.shape, Parameters::trained),
         mini_batch_(mini_batch),
-        options_(options) {
-    options_.schedule = "dense";
+        options_(dense_of(options, whole)) {
     dense_ = step.run(mini_batch, options_);
     slopes_ = step.slopes(mini_batch, options_, dense_);
     dense_squares_ =
@@ -163,7 +179,7 @@ class Verification {
     smallest_norm_ = gradient_norm() * (model_.dtype == DType::float64 ? 1e-5 : 1e-8);
     loss_dense = loss_shared = dense_.loss;
     for (const Parameter& parameter : whole_.parameters()) parameters.push_back({parameter.name, {}, 1});
-    raise_floors(run_reversed(step, mini_batch, options_));
+    raise_floors(run_reversed(step, mini_batch, options_, whole));
   }
 
   // Takes another dense run of the same step into the floors.
@@ -346,8 +362,8 @@ std::unique_ptr<VerifiedStep> step_of(Actor& actor) {
 ChoosingRun float64_run(const Options& options, const MiniBatch& mini_batch, std::int32_t longest, bool critic,
                         const Mesh& mesh) {
   const bool reward = options.objective == ObjectiveKind::reward;
-  Options exact = options;
-  exact.dtype = "float64", exact.schedule = "dense";
+  Options exact = dense_of(options, longest);
+  exact.dtype = "float64";
   NoProgress silent;  // a run of the task that is shown
   const MachineProfile machine = default_profile(options.device, DType::float64, at::get_num_threads());
   if (critic && !reward) {
@@ -384,7 +400,7 @@ std::int64_t other_runs(const ModelState& model) {
 
 // All runs of a step compared; a run more is reported to `ran` as it ends.
 Verification verified(VerifiedStep& step, const MiniBatch& mini_batch, const Options& options, std::int32_t longest,
-                      const std::function<void(std::int64_t runs)>& ran) {
+                      std::int64_t whole, const std::function<void(std::int64_t runs)>& ran) {
   const ModelState& model = step.learner().model;
   std::optional<ChoosingRun> exact;
   std::optional<moe::ChoiceDifference> router;
@@ -397,7 +413,7 @@ Verification verified(VerifiedStep& step, const MiniBatch& mini_batch, const Opt
       step.learner().choices.given = &*exact->choices;
     }
   }
-  Verification verification(step, mini_batch, options);
+  Verification verification(step, mini_batch, options, whole);
   verification.router = router;
   if (exact) verification.raise_floors(std::exchange(exact->outcome, {}));
   verification.pool_expert_floors();
@@ -443,7 +459,7 @@ Verdict verify(const Options& options, Progress& progress, const Mesh& mesh) {
       with_critic);
   const std::int32_t longest = data.longest();
   const MachineProfile machine = machine_profile(options, progress, mesh);
-  require_runs_fit(shape, options, machine, data, mesh);
+  const std::int64_t whole = require_runs_fit(shape, options, machine, data, mesh);
   const auto model = load_model(options.model, options.dtype, progress, mesh, checked_choice(options));
   model->decoder.reserve_positions(longest);
   Actor actor(*model, options, machine);
@@ -479,7 +495,7 @@ Verdict verify(const Options& options, Progress& progress, const Mesh& mesh) {
   const std::function<void(std::int64_t)> ran = [&](std::int64_t more) { progress.advance_to(done += more); };
   const std::unique_ptr<VerifiedStep> actor_step = step_of(actor);
   Verdict verdict;
-  Verification of_actor = verified(*actor_step, mini_batch, options, longest, ran);
+  Verification of_actor = verified(*actor_step, mini_batch, options, longest, whole, ran);
   verdict.rollouts = static_cast<std::int64_t>(mini_batch.rollouts.size());
   verdict.logical_rows = of_actor.logical_rows();
   verdict.gradient_norm = of_actor.gradient_norm();
@@ -493,7 +509,7 @@ Verdict verify(const Options& options, Progress& progress, const Mesh& mesh) {
   if (critic) {
     CriticStep critic_step(*critic);
     const Options critic_options = critic->learner().options;
-    add_critic(verdict, verified(critic_step, mini_batch, critic_options, longest, ran));
+    add_critic(verdict, verified(critic_step, mini_batch, critic_options, longest, whole, ran));
   }
   progress.end();
   return verdict;

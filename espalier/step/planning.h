@@ -35,6 +35,7 @@ class StepsFit {
   // Adds a step of each model on these rollouts. Every rank calls it. Errors: those of plan_step except for memory.
   void add(std::span<const HeldModel> held, const Options& options, const MachineProfile& machine,
            std::span<const Rollout> rollouts, bool all_logprobs, const Mesh& mesh);
+  bool fits() const { return !worst_; }
   // Errors: StepTooLarge.
   void require() const;
 

@@ -92,13 +92,19 @@ def test_the_bundle_runs_without_the_tree_and_without_a_network(bundle, tmp_path
     assert all(name in page for name in results)
 
 
-def test_a_stage_that_crashes_or_hangs_costs_only_itself(bundle, tmp_path):
-    broken = tmp_path / "broken"
+def broken_bundle(bundle, folder, cases):
+    """A copy whose program does what `cases` says of its words (lines of a shell's case) and else runs."""
+    broken = folder / "broken"
     shutil.copytree(bundle, broken, symlinks=True)
     real = broken / "espalier/bin/espalier"
     real.rename(real.with_name("real"))
-    real.write_text('#!/bin/sh\ncase "$*" in *"--attention own"*) kill -9 $$;; *"--attention flash"*) sleep 100;; *) exec "$(dirname "$0")/real" "$@";; esac\n')
+    real.write_text(f'#!/bin/sh\ncase "$*" in {cases} esac\nexec "$(dirname "$0")/real" "$@"\n')
     real.chmod(0o755)
+    return broken
+
+
+def test_a_stage_that_crashes_or_hangs_costs_only_itself(bundle, tmp_path):
+    broken = broken_bundle(bundle, tmp_path, '*"--attention own"*) kill -9 $$;; *"--attention flash"*) sleep 100;;')
     done = rehearsed(broken, tmp_path / "out", "--only", "facts,selftest-own,selftest-flash,llama", "--limit", "20")
     assert done.returncode == 6
     status = {found["stage"]: found["status"] for found in (json.loads(path.read_text()) for path in (tmp_path / "out").glob("[0-9]*.json"))}
@@ -106,7 +112,8 @@ def test_a_stage_that_crashes_or_hangs_costs_only_itself(bundle, tmp_path):
 
 
 def test_all_stages_together_end_after_so_many_minutes(bundle, tmp_path):
-    done = rehearsed(bundle, tmp_path / "out", "--only", "facts,selftest-own,llama", "--minutes", "0.05")
+    slow = broken_bundle(bundle, tmp_path, '*"--attention own"*) sleep 4;;')
+    done = rehearsed(slow, tmp_path / "out", "--only", "facts,selftest-own,llama", "--minutes", "0.05")
     results = [json.loads(path.read_text()) for path in sorted((tmp_path / "out").glob("[0-9]*.json"))]
     assert done.returncode == 6 and [found["stage"] for found in results] == ["facts", "selftest-own", "llama"]
     assert results[-1]["status"] == "skipped" and "--only llama runs it" in results[-1]["reason"]

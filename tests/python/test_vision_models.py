@@ -108,7 +108,8 @@ def test_bfloat16_is_stated_by_both_configurations(directories, records, espalie
     out = tmp_path / "out"
     espalier("train", "--model", whole, "--rollouts", write_records(records, tmp_path / "r.jsonl"), "--out", out, "--save-dtype", "bfloat16")
     before, after = tensors(whole), tensors(out)
-    assert all(after[name].dtype == (torch.bfloat16 if text_names(name) else before[name].dtype) for name in before)
+    narrowed = lambda name: text_names(name) and not name.endswith("correction_bias")  # whose last digits tell experts apart
+    assert all(after[name].dtype == (torch.bfloat16 if narrowed(name) else before[name].dtype) for name in before)
     config = json.loads((out / "config.json").read_text())
     assert {config.get("dtype"), config["text_config"].get("dtype", "bfloat16")} == {"bfloat16"}
 
