@@ -45,6 +45,9 @@ MADE_OF = ["tests/cuda/kernel_checks.cpp", "tests/cuda/accesses.cpp", "tests/cud
            "espalier/prove/row_cases.cpp", "espalier/prove/head_cases.cpp", "espalier/prove/state_cases.cpp", "espalier/prove/variant_cases.cpp", f"{FOLDER}/ptx.h"]
 
 
+OF_A_FILE = 2048  # numbers of changes; changes.h has room for as many files as there are
+
+
 def limit_of(seconds):
     """Of the processor, for a check that takes so many: what takes ten times as long hangs."""
     return 10 * seconds + 1
@@ -305,7 +308,9 @@ def main():
     names = [*sorted(path.name for path in (ROOT / FOLDER).glob("*.cu")), *HEADERS]
     sources = {name: (ROOT / FOLDER / name).read_text(encoding="utf-8") for name in names}
     # Numbers are of a file, so that one that stays as it is is not compiled again.
-    everything = {1024 * place + n: change for place, name in enumerate(names) for n, change in enumerate(changes_of(name, sources[name]))}
+    found = [(name, n, change) for name in names for n, change in enumerate(changes_of(name, sources[name]))]
+    everything = {OF_A_FILE * names.index(name) + n: change for name, n, change in found}
+    assert len(everything) == len(found), "a file has more changes than OF_A_FILE"
     arguments.harmless = listed_in("harmless_mutations.txt")
     stale = arguments.harmless - {change.key() for change, _ in everything.values()}
     for line in sorted(stale):
