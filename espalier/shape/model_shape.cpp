@@ -282,7 +282,7 @@ void read_half_blocks(const Members& config, ModelShape& shape) {
 }
 
 // As the configuration classes of transformers have it: heads of queries and keys are qk_nope_head_dim and
-// qk_rope_head_dim channels, every head has keys and values of its own, and head_dim says nothing.
+// qk_rope_head_dim channels, every head has keys and values of its own, and head_dim is the channels that rotate.
 void read_latents(const Members& config, ModelShape& shape) {
   constexpr std::int64_t kMost = 1 << 20, kLargestHead = 2048;
   LatentShape& s = shape.latent;
@@ -292,6 +292,8 @@ void read_latents(const Members& config, ModelShape& shape) {
   s.rotary = config.integer("qk_rope_head_dim", 2, kLargestHead, 64);
   s.value = config.integer("v_head_dim", 1, kLargestHead, 128);
   if (s.rotary % 2 != 0) config.fail("qk_rope_head_dim", "even");
+  if (config.has("head_dim") && config.integer("head_dim", 1, kMost) != s.rotary)
+    config.refuse("head_dim = " + shown(config.at("head_dim")), text_of("head_dim = qk_rope_head_dim = ", s.rotary));
   if (config.has("num_key_value_heads") && shape.kv_heads != shape.heads)
     config.fail("num_key_value_heads", text_of("num_attention_heads = ", shape.heads));
   shape.kv_heads = shape.heads;
@@ -348,6 +350,9 @@ void read_scales(const Members& config, const Family& family, ModelShape& shape)
   if (family.query_scalar > 0)
     shape.attention.scale = 1 / std::sqrt(config.positive("query_pre_attn_scalar", family.query_scalar));
   if (family.caps) {
+    if (family.attention_cap == 0 && read_cap(config, "attn_logit_softcapping", 0) > 0)
+      config.refuse("attn_logit_softcapping = " + shown(config.at("attn_logit_softcapping")),
+                    text_of("null: transformers reads it in no layer of ", family.name));
     shape.attention.soft_cap = read_cap(config, "attn_logit_softcapping", family.attention_cap);
     shape.scales.logit_cap = read_cap(config, "final_logit_softcapping", family.logit_cap);
   }
@@ -363,6 +368,10 @@ void read_scales(const Members& config, const Family& family, ModelShape& shape)
 void read_activation(const Members& config, const Family& family, ModelShape& shape) {
   const char* member = family.activation_member;
   const std::string name = config.text(member, family.activation);
+  // Their convolutions take the MLP's function, too, and are computed with silu.
+  const bool convolves =
+      family.delta_rule || family.mamba == MambaLayers::beside_indices || family.mamba == MambaLayers::by_types;
+  if (convolves && name != "silu") config.refuse(text_of(member, " '", name, "'"), text_of(member, " silu"));
   shape.activation.gated = family.gated;
   if (family.experts.clamped) {
     constexpr double kSlope = 1.702;
