@@ -498,7 +498,18 @@ std::vector<OperationCase> attention_cases() {
         .branch_rows = 260},
         AttentionSize{.own = 254, .path = 64, .heads = 1, .kv_heads = 1, .head_dim = 64, .branch_rows = 127},
         AttentionSize{
-            .own = 200, .path = 70, .heads = 1, .kv_heads = 1, .head_dim = 64, .window = 140, .branch_rows = 200}})
+            .own = 200, .path = 70, .heads = 1, .kv_heads = 1, .head_dim = 64, .window = 140, .branch_rows = 200},
+        // Branches that begin within a tile of queries, at an odd row, so that the row that sees furthest stands there.
+        AttentionSize{
+            .own = 170, .path = 130, .heads = 1, .kv_heads = 1, .head_dim = 64, .window = 40, .branch_rows = 33},
+        AttentionSize{.own = 230,
+        .path = 100,
+        .heads = 1,
+        .kv_heads = 1,
+        .head_dim = 64,
+        .some_queries = true,
+        .window = 110,
+        .branch_rows = 95}})
     add_attention_case(cases, size);
   add_sink_cases(cases, 1, 1, 8);
   add_sink_cases(cases, 37, 3, 40);

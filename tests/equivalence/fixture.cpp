@@ -100,6 +100,7 @@ Json special_members(const std::string& model_type) {
             {"kv_lora_rank", 11},
             {"qk_nope_head_dim", 6},
             {"qk_rope_head_dim", 4},
+            {"head_dim", 4},
             {"v_head_dim", 7},
             {"attention_bias", true},
             {"rope_scaling",
@@ -114,7 +115,7 @@ Json special_members(const std::string& model_type) {
         {"n_routed_experts", 8}, {"num_experts", nullptr},   {"n_shared_experts", 2},    {"n_group", 4},
         {"topk_group", 3},       {"num_experts_per_tok", 3}, {"num_key_value_heads", 4}, {"first_k_dense_replace", 1},
         {"q_lora_rank", 10},     {"kv_lora_rank", 12},       {"qk_nope_head_dim", 5},    {"qk_rope_head_dim", 6},
-        {"v_head_dim", 13},      {"attention_bias", true}};
+        {"head_dim", 6},         {"v_head_dim", 13},         {"attention_bias", true}};
   // Steps that reach their limits; the state's columns are other than its rows.
   if (model_type == "bamba")
     return {{"attn_layer_indices", {1}}, {"mamba_n_groups", 2}, {"mamba_n_heads", 4},
@@ -143,8 +144,8 @@ Json special_members(const std::string& model_type) {
   if (model_type == "ministral") return {{"layer_types", {"full_attention", "sliding_attention", "sliding_attention"}}};
   const Json grouped = {{"num_experts", nullptr}, {"n_routed_experts", 8}, {"n_shared_experts", 2},
                         {"n_group", 4},           {"topk_group", 3},       {"routed_scaling_factor", 1.7}};
-  const Json latents = {{"num_key_value_heads", 4}, {"q_lora_rank", 10},     {"kv_lora_rank", 12},
-                        {"qk_nope_head_dim", 5},    {"qk_rope_head_dim", 6}, {"v_head_dim", 13}};
+  const Json latents = {{"num_key_value_heads", 4}, {"q_lora_rank", 10}, {"kv_lora_rank", 12}, {"qk_nope_head_dim", 5},
+                        {"qk_rope_head_dim", 6},    {"head_dim", 6},     {"v_head_dim", 13}};
   const Json around_full = {"sliding_attention", "full_attention", "sliding_attention"};
   const auto with = [](Json members, const Json& more) {
     members.update(more);
