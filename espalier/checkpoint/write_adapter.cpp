@@ -19,6 +19,7 @@ namespace fs = std::filesystem;
 namespace {
 
 constexpr const char* kPrefix = "base_model.model.";
+constexpr std::int64_t kBlock = std::int64_t{1} << 18;  // numbers that are converted at once
 
 std::string without(const std::string& name, std::string_view ending) {
   return name.ends_with(ending) ? name.substr(0, name.size() - ending.size()) : name;
@@ -142,9 +143,20 @@ void AdapterTensors::append(SafetensorsWriter& writer, DType from, const Paramet
   const std::int64_t bytes = bytes_of(to);
   for_each([&](const Parameter& p, const AdapterPlace* place, bool complete) {
     const auto* const own = static_cast<const std::byte*>(values(p));
-    converted.resize(static_cast<std::size_t>(p.count * bytes));
-    convert_values(tensor_type_of(from), own, to, converted.data(), p.count);
-    if (place == nullptr || place->is_tensor()) return writer.append(converted.data(), p.count * bytes);
+    const auto convert = [&](std::int64_t first, std::int64_t count) {
+      converted.resize(static_cast<std::size_t>(count * bytes));
+      convert_values(tensor_type_of(from), own + first * bytes_of(from), to, converted.data(), count);
+      return converted.data();
+    };
+    if (place == nullptr || place->is_tensor()) {
+      // In blocks: a copy of a large embedding would not be in the plan.
+      for (std::int64_t first = 0; first < p.count; first += kBlock) {
+        const std::int64_t count = std::min(kBlock, p.count - first);
+        writer.append(convert(first, count), count * bytes);
+      }
+      return;
+    }
+    convert(0, p.count);
     std::vector<std::byte>& tensor = joined[place->tensor];
     tensor.resize(static_cast<std::size_t>(place->tensor_rows * place->tensor_columns * bytes));
     const std::int64_t run = place->column_step == 1 ? place->columns : 1;  // neighbours in both

@@ -35,12 +35,12 @@ def test_ranks_that_divide_the_weights_hold_what_they_planned_saving_included(pr
     assert planned <= budget * MEBI and 0.95 * planned < process < 1.05 * planned, (process / MEBI, planned / MEBI)
 
 
-@pytest.mark.parametrize("n", [4, 32])
-def test_small_waves_in_bfloat16_hold_what_they_planned(n, program, tmp_path):
+@pytest.mark.parametrize("n, output", [(4, "--logprobs"), (32, "--logprobs"), (4, "--gradients")])
+def test_small_waves_in_bfloat16_hold_what_they_planned(n, output, program, tmp_path):
     words = files(tmp_path, 40000, dict(prompt=30, response=90, n=n), hidden_size=192, num_hidden_layers=1, num_attention_heads=3,
                   num_key_value_heads=1, intermediate_size=512)
     # In a process of its own, whose peak is its own.
-    found = Ranks(program, 1, [*words, "--dtype", "bfloat16", "--schedule", "dense", "--token-budget", 64, "--logprobs", tmp_path / "logprobs"],
+    found = Ranks(program, 1, [*words, "--dtype", "bfloat16", "--schedule", "dense", "--token-budget", 64, output, tmp_path / "output"],
                   OMP_NUM_THREADS="2")
     assert found.end() == [0], found.stderr
     process, planned = of_process(json.loads(found.stdout[0]))
