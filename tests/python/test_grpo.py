@@ -274,6 +274,18 @@ def test_it_learns(espalier, tmp_path):
     assert before < 0.6 and after > before + 0.2, told["evaluations"]
 
 
+def test_adapters_learn(espalier, tmp_path):
+    """The same with rank 8 on a model that stays as it is. The rise that is asked for is that of test_it_learns."""
+    words = ["--prompt-length", 512, "--max-response-length", 4, "--train-batch-size", 32, "--n", 16, "--test-freq", 0, "--threads", 2]
+    espalier("grpo", "--out", tmp_path / "base", "--warm-start-steps", 3000, "--lr", "5e-4", "--steps", 1, *words)
+    base = tmp_path / "base/model/model.safetensors"
+    before_it = base.read_bytes()
+    told = espalier("grpo", "--model", base.parent, "--lora-rank", 8, "--out", tmp_path / "run", "--lr", "3e-3", "--steps", 50, "--json", *words).json
+    before, after = (evaluation["accuracy"] for evaluation in told["evaluations"])
+    assert before < 0.6 and after > before + 0.2, told["evaluations"]
+    assert base.read_bytes() == before_it and (tmp_path / "run/model/adapter_model.safetensors").exists()
+
+
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     print("a remark")
