@@ -116,6 +116,7 @@ Adapter::Adapter(const fs::path& directory, const ModelShape& base)
   joint_ = joint_of(base, table);
   for (const SafetensorsEntry& entry : file_.entries()) place(entry, table);
   for (auto& [parameter, change] : changes_) check(parameter, change, table);
+  if (base.tied_head && !base.value_head) check_tied_head();
   place_joint(table);
   if (changes_.empty() && pieces_.empty())
     throw InputError({file_.path().string(), "the tensors of an adapter", "none", ""});
@@ -227,7 +228,10 @@ void Adapter::place(const SafetensorsEntry& entry, const ParameterTable& base) {
   if (is_base) name.replace(name.size() - kBase.size(), kBase.size(), kWeight);
   if (name.find("lora_") != name.npos)
     throw UnsupportedError({where, "lora_A and lora_B of linear layers", "another part of an adapter", kOther});
-  if (is_base && joint_.tied_head && name == kTiedHead) name = kEmbedding;  // they are the same
+  if (joint_.tied_head && name == kTiedHead && !a && !b) {
+    if (!is_base) return;  // check_tied_head
+    name = kEmbedding;     // they are the same
+  }
   if (!base.contains(name))
     throw InputError(
         {where, "tensors of the base model", "'" + printable(name) + "', which the base model lacks", kBelongs});
@@ -237,6 +241,27 @@ void Adapter::place(const SafetensorsEntry& entry, const ParameterTable& base) {
   if (place != nullptr) throw InputError({where, "every tensor once", "'" + printable(place->name) + "', too", ""});
   place = &entry;
   if (is_base) change.is_base = true;
+}
+
+// Of a model whose head is its embedding peft's ensure_weight_tying saves both alike; without it peft changes one
+// alone.
+void Adapter::check_tied_head() const {
+  const auto saved = [&](const char* name) {
+    const SafetensorsEntry* const found = file_.find(std::string(kPrefix) + name);
+    return found != nullptr ? found : file_.find(name);
+  };
+  const SafetensorsEntry *const head = saved(kTiedHead), *const embedding = saved(kEmbedding);
+  const SafetensorsEntry* const one = head != nullptr ? head : embedding;
+  if (one == nullptr) return;
+  const bool alike = head != nullptr && embedding != nullptr && embedding->type == head->type &&
+                     embedding->bytes == head->bytes &&
+                     std::memcmp(embedding->data, head->data, static_cast<std::size_t>(head->bytes)) == 0;
+  if (!alike)
+    throw UnsupportedError(
+        {file_.path().string() + ": tensor '" + printable(one->name) + "'",
+         "embedding and head alike, because they are one matrix in the model (tie_word_embeddings)",
+         text_of(head != nullptr ? "a head" : "an embedding", " of its own (modules_to_save)"),
+         "Save the base model with tie_word_embeddings false, or save both with peft's ensure_weight_tying"});
 }
 
 void Adapter::check(const std::string& parameter, Change& change, const ParameterTable& base) const {

@@ -107,6 +107,7 @@ class Adapter {
   Piece piece_of(const std::string& parameter) const;
   void expect_finite(const Piece& piece) const;
   std::vector<double> doubles_of(const Piece& piece) const;
+  void check_tied_head() const;
   void check(const std::string& parameter, Change& change, const ParameterTable& base) const;
   void check_targets(const Json& config, const std::string& where, const ParameterTable& base) const;
 
@@ -142,8 +143,9 @@ void write_adapter_directory(const std::filesystem::path& target, const ModelSha
 // The table's parameters as peft's tensors, whose names begin with `prefix`: those of one tensor are joined.
 class AdapterTensors {
  public:
-  // `shape` null: every parameter is a tensor of its own name.
-  AdapterTensors(const ModelShape* shape, const ParameterTable& table, std::string prefix);
+  // `shape` null: every parameter is a tensor of its own name. `with_head`: an embedding that is also the head stands
+  // there under both names.
+  AdapterTensors(const ModelShape* shape, const ParameterTable& table, std::string prefix, bool with_head = false);
 
   // In the order of `append`.
   std::vector<TensorSpec> specs(DType dtype) const;
@@ -157,6 +159,7 @@ class AdapterTensors {
 
   const ParameterTable& table_;
   std::string prefix_;
+  bool with_head_;
   std::map<std::string, AdapterPlace> places_;
   std::map<std::string, std::int64_t> parts_;  // parameters of each tensor
 };

@@ -19,6 +19,7 @@ namespace fs = std::filesystem;
 namespace {
 
 constexpr const char* kPrefix = "base_model.model.";
+constexpr const char *kHead = "lm_head.weight", *kEmbedding = "model.embed_tokens.weight";
 constexpr std::int64_t kBlock = std::int64_t{1} << 18;  // numbers that are converted at once
 
 std::string without(const std::string& name, std::string_view ending) {
@@ -101,18 +102,21 @@ void write_adapter_directory(const fs::path& target, const ModelShape& shape, co
   config["init_lora_weights"] = true;
   write_targets(config, shape, adapted);
   config["modules_to_save"] = whole.empty() ? Json() : Json(std::vector<std::string>(whole.begin(), whole.end()));
+  // peft takes the saved embedding for the head, too, only where both stand in the file.
+  const bool with_head = shape.tied_head && !shape.value_head && table.contains(kEmbedding);
+  if (with_head) config["ensure_weight_tying"] = true;
   write_json_file(target / "adapter_config.json", config);
 
   OutputFile output(target / "adapter_model.safetensors");
-  const AdapterTensors tensors(&shape, table, kPrefix);
+  const AdapterTensors tensors(&shape, table, kPrefix, with_head);
   SafetensorsWriter writer(output, tensors.specs(to), {{"format", "pt"}});
   tensors.append(writer, from, values, to);
   writer.finish();
   output.close_synced();
 }
 
-AdapterTensors::AdapterTensors(const ModelShape* shape, const ParameterTable& table, std::string prefix)
-    : table_(table), prefix_(std::move(prefix)) {
+AdapterTensors::AdapterTensors(const ModelShape* shape, const ParameterTable& table, std::string prefix, bool with_head)
+    : table_(table), prefix_(std::move(prefix)), with_head_(with_head) {
   if (shape != nullptr) places_ = adapter_places(*shape);
   for (const auto& [name, place] : places_) ++parts_[place.tensor];
 }
@@ -133,6 +137,7 @@ std::vector<TensorSpec> AdapterTensors::specs(DType dtype) const {
     if (!complete) return;
     out.push_back({prefix_ + (place == nullptr ? p.name : place->tensor), tensor_type_of(dtype), p.shape});
     if (place != nullptr) out.back().shape = {place->tensor_rows, place->tensor_columns};
+    if (with_head_ && p.name == kEmbedding) out.push_back({prefix_ + kHead, tensor_type_of(dtype), p.shape});
   });
   return out;
 }
@@ -150,10 +155,11 @@ void AdapterTensors::append(SafetensorsWriter& writer, DType from, const Paramet
     };
     if (place == nullptr || place->is_tensor()) {
       // In blocks: a copy of a large embedding would not be in the plan.
-      for (std::int64_t first = 0; first < p.count; first += kBlock) {
-        const std::int64_t count = std::min(kBlock, p.count - first);
-        writer.append(convert(first, count), count * bytes);
-      }
+      for (int times = with_head_ && p.name == kEmbedding ? 2 : 1; times > 0; --times)
+        for (std::int64_t first = 0; first < p.count; first += kBlock) {
+          const std::int64_t count = std::min(kBlock, p.count - first);
+          writer.append(convert(first, count), count * bytes);
+        }
       return;
     }
     convert(0, p.count);

@@ -116,7 +116,8 @@ def test_gradients_of_every_target(settings, espalier, case, tmp_path):
 
 
 @pytest.mark.parametrize("settings", [(), ("--lora-target", "q_proj,down_proj", "--use-rslora"),
-                                      ("--lora-target", r"model[.]layers[.]1[.].*", "--train", "norms")], ids=str)
+                                      ("--lora-target", r"model[.]layers[.]1[.].*", "--train", "norms"),
+                                      ("--lora-target", "q_proj", "--train", "embeddings")], ids=str)
 def test_peft_loads_the_written_adapter_and_gives_the_engines_logprobs(settings, espalier, case, tmp_path):
     base, records, rollouts = case("qwen3_tied")
     run(espalier, case("qwen3_tied"), tmp_path, "--lora-rank", 4, "--lora-alpha", 8, *settings, "--lr", 0.05, "--epochs", 3, "--out", tmp_path / "out")
@@ -131,6 +132,21 @@ def test_peft_loads_the_written_adapter_and_gives_the_engines_logprobs(settings,
         assert torch.tensor(a, dtype=torch.float64).sub(torch.tensor(b, dtype=torch.float64)).abs().max() <= 1e-10
         moved = max(moved, *(abs(x - y) for x, y in zip(b, c)))
     assert moved > 1e-3
+
+
+@pytest.mark.parametrize("saved", ["lm_head", "embed_tokens"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_saved_head_of_a_tied_model_is_the_embedding_or_refused(tied, saved, espalier, case, tmp_path):
+    base, records, rollouts = case("qwen3_tied")
+    adapter = make_adapter(base, tmp_path / "adapter", target_modules=["q_proj"], modules_to_save=[saved], ensure_weight_tying=tied)
+    done = espalier("score", "--model", base, "--adapter", adapter, "--rollouts", rollouts, "--dtype", "float64", "--out", tmp_path / "scored.jsonl",
+                    expect=0 if tied else 4)
+    if not tied:
+        assert f"{saved}.weight" in done.stderr and "ensure_weight_tying" in done.stderr
+        return
+    ours = [json.loads(line)["logprobs"] for line in (tmp_path / "scored.jsonl").read_text().splitlines()]
+    theirs = oracle.score(load_peft(base, adapter), records)[0]
+    assert max(abs(x - y) for a, b in zip(ours, theirs, strict=True) for x, y in zip(a, b)) <= 1e-10
 
 
 def test_without_the_adapter_the_weights_are_the_reference(espalier, case, tmp_path):
