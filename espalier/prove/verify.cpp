@@ -94,6 +94,20 @@ double loss_floor(const std::vector<TokenSeries>& slopes, const StepOutcome& den
   return kDeviations * std::sqrt(variance);
 }
 
+// The gradient of a value head's bias is one such sum, of the slopes dL/dvalue, added in float32 in the plan's order:
+// each addition rounds a partial sum, which is as large as the sum or as the root of the slopes' squares.
+double bias_floor(const std::vector<TokenSeries>& slopes, const std::vector<TokenSeries>& others) {
+  constexpr double kRounding = 0x1p-24;
+  double sum = 0, squares = 0, variance = 0, count = 0;
+  for (std::size_t i = 0; i < slopes[0].size(); ++i)
+    for (std::size_t t = 0; t < slopes[0][i].size(); ++t) {
+      const double slope = slopes[0][i][t];
+      sum += slope, squares += slope * slope, count += 1;
+      variance += std::pow(slope - others[0][i][t], 2);
+    }
+  return kDeviations * std::sqrt(variance + count * std::pow(kRounding, 2) * std::max(sum * sum, squares));
+}
+
 struct Variant {
   std::string name;
   Options options;
@@ -185,7 +199,12 @@ class Verification {
   // Takes another dense run of the same step into the floors.
   void raise_floors(const StepOutcome& other) {
     const std::vector<double> distances = relative_distances(other.gradient);
-    for (std::size_t p = 0; p < parameters.size(); ++p) raise(parameters[p].distance, distances[p], kFloat64Relative);
+    for (std::size_t p = 0; p < parameters.size(); ++p) {
+      double floor = distances[p];
+      if (parameters[p].name == kValueBias)
+        floor = std::max(floor, bias_floor(slopes_, step_.slopes(mini_batch_, options_, other)) / size_of(p));
+      raise(parameters[p].distance, floor, kFloat64Relative);
+    }
     raise(series, largest_difference(other.series[0], dense_.series[0]), kFloat64Relative);
     raise(loss, std::max(std::abs(other.loss - dense_.loss), loss_floor(slopes_, dense_, other)),
           kFloat64Relative * std::max(1.0, std::abs(dense_.loss)));
@@ -289,10 +308,10 @@ class Verification {
     std::vector<double> distances = over_parameters(
         [&](const Parameter& here) { return sum_of_squares(kept(gradient, here) - kept(dense_.gradient, here)); });
     for (std::size_t p = 0; p < distances.size(); ++p)
-      if (distances[p] != 0)  // both may vanish
-        distances[p] = std::sqrt(distances[p]) / std::max(std::sqrt(dense_squares_[p]), smallest_norm_);
+      if (distances[p] != 0) distances[p] = std::sqrt(distances[p]) / size_of(p);  // both may vanish
     return distances;
   }
+  double size_of(std::size_t p) const { return std::max(std::sqrt(dense_squares_[p]), smallest_norm_); }
 
   // Largest difference of a weight between one AdamW step with this gradient and one with the dense gradient.
   double largest_move_difference(const at::Tensor& gradient) const {
