@@ -209,6 +209,20 @@ void join_half_blocks(Tensors& tensors) {
   tensors.by_name = std::move(renamed);
 }
 
+// The dense layers of a Kimi Linear that transformers saved: it writes them, too, below the module of experts.
+void rename_dense_layers(Tensors& tensors) {
+  constexpr std::string_view kOfExperts = ".block_sparse_moe.", kDense = ".mlp.";
+  std::map<std::string, const SafetensorsEntry*> renamed;
+  for (const auto& [name, entry] : tensors.by_name) {
+    const std::size_t at = name.find(kOfExperts);
+    std::string_view rest = name;
+    rest.remove_prefix(at == name.npos ? name.size() : at + kOfExperts.size());
+    const bool dense = rest == "gate_proj.weight" || rest == "up_proj.weight" || rest == "down_proj.weight";
+    renamed.emplace(dense ? text_of(name.substr(0, at), kDense, rest) : name, entry);
+  }
+  tensors.by_name = std::move(renamed);
+}
+
 // Towers and projectors of images.
 bool is_of_vision(std::string_view name) {
   for (const std::string_view prefix : {"visual.", "model.visual.", "vision_tower.", "model.vision_tower.",
@@ -270,6 +284,7 @@ Tensors open_model(const fs::path& directory) {
   split_fused_experts(tensors);
   split_fused_matrices(tensors);
   join_half_blocks(tensors);
+  rename_dense_layers(tensors);
   set_apart_the_rest(tensors);
   return tensors;
 }

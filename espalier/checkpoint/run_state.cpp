@@ -146,6 +146,7 @@ void append_further(const ModelShape& s, std::ostream& out) {
   number("activation_limit", s.activation.limit, 0);
   number("sinks", s.attention.sinks, 0);
   number("least_step", s.delta_rule.least_step, 0);
+  number("gate_latent", static_cast<double>(s.delta_rule.gate_latent), 0);
   number("expert_bias", s.expert_bias, 0);
   number("embedding_scale", s.scales.embedding, 1);
   number("residual_scale", s.scales.residual, 1);

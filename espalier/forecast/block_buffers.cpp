@@ -104,6 +104,8 @@ AttentionSavedBuffers::AttentionSavedBuffers(const BlockShape& b, const BlockRow
   if (rows.mixer == Mixer::delta_rule) {
     projected_TW = add("projected rows", rows.all, s.delta_rule.projected());
     mixed_TV = add("mixed rows", rows.all, s.delta_rule.value_width());
+    if (s.delta_rule.decays_channels())
+      gate_latents_TC = add("latents of gates", rows.all, 2 * s.delta_rule.gate_latent);
     stream_mid_RM = add("stream after the mixer", R, s.hidden);
     return;
   }
@@ -337,7 +339,14 @@ DeltaBackwardBuffers::DeltaBackwardBuffers(const BlockShape& b, const BlockRows&
   states_FN = add("states at forks", rows.forks, s.state(), kAccumulator, Stage::rows);
   grad_states_FN = add("gradients of states at forks", rows.forks, s.state(), kAccumulator, Stage::rows);
   normed_TM = add("normalised rows", T, M, kActivation, Stage::input);
-  projected_product = add_product(*this, b, "product for projected rows", s.projected(), M, Stage::input);
+  projected_product = add_product(*this, b, "product for projected rows", s.projected_from_rows(), M, Stage::input);
+  if (s.decays_channels()) {
+    const std::int64_t C = s.gate_latent;
+    grad_gate_latents_TC = add("gradient of latents of gates", T, 2 * C, kActivation, Stage::input);
+    gate_latents_product = add_product(*this, b, "product for latents of gates", 2 * C, M, Stage::input);
+    gate_z_product = add_product(*this, b, "product for gates of values", V, C, Stage::input);
+    gate_a_product = add_product(*this, b, "product for decays", s.decays(), C, Stage::input);
+  }
   if (adapted(b).projects()) nest(Stage::input, low_rank_bytes(b, T));
   if (adapted(b).state_output) nest(Stage::output, low_rank_bytes(b, R));
 }

@@ -71,6 +71,7 @@ struct AttentionSavedBuffers : BufferList {
   Place norm_rstd_T, kv_TW, q_RW, attended_RW, lse_HR, stream_mid_RM;
   Place branch_RM, branch_rstd_R;  // input of the norm after attention
   Place projected_TW, mixed_TV;    // of the delta rule, instead of keys, values, queries and attention's results
+  Place gate_latents_TC;           // the latents of z and a, side by side
   // With latent attention: the latent before its norm, and the rotated row that all keys share.
   Place query_latent_RC, query_latent_rstd_R, latent_TC, latent_rstd_T, rotary_key_TK;
 };
@@ -160,6 +161,7 @@ struct DeltaBackwardBuffers : BufferList {
   Place grad_mixed_TV, grad_gated_RV, gated_TV, gated_RV, grad_branch_RM, output_product;
   Place grad_projected_TW, states_FN, grad_states_FN;
   Place normed_TM, projected_product;
+  Place grad_gate_latents_TC, gate_latents_product, gate_z_product, gate_a_product;
 };
 
 // The peak bytes of a layer's forward, with attention or the delta rule.

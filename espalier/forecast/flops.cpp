@@ -55,11 +55,13 @@ double attention_backward(const ModelShape& s) {
 
 // Of a row of the delta rule in one layer: row by row forward, in blocks of C rows backward, where the states before
 // the blocks are made again (ops/cpu/delta_rule_ranges.h). A block's small products are of triangles.
-// Mamba-2 does not read its state before it writes.
+// Mamba-2 does not read its state before it writes. With decays of channels the backward goes row by row, too
+// (ops/cpu/channel_decay_ranges.h): twice a row's forward for the states, and 15 operations for a number of the state.
 double state_flops(const DeltaRuleShape& s) { return (s.mamba ? 4.0 : 6.0) * static_cast<double>(s.matrix()); }
 double state_backward(const DeltaRuleShape& s) {
   constexpr double kBlockRows = 64;
   const auto dk = static_cast<double>(s.key_dim), dv = static_cast<double>(s.value_dim);
+  if (s.decays_channels()) return 1 + (2 * 6 + 15) / 6.0;
   const double of_states = (s.mamba ? 8 : 14) * dk * dv, of_rows = s.mamba ? 2 * dv + 2 * dk : 5 * dv + 4 * dk;
   const double blocks = static_cast<double>(s.value_heads) * (of_states + kBlockRows * of_rows) +
                         static_cast<double>(s.key_heads) * kBlockRows * 2 * dk;

@@ -28,7 +28,8 @@ constexpr std::int64_t kMostAttentionBytes = 3 << 20, kMostPathAttentionBytes = 
 // row; row, position, temperature, target and edge of an output. The head's sums of one block
 // (objective/fused_head.cpp).
 constexpr std::int64_t kNumberBytesPerRow = 2 * 12, kNumberBytesPerOutput = 72, kHeadSumBytes = 256 * 56;
-constexpr std::int64_t kStateBlockRows = 64;  // ops/cpu/delta_rule_ranges.h
+constexpr std::int64_t kStateBlockRows = 64;      // ops/cpu/delta_rule_ranges.h
+constexpr std::int64_t kChannelBlockStates = 21;  // ops/cpu/channel_decay_ranges.h
 // Of experts: a slot's place among those sorted, and its choice in every layer (model/expert_mlp.cpp).
 constexpr std::int64_t kSortedBytesPerSlot = 12, kChoiceBytesPerSlot = 4;
 
@@ -136,9 +137,11 @@ std::int64_t ActivationBytes::scratch(std::int64_t rows, std::int64_t path_rows,
     const DeltaRuleShape& s = shape_.delta_rule;
     const std::int64_t of_head = s.key_dim * s.value_dim, each = s.value_heads / s.key_heads,
                        width = 2 * s.key_dim + each * s.value_dim;
+    const std::int64_t of_block =
+        s.decays_channels() ? kChannelBlockStates * of_head + kStateBlockRows * 3 * s.key_dim
+                            : 2 * of_head + kStateBlockRows * (5 * kStateBlockRows + 4 * s.value_dim + s.key_dim);
     of_states = threads * bytes.accumulator *
-                ((rows / kStateBlockRows + 3) * each * of_head + 2 * of_head + 64 * s.key_dim + 3 * s.kernel * width +
-                 kStateBlockRows * (5 * kStateBlockRows + 4 * s.value_dim + s.key_dim) +
+                ((rows / kStateBlockRows + 3) * each * of_head + of_block + 64 * s.key_dim + 3 * s.kernel * width +
                  kStateBlockRows * (4 * width + 4 * s.key_dim + (each + 2) * s.value_dim));
   }
   const std::int64_t most_of_attention = path_rows > 0 ? kMostPathAttentionBytes : kMostAttentionBytes;

@@ -2,6 +2,8 @@
 //
 //   n = norm(x);  y = x + gated_norm(delta_rule(n Wp^T), n Wp^T) Wo^T
 //
+// Where decays are of channels, the columns of z and a are (n Wl^T) Wz^T and (n Wl^T) Wa^T instead.
+//
 // Shapes: T rows, R rows that continue past the mixer, M width.
 #pragma once
 

@@ -202,6 +202,7 @@ void take_attention_saved(const LayerContext& c, LayerSaved& saved) {
   saved.attended_RW = take(declared.attended_RW);
   saved.projected_TW = take(declared.projected_TW);
   saved.mixed_TV = take(declared.mixed_TV);
+  saved.gate_latents_TC = take(declared.gate_latents_TC);
   saved.lse_HR = take(declared.lse_HR);
   saved.stream_mid_RM = take(declared.stream_mid_RM);
   saved.branch_RM = take(declared.branch_RM);

@@ -31,6 +31,7 @@ struct LayerSaved {
   at::Tensor query_latent_RC, query_latent_rstd_R, latent_TC, latent_rstd_T, rotary_key_TK;
   at::Tensor branch_RM, branch_rstd_R;  // o_proj's result, if a norm follows it
   at::Tensor projected_TW, mixed_TV;    // of the delta rule (ops/delta_rule.h), instead of the two lines above
+  at::Tensor gate_latents_TC;           // of z and a (DeltaRuleShape::gate_latent), side by side
   at::Tensor stream_mid_RM, mlp_rstd_R;
   at::Tensor mlp_branch_RM, mlp_branch_rstd_R;
   at::Tensor gate_up_RW;  // [R, 2*F]; with experts [R*k, 2*F], sorted by expert

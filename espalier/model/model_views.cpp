@@ -211,12 +211,18 @@ LayerViews view_layer(const Viewer& viewer, const LocalShape& shape, std::int64_
   views.attention_norm_M = viewer.norm(prefix, p.attention_norm);
   if (whole.mixer_of(layer) == Mixer::delta_rule) {
     const DeltaRuleShape& s = shape.own().delta_rule;
-    const std::size_t last = s.mamba ? 0 : s.by_key_head ? 1 : 3;
-    views.projected.weight = viewer.range(prefix + p.projected[0].name + ".weight",
-                                          prefix + p.projected[last].name + ".weight", {s.projected(), whole.hidden});
+    const std::size_t last = s.mamba ? 0 : s.by_key_head ? 1 : 3, last_conv = s.decays_channels() ? 2 : 0;
+    views.projected.weight =
+        viewer.range(prefix + p.projected[0].name + ".weight", prefix + p.projected[last].name + ".weight",
+                     {s.projected_from_rows(), whole.hidden});
+    if (s.decays_channels()) {
+      views.gate_latents = viewer.projection(prefix, {p.gate_latents[0], p.gate_latents[1]});
+      views.gate_z = viewer.projection(prefix, {p.gates[0]});
+      views.gate_a = viewer.projection(prefix, {p.gates[1]});
+    }
     views.projected.low_rank =
         viewer.low_rank(prefix, {p.projected[0], p.projected[1], p.projected[2], p.projected[3]});
-    views.conv_CK = viewer.range(prefix + p.conv.name, prefix + p.conv.name, {s.channels(), s.kernel});
+    views.conv_CK = viewer.range(prefix + p.conv[0].name, prefix + p.conv[last_conv].name, {s.channels(), s.kernel});
     views.a_log_H = viewer.one(prefix + p.a_log.name);
     views.dt_bias_H = viewer.one(prefix + p.dt_bias.name);
     if (s.conv_bias) views.conv_bias_C = viewer.one(prefix + p.conv_bias.name);

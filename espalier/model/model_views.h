@@ -36,8 +36,10 @@ struct LayerViews {
   Projection query_latent, key_value_latent;  // [C, M] each
   Projection rotary_key;                      // [K, M]
   at::Tensor query_latent_norm_C, key_value_latent_norm_C;
-  Projection output;     // [M, H*D]
-  Projection projected;  // [W, M], of the delta rule, instead of query, key and value
+  Projection output;  // [M, H*D]
+  // Of the delta rule, instead of query, key and value: [W, M], or without the columns of z and a; the latents of these
+  // [2 C, M], and their projections [V, C] and [A, C].
+  Projection projected, gate_latents, gate_z, gate_a;
   at::Tensor conv_CK, a_log_H, dt_bias_H, conv_bias_C, skip_H;  // ops/delta_rule.h
   at::Tensor mixed_norm;
   at::Tensor mlp_norm_M;

@@ -4,6 +4,8 @@
 //   c_t = silu(sum_j conv_j x_{t-K+1+j})  of every channel of q, k and v;  q and k of a head divided by sqrt(sum of
 //   squares + 1e-6), q times dk^-1/2;  beta_t = sigmoid(b_t);  gamma_t = exp(-e^A softplus(a_t + dt))
 //   e_t = v_t - gamma_t S_{t-1}^T k_t,  S_t = gamma_t S_{t-1} + k_t (beta_t e_t)^T,  o_t = S_t^T q_t
+// Where decays are of channels (DeltaRuleShape::gate_latent), gamma_t = exp(-e^A softplus(a_t + dt)) is a vector [dk],
+// gamma_t S is diag(gamma_t) S, and dt is [Hv, dk].
 // Mamba-2 (DeltaRuleShape::mamba) has no norms of q and k and does not read the state first, its convolution may have
 // biases, and a value passes beside the state:
 //   s_t = clamp(softplus(a_t + dt)),  beta_t = s_t,  gamma_t = exp(-e^A s_t),  e_t = v_t,  o_t = S_t^T q_t + D v_t
@@ -11,9 +13,9 @@
 // - 1 inputs x of the convolution, oldest first. All arithmetic is in the accumulator dtype A.
 //
 // Shapes: T rows, Hk key heads and Hv value heads of dk and dv channels, C = 2 Hk dk + Hv dv channels of the
-// convolution (q, k, v), V = Hv dv, W = C + V + 2 Hv columns that a row is projected to (shape/model_shape.h says where
-// x, z, b and a stand in them), N numbers of a state: S [Hv, dk, dv], then the inputs [K - 1, C]. Mamba-2: W = C + V +
-// Hv.
+// convolution (q, k, v), V = Hv dv, W = C + V + 2 Hv columns (decays of channels: C + V + Hv + Hv dk) that a row is
+// projected to (shape/model_shape.h says where x, z, b and a stand in them), N numbers of a state: S [Hv, dk, dv], then
+// the inputs [K - 1, C]. Mamba-2: W = C + V + Hv.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -49,7 +51,8 @@ struct DeltaRuleGradients {
   at::Tensor conv_CK, a_log_H, dt_bias_H, conv_bias_C, skip_H;
 };
 
-// y = weight o / sqrt(mean o^2 + eps) silu(z), per value head, with a weight [dv]. Mamba-2: y = weight u / sqrt(mean
+// y = weight o / sqrt(mean o^2 + eps) silu(z), per value head, with a weight [dv]; sigmoid(z) where decays are of
+// channels. Mamba-2: y = weight u / sqrt(mean
 // u^2
 // + eps) with u = o silu(z), over the value heads of a key head, with a weight [V].
 struct GatedNormProblem {

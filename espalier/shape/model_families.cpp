@@ -48,6 +48,16 @@ constexpr ParameterNames kExaoneMoeNames{.correction_bias = "mlp.e_score_correct
                                          .shared_up = "mlp.shared_experts.up_proj",
                                          .shared_down = "mlp.shared_experts.down_proj"};
 
+constexpr ParameterNames kKimiNames{.router = "block_sparse_moe.gate",
+                                    .correction_bias = "block_sparse_moe.gate.e_score_correction_bias",
+                                    .experts = "block_sparse_moe.experts",
+                                    .expert_gate = "w1",
+                                    .expert_up = "w3",
+                                    .expert_down = "w2",
+                                    .shared_gate = "block_sparse_moe.shared_experts.gate_proj",
+                                    .shared_up = "block_sparse_moe.shared_experts.up_proj",
+                                    .shared_down = "block_sparse_moe.shared_experts.down_proj"};
+
 constexpr Family kFamilies[] = {
     {.name = "Llama",
      .model_type = "llama",
@@ -654,6 +664,29 @@ constexpr Family kFamilies[] = {
      .interleaved = true,
      .latent = true,
      .pairs_member = true},
+    {.name = "KimiLinear",
+     .model_type = "kimi_linear",
+     .classifier = false,
+     .qkv_bias = Biases::attention_bias,
+     .output_bias = Biases::attention_bias,
+     .experts = {.some = true,
+                 .renormalises = Renormalises::member_on,
+                 .sigmoid = true,
+                 .correction_bias = true,
+                 .wide = true,
+                 .groups = true,
+                 .scaling = 2.446,
+                 .dense_first = true,
+                 .type_list = true,
+                 .shared_count_member = "n_shared_experts",
+                 .shared = 1},
+     .max_positions = 1048576,
+     .pad_token = 163839,
+     .eps = 1e-5,
+     .latent = true,
+     .channel_decays = true,
+     .no_rotation = true,
+     .names = kKimiNames},
 };
 
 constexpr VisionFamily kVisionFamilies[] = {

@@ -136,6 +136,9 @@ struct Family {
   // Layers of linear_attention carry a state (gated delta rule), and attention has an output gate; where a matrix is by
   // key head (DeltaRuleShape).
   bool delta_rule = false, by_key_head = false;
+  // Kimi Linear: layers of linear_attention carry a state with decays of channels; members have the names of the
+  // published configuration, or those of transformers.
+  bool channel_decays = false;
   MambaLayers mamba = MambaLayers::none;
   bool position_type = false;  // position_embedding_type is read: "rope", else no layer rotates
   bool no_rotation = false;

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <fstream>
+#include <functional>
 #include <sstream>
 
 #include "espalier/shape/config_members.h"
@@ -11,6 +12,7 @@
 #include "espalier/shape/model_families.h"
 #include "espalier/shape/rope_config.h"
 #include "espalier/shape/trained_parameters.h"
+#include "espalier/shape/usual_members.h"
 
 namespace espalier {
 namespace {
@@ -141,6 +143,21 @@ void read_windows(const Members& config, const Family& family, ModelShape& shape
   shape.window_layer = std::move(windowed);
 }
 
+// layer_types; where it is absent, `recurs` says which layers carry a state.
+void read_mixer_types(const Members& config, ModelShape& shape, const std::function<bool(std::int64_t)>& recurs) {
+  const bool named = config.has("layer_types");
+  if (named && (!config.at("layer_types").is_array() ||
+                config.at("layer_types").size() != static_cast<std::size_t>(shape.layers)))
+    config.fail("layer_types", text_of("a list of ", shape.layers, " names"));
+  for (std::int64_t layer = 0; layer < shape.layers; ++layer) {
+    const Json type = named ? config.at("layer_types")[static_cast<std::size_t>(layer)]
+                            : Json(recurs(layer) ? "linear_attention" : "full_attention");
+    if (type != "linear_attention" && type != "full_attention")
+      config.refuse("layer type " + shown(type), "layers of full_attention and linear_attention");
+    shape.mixer_of_layer.push_back(type == "full_attention" ? Mixer::attention : Mixer::delta_rule);
+  }
+}
+
 // layer_types, or one layer of attention after three whose rows carry a state.
 void read_mixers(const Members& config, const Family& family, ModelShape& shape) {
   constexpr std::int64_t kMost = 1 << 20, kMostKernel = 32;
@@ -155,17 +172,17 @@ void read_mixers(const Members& config, const Family& family, ModelShape& shape)
     config.fail("linear_num_value_heads", text_of("a multiple of linear_num_key_heads = ", s.key_heads));
   shape.attention.output_gate = true;
   const std::int64_t interval = config.integer("full_attention_interval", 1, kMost, 4);
-  const bool named = config.has("layer_types");
-  if (named && (!config.at("layer_types").is_array() ||
-                config.at("layer_types").size() != static_cast<std::size_t>(shape.layers)))
-    config.fail("layer_types", text_of("a list of ", shape.layers, " names"));
-  for (std::int64_t layer = 0; layer < shape.layers; ++layer) {
-    const Json type = named ? config.at("layer_types")[static_cast<std::size_t>(layer)]
-                            : Json((layer + 1) % interval != 0 ? "linear_attention" : "full_attention");
-    if (type != "linear_attention" && type != "full_attention")
-      config.refuse("layer type " + shown(type), "layers of full_attention and linear_attention");
-    shape.mixer_of_layer.push_back(type == "full_attention" ? Mixer::attention : Mixer::delta_rule);
-  }
+  read_mixer_types(config, shape, [&](std::int64_t layer) { return (layer + 1) % interval != 0; });
+}
+
+// layer_types, or all layers of attention but each fourth after the first. Latents of gates are as wide as a head.
+void read_channel_decays(const Members& config, ModelShape& shape) {
+  constexpr std::int64_t kMost = 1 << 20, kMostKernel = 32, kInterval = 4;
+  DeltaRuleShape& s = shape.delta_rule;
+  s.key_heads = s.value_heads = config.integer("linear_num_heads", 1, kMost, 32);
+  s.key_dim = s.value_dim = s.gate_latent = config.integer("linear_head_dim", 1, kMost, 128);
+  s.kernel = config.integer("linear_conv_kernel_dim", 1, kMostKernel, 4);
+  read_mixer_types(config, shape, [](std::int64_t layer) { return layer == 0 || layer % kInterval != 0; });
 }
 
 // Mamba-2 and attention by the config's names for them: [layers] of whether a layer is Mamba-2.
@@ -283,7 +300,7 @@ void read_half_blocks(const Members& config, ModelShape& shape) {
 
 // As the configuration classes of transformers have it: heads of queries and keys are qk_nope_head_dim and
 // qk_rope_head_dim channels, every head has keys and values of its own, and head_dim is the channels that rotate.
-void read_latents(const Members& config, ModelShape& shape) {
+void read_latents(const Members& config, const Family& family, ModelShape& shape) {
   constexpr std::int64_t kMost = 1 << 20, kLargestHead = 2048;
   LatentShape& s = shape.latent;
   s.query = config.is_null("q_lora_rank") ? 0 : config.integer("q_lora_rank", 1, kMost, 1536);
@@ -292,7 +309,7 @@ void read_latents(const Members& config, ModelShape& shape) {
   s.rotary = config.integer("qk_rope_head_dim", 2, kLargestHead, 64);
   s.value = config.integer("v_head_dim", 1, kLargestHead, 128);
   if (s.rotary % 2 != 0) config.fail("qk_rope_head_dim", "even");
-  if (config.has("head_dim") && config.integer("head_dim", 1, kMost) != s.rotary)
+  if (!family.no_rotation && config.has("head_dim") && config.integer("head_dim", 1, kMost) != s.rotary)
     config.refuse("head_dim = " + shown(config.at("head_dim")), text_of("head_dim = qk_rope_head_dim = ", s.rotary));
   if (config.has("num_key_value_heads") && shape.kv_heads != shape.heads)
     config.fail("num_key_value_heads", text_of("num_attention_heads = ", shape.heads));
@@ -369,8 +386,8 @@ void read_activation(const Members& config, const Family& family, ModelShape& sh
   const char* member = family.activation_member;
   const std::string name = config.text(member, family.activation);
   // Their convolutions take the MLP's function, too, and are computed with silu.
-  const bool convolves =
-      family.delta_rule || family.mamba == MambaLayers::beside_indices || family.mamba == MambaLayers::by_types;
+  const bool convolves = family.delta_rule || family.channel_decays || family.mamba == MambaLayers::beside_indices ||
+                         family.mamba == MambaLayers::by_types;
   if (convolves && name != "silu") config.refuse(text_of(member, " '", name, "'"), text_of(member, " silu"));
   shape.activation.gated = family.gated;
   if (family.experts.clamped) {
@@ -460,7 +477,9 @@ void read_quantisation(const Members& config, const Family& family, ModelShape& 
                           "quantization_config=FineGrainedFP8Config(dequantize=True)), then save_pretrained(OUT)"});
 }
 
-ModelShape shape_of_family(const Members& config, const Family& family) {
+ModelShape shape_of_family(const Members& stated, const Family& family) {
+  const Json usual = family.channel_decays ? usual_members_of_kimi(stated) : Json();
+  const Members config = family.channel_decays ? Members(usual, stated.where()) : stated;
   ModelShape shape;
   shape.architecture = text_of(family.name, kLanguageModel);
   if (family.mamba == MambaLayers::by_pattern)
@@ -480,7 +499,7 @@ ModelShape shape_of_family(const Members& config, const Family& family) {
                 text_of("a multiple of num_attention_heads = ", shape.heads, " where head_dim is absent"));
   shape.head_dim = config.integer("head_dim", 1, 4096, family.head_dim ? family.head_dim : shape.hidden / shape.heads);
   if (family.latent)
-    read_latents(config, shape);
+    read_latents(config, family, shape);
   else
     check_heads(config, shape);
   shape.vocabulary = family.vocabulary > 0 ? config.integer("vocab_size", 1, 1 << 26, family.vocabulary)
@@ -526,6 +545,8 @@ ModelShape shape_of_family(const Members& config, const Family& family) {
   refuse_dropout(config, family);
   if (family.mamba != MambaLayers::none)
     read_mamba(config, family, shape);
+  else if (family.channel_decays)
+    read_channel_decays(config, shape);
   else if (family.delta_rule)
     read_mixers(config, family, shape);
   else

@@ -93,8 +93,8 @@ struct SharedExpert {
 // The operation that mixes the rows of a layer.
 enum class Mixer : std::uint8_t { attention, delta_rule };
 
-// The gated delta rule (Qwen3-Next, Qwen3.5), or Mamba-2, which does not read its state before it writes: both behind a
-// short convolution (ops/delta_rule.h).
+// The gated delta rule (Qwen3-Next, Qwen3.5), the same with a decay for each key channel (Kimi Linear), or Mamba-2,
+// which does not read its state before it writes: all behind a short convolution (ops/delta_rule.h).
 struct DeltaRuleShape {
   std::int64_t key_heads = 0, value_heads = 0, key_dim = 0, value_dim = 0;  // sizes of one head
   std::int64_t kernel = 0;                                                  // rows of the convolution
@@ -105,10 +105,18 @@ struct DeltaRuleShape {
   // q, with biases or without; the step of a row is within [least_step, largest_step].
   bool mamba = false, conv_bias = false;
   double least_step = 0, largest_step = std::numeric_limits<double>::infinity();
+  // Kimi Linear: each key channel of a head has a decay of its own, z is gated by a sigmoid, and there are as many key
+  // heads as value heads. The columns of a projected row are q, k, v, b, z, a. Those of z and a are projected through a
+  // latent of this width each; 0: decays are of heads.
+  std::int64_t gate_latent = 0;
 
-  std::int64_t channels() const { return 2 * key_heads * key_dim + value_width(); }  // of the convolution
+  bool decays_channels() const { return gate_latent > 0; }
+  std::int64_t decays() const { return value_heads * (decays_channels() ? key_dim : 1); }  // columns of a
+  std::int64_t channels() const { return 2 * key_heads * key_dim + value_width(); }        // of the convolution
   std::int64_t value_width() const { return value_heads * value_dim; }
-  std::int64_t projected() const { return channels() + value_width() + (mamba ? 1 : 2) * value_heads; }
+  std::int64_t projected() const { return channels() + value_width() + (mamba ? 0 : value_heads) + decays(); }
+  // Columns of a projected row that are products with rows, and not with latents.
+  std::int64_t projected_from_rows() const { return decays_channels() ? channels() + value_heads : projected(); }
   std::int64_t matrix() const { return value_heads * key_dim * value_dim; }  // numbers of S
   std::int64_t state() const { return matrix() + (kernel - 1) * channels(); }
 
@@ -134,6 +142,11 @@ struct DeltaRuleShape {
     if (mamba) {
       const std::int64_t v = value_width(), step = ends + g * each;
       return {2 * v + keys + g * key_dim, 2 * v + g * key_dim, v + g * width, g * width, step, step};
+    }
+    if (decays_channels()) {
+      const std::int64_t z = channels() + value_heads;
+      return {g * key_dim,   keys + g * key_dim,    2 * keys + g * width,
+              z + g * width, channels() + g * each, z + value_width() + g * each * key_dim};
     }
     if (by_key_head) {
       const std::int64_t first = g * 2 * (key_dim + width), q = first + key_dim;

@@ -103,7 +103,11 @@ void visit_layer(const ModelShape& shape, const LayerParameters& p, std::int64_t
   walk.norm(p.key_value_latent_norm, true);
   walk.projections({p.query, p.key, p.value}, shape.names.fused_qkv);
   walk.projections({p.projected[0], p.projected[1], p.projected[2], p.projected[3]});
-  for (const TensorShape* const tensor : {&p.conv, &p.conv_bias, &p.a_log, &p.dt_bias, &p.skip}) walk.tensor(*tensor);
+  walk.projections({p.gate_latents[0], p.gate_latents[1]});
+  walk.projections({p.gates[0]});
+  walk.projections({p.gates[1]});
+  for (const TensorShape& tensor : p.conv) walk.tensor(tensor);
+  for (const TensorShape* const tensor : {&p.conv_bias, &p.a_log, &p.dt_bias, &p.skip}) walk.tensor(*tensor);
   walk.tensor(p.mixed_norm, true);
   walk.projections({p.output});
   walk.norm(p.query_norm, true);
@@ -150,11 +154,12 @@ void visit_layer(const ModelShape& shape, const LayerParameters& p, std::int64_t
 std::int64_t LayerParameters::parameters() const {
   return attention_norm.parameters() + query_latent.parameters() + key_value_latent.parameters() +
          query_latent_norm.parameters() + key_value_latent_norm.parameters() + query.parameters() + key.parameters() +
-         value.parameters() + projected_weights() + conv.parameters() + conv_bias.parameters() + a_log.parameters() +
-         dt_bias.parameters() + skip.parameters() + mixed_norm.parameters() + output.parameters() +
-         query_norm.parameters() + key_norm.parameters() + sinks.parameters() + attention_post_norm.parameters() +
-         mlp_norm.parameters() + mlp_post_norm.parameters() + router.parameters() + correction_bias.parameters() +
-         std::max<std::int64_t>(1, experts) * mlp_parameters() + shared_weights() + shared_expert_gate.parameters();
+         value.parameters() + projected_weights() + conv[0].parameters() + conv[1].parameters() + conv[2].parameters() +
+         conv_bias.parameters() + a_log.parameters() + dt_bias.parameters() + skip.parameters() +
+         mixed_norm.parameters() + output.parameters() + query_norm.parameters() + key_norm.parameters() +
+         sinks.parameters() + attention_post_norm.parameters() + mlp_norm.parameters() + mlp_post_norm.parameters() +
+         router.parameters() + correction_bias.parameters() + std::max<std::int64_t>(1, experts) * mlp_parameters() +
+         shared_weights() + shared_expert_gate.parameters();
 }
 
 std::int64_t LayerParameters::low_rank() const {
@@ -194,8 +199,8 @@ ProjectionShape adapted_head(const ModelShape& shape) {
 
 bool takes_adapters(const ModelShape& shape) {
   const ParameterNames& names = shape.names;
-  return shape.without_mlp.empty() && names.fused_shared[0] == '\0' && names.stacked_gate_up[0] == '\0' &&
-         names.stacked_down[0] == '\0';
+  return shape.without_mlp.empty() && !shape.delta_rule.decays_channels() && names.fused_shared[0] == '\0' &&
+         names.stacked_gate_up[0] == '\0' && names.stacked_down[0] == '\0';
 }
 
 LayerParameters joined_parameters(const ModelShape& shape, std::int64_t layer) {

@@ -67,9 +67,12 @@ struct LayerParameters {
   // With latent attention: `query` then projects a latent's norm, and `key` one to keys and values of each head.
   ProjectionShape query_latent, key_value_latent;
   NormShape query_latent_norm, key_value_latent_norm;
-  // With the delta rule, instead of query, key and value; DeltaRuleShape::projected() rows.
+  // With the delta rule, instead of query, key and value; together DeltaRuleShape::projected_from_rows() rows.
   std::array<ProjectionShape, 4> projected;
-  TensorShape conv, conv_bias, a_log, dt_bias, skip;
+  // Where decays are of channels: the latents of z and a, and the projections of these.
+  std::array<ProjectionShape, 2> gate_latents, gates;
+  std::array<TensorShape, 3> conv;  // one, or of q, k and v
+  TensorShape conv_bias, a_log, dt_bias, skip;
   TensorShape mixed_norm;          // over the channels of each value head; of Mamba-2 a weight for each channel
   NormShape query_norm, key_norm;  // over the channels of each head, or of all heads
   TensorShape sinks;               // a number per head
@@ -84,6 +87,8 @@ struct LayerParameters {
   std::int64_t projected_weights() const {
     std::int64_t sum = 0;
     for (const ProjectionShape& p : projected) sum += p.weights();
+    for (const ProjectionShape& p : gate_latents) sum += p.weights();
+    for (const ProjectionShape& p : gates) sum += p.weights();
     return sum;
   }
   std::int64_t shared_weights() const { return shared_gate.weights() + shared_up.weights() + shared_down.weights(); }
@@ -95,6 +100,28 @@ struct LayerParameters {
   std::int64_t expert_low_rank() const;  // of one expert
 };
 
+// Of Kimi Linear. Latents are whole on every rank of tp, and read by heads.
+inline void add_channel_decays(const DeltaRuleShape& s, const Side& M, LayerParameters& p) {
+  constexpr bool kBias = false, kOfHeads = true;
+  const Cut cut = Cut::state_heads;
+  const Side keys{s.key_heads * s.key_dim, cut}, value{s.value_width(), cut}, heads{s.value_heads, cut},
+      latent{s.gate_latent}, one{1}, kernel{s.kernel};
+  p.projected = {{{"self_attn.q_proj", keys, M},
+                  {"self_attn.k_proj", keys, M},
+                  {"self_attn.v_proj", value, M},
+                  {"self_attn.b_proj", heads, M}}};
+  p.gate_latents = {
+      {{"self_attn.g_a_proj", latent, M, kBias, 0, kOfHeads}, {"self_attn.f_a_proj", latent, M, kBias, 0, kOfHeads}}};
+  p.gates = {{{"self_attn.g_b_proj", value, latent}, {"self_attn.f_b_proj", {s.decays(), cut}, latent}}};
+  p.conv = {{{"self_attn.q_conv1d.weight", {keys, one, kernel}},
+             {"self_attn.k_conv1d.weight", {keys, one, kernel}},
+             {"self_attn.v_conv1d.weight", {value, one, kernel}}}};
+  p.a_log = {"self_attn.A_log", {one, one, heads, one}};
+  p.dt_bias = {"self_attn.dt_bias", {{s.decays(), cut}}};
+  p.mixed_norm = {"self_attn.o_norm.weight", {{s.value_dim}}};
+  p.output = {"self_attn.o_proj", M, value};
+}
+
 inline void add_delta_rule(const DeltaRuleShape& s, const Side& M, LayerParameters& p) {
   const Cut cut = Cut::state_heads;
   const auto V = static_cast<std::int32_t>(s.value_width()), H = static_cast<std::int32_t>(s.value_heads),
@@ -103,7 +130,7 @@ inline void add_delta_rule(const DeltaRuleShape& s, const Side& M, LayerParamete
   if (s.mamba) {
     const Side channels{s.channels(), cut, {V, K, K}};
     p.projected = {{{"mamba.in_proj", {s.projected(), cut, {V, V, K, K, H}}, M}}};
-    p.conv = {"mamba.conv1d.weight", {channels, {1}, {s.kernel}}};
+    p.conv[0] = {"mamba.conv1d.weight", {channels, {1}, {s.kernel}}};
     if (s.conv_bias) p.conv_bias = {"mamba.conv1d.bias", {channels}};
     p.a_log = {"mamba.A_log", {heads}};
     p.dt_bias = {"mamba.dt_bias", {heads}};
@@ -112,6 +139,7 @@ inline void add_delta_rule(const DeltaRuleShape& s, const Side& M, LayerParamete
     p.output = {"mamba.out_proj", M, value};
     return;
   }
+  if (s.decays_channels()) return add_channel_decays(s, M, p);
   const Side channels{s.channels(), cut, {K, K, V}};
   if (s.by_key_head)
     p.projected = {{{"linear_attn.in_proj_qkvz", {s.channels() + s.value_width(), cut}, M},
@@ -121,7 +149,7 @@ inline void add_delta_rule(const DeltaRuleShape& s, const Side& M, LayerParamete
                     {"linear_attn.in_proj_z", value, M},
                     {"linear_attn.in_proj_b", heads, M},
                     {"linear_attn.in_proj_a", heads, M}}};
-  p.conv = {"linear_attn.conv1d.weight", {channels, {1}, {s.kernel}}};
+  p.conv[0] = {"linear_attn.conv1d.weight", {channels, {1}, {s.kernel}}};
   p.a_log = {"linear_attn.A_log", {heads}};
   p.dt_bias = {"linear_attn.dt_bias", {heads}};
   p.mixed_norm = {"linear_attn.norm.weight", {{s.value_dim}}};
@@ -209,7 +237,7 @@ void for_each_adaptable(Parameters& p, Adapted& adapted, Visit visit) {
   visit(p.key, adapted.key);
   visit(p.value, adapted.value);
   for (std::size_t i = 0; i < p.projected.size(); ++i) visit(p.projected[i], adapted.projected[i]);
-  visit(p.output, p.conv.sides.empty() ? adapted.output : adapted.state_output);
+  visit(p.output, p.conv[0].sides.empty() ? adapted.output : adapted.state_output);
   visit(p.router, adapted.router);
   visit(p.gate, p.experts > 0 ? adapted.expert_gate_up : adapted.gate);
   visit(p.up, p.experts > 0 ? adapted.expert_gate_up : adapted.up);
@@ -221,7 +249,7 @@ void for_each_adaptable(Parameters& p, Adapted& adapted, Visit visit) {
 }
 
 // Whether the model's parameters are those of transformers' modules, or joint ones. Others have no adapters: halves of
-// blocks (Nemotron-H), and names of files that are not those of modules (Granite 4).
+// blocks (Nemotron-H), and names of files that are not those of modules (Granite 4, Kimi Linear).
 bool takes_adapters(const ModelShape& shape);
 
 // The parameters of a layer with the modules that transformers joins: what adapters stand beside.

@@ -31,6 +31,15 @@ bool has_part(const std::string& name, const std::string& part) {
   return at != std::string::npos;
 }
 
+bool has_any_part(const std::string& name, std::initializer_list<const char*> parts) {
+  return std::ranges::any_of(parts, [&](const char* part) { return has_part(name, part); });
+}
+
+// Whether the layer is recurrent with decays of channels (DeltaRuleShape::gate_latent).
+bool has_channel_decays(const ModelShape& shape, std::int64_t layer) {
+  return layer >= 0 && shape.delta_rule.decays_channels() && shape.mixer_of(layer) == Mixer::delta_rule;
+}
+
 // Null: no group has this name.
 Matcher group_of(const std::string& word, const ModelShape& shape) {
   const OuterParameters outer = outer_parameters(shape);
@@ -205,8 +214,8 @@ std::string named_beside(const ModelShape& shape, const std::string& item) {
 AdapterShape adapters_of(const ModelShape& shape, const AdapterChoice& choice) {
   if (!takes_adapters(shape))
     throw UnsupportedError({"--lora-rank", "a model whose layers are a mixer and an MLP, in transformers' modules",
-                            shape.architecture + ", which has halves of blocks or stacked matrices",
-                            "train its weights (--train)"});
+                            shape.architecture + ", whose files split blocks, stack matrices or name modules otherwise",
+                            "train its weights (--train), or its adapters with espalier.hf"});
   if (shape.beside_vision)
     throw UnsupportedError({"--lora-rank", "a text model in a directory of its own",
                             shape.architecture + ", in whose files peft names modules otherwise",
@@ -344,9 +353,11 @@ void derive(ModelShape& shape, const std::vector<bool>& trains) {
     TrainedLayer& layer = trained.of_layer[static_cast<std::size_t>(p.layer)];
     layer.query_latent = layer.query_latent || has_part(p.name, "q_a_proj");
     layer.key_value_latent = layer.key_value_latent || has_part(p.name, "kv_a_proj_with_mqa");
-    layer.query = layer.query || has_part(p.name, "q_proj") || has_part(p.name, "q_b_proj");
-    layer.key_value = layer.key_value || has_part(p.name, "k_proj") || has_part(p.name, "kv_b_proj") ||
-                      p.name.find(".in_proj_") != p.name.npos;
+    const bool channels = has_channel_decays(shape, p.layer);
+    layer.query = layer.query || (!channels && has_part(p.name, "q_proj")) || has_part(p.name, "q_b_proj");
+    layer.key_value = layer.key_value || has_any_part(p.name, {"k_proj", "kv_b_proj"}) ||
+                      p.name.find(".in_proj_") != p.name.npos ||
+                      (channels && has_any_part(p.name, {"f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"}));
     layer.output = layer.output || has_part(p.name, "o_proj") || has_part(p.name, "out_proj");
     layer.router = layer.router || has_part(p.name, shape.names.router);
     layer.gate_up = layer.gate_up || is_gate_or_up(shape, p);
@@ -362,6 +373,11 @@ void derive(ModelShape& shape, const std::vector<bool>& trains) {
 
 std::string product_of(const ModelShape& shape, const ParameterShape& p) {
   const std::string suffix = p.name.substr(p.name.rfind('.')), layer = std::to_string(p.layer);
+  if (has_channel_decays(shape, p.layer)) {
+    if (has_any_part(p.name, {"q_proj", "k_proj", "v_proj", "b_proj"})) return layer + " q_, k_, v_ and b_proj";
+    if (has_any_part(p.name, {"f_a_proj", "g_a_proj"})) return layer + " f_a_proj and g_a_proj";
+    if (has_any_part(p.name, {"q_conv1d", "k_conv1d", "v_conv1d"})) return layer + " q_, k_ and v_conv1d";
+  }
   if (p.name.find(".in_proj_") != p.name.npos) return layer + " in_proj_* of linear_attn";
   if (has_part(p.name, "k_proj") || has_part(p.name, "v_proj")) return layer + " k_proj and v_proj" + suffix;
   const std::string whose = p.expert >= 0 ? " of all experts" : suffix;

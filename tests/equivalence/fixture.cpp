@@ -154,6 +154,14 @@ Json special_members(const std::string& model_type) {
   if (model_type == "glm4_moe_lite")
     return with(with(grouped, latents), {{"mlp_layer_types", {"sparse", "dense", "sparse"}}});
   if (model_type == "youtu") return latents;
+  // Decays of channels around latent attention; a dense layer first.
+  if (model_type == "kimi_linear")
+    return with(with(grouped, latents), {{"layer_types", {"linear_attention", "full_attention", "linear_attention"}},
+                                         {"first_k_dense_replace", 1},
+                                         {"q_lora_rank", nullptr},
+                                         {"linear_num_heads", 4},
+                                         {"linear_head_dim", 5},
+                                         {"linear_conv_kernel_dim", 4}});
   if (model_type == "seed_oss") return {{"attention_dropout", 0.0}, {"residual_dropout", 0.0}};
   if (model_type == "olmoe") return {{"intermediate_size", 12}};
   if (model_type == "ernie4_5") return {{"use_bias", true}};

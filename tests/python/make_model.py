@@ -197,6 +197,12 @@ FAMILIES = {
                              original_max_position_embeddings=64))),
     "youtu": dict(kind="Youtu", tied=True, sharded=False, config=dict(
         num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=14)),
+    # Decays of channels, before and behind latent attention without rotation; a dense layer first.
+    "kimi_linear_moe": dict(kind="KimiLinear", tied=False, sharded=False, config=dict(
+        num_key_value_heads=4, kv_lora_rank=20, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=14, linear_num_heads=4,
+        linear_head_dim=10, layer_types=["linear_attention", "full_attention", "linear_attention"], num_experts=8,
+        num_experts_per_token=3, moe_intermediate_size=16, num_shared_experts=2, num_expert_group=4, topk_group=3,
+        routed_scaling_factor=1.7)),
 }
 # transformers has a token classifier of these that takes the configuration of the text model.
 CRITICS = [family for family, row in FAMILIES.items()

@@ -93,11 +93,29 @@ def of_blocks(name, config):
     return f"model.layers.{block}.{norm if layer[2] == 'norm' else module}.{layer[3]}"
 
 
+def of_kimi(tensors):
+    """Kimi Linear's convolutions stand apart in files, and its experts below other names."""
+    out = {}
+    for name, tensor in tensors.items():
+        name = name.replace(".forget_gate.", ".")
+        if name.endswith(".conv1d.weight"):
+            out.update({name.replace(".conv1d.", f".{part}_conv1d."): values.contiguous() for part, values in zip("qkv", tensor.chunk(3))})
+            continue
+        if re.search(r"\.mlp\.(experts|shared_experts|gate)\.", name):
+            name = name.replace(".mlp.", ".block_sparse_moe.")
+        if ".block_sparse_moe.experts." in name:
+            name = name.replace(".gate_proj.", ".w1.").replace(".down_proj.", ".w2.").replace(".up_proj.", ".w3.")
+        out[name] = tensor
+    return out
+
+
 def of_files(tensors, model):
     """`by_expert` under the names that the program has for them: mostly those of the model's files."""
     out = {}
     if model.config.model_type == "nemotron_h":
         return {of_blocks(name, model.config): tensor for name, tensor in by_expert(tensors).items()}
+    if model.config.model_type == "kimi_linear":
+        return of_kimi(by_expert(tensors))
     for name, tensor in by_expert(tensors).items():
         for own, other in FILE_NAMES.get(type(model).__name__, {}).items():
             name = name.replace(own, other)

@@ -242,6 +242,14 @@ PUBLISHED = {
     "youtu_2b": config(
         "YoutuForCausalLM", "youtu", attention_bias=False, attention_dropout=0.0, hidden_act="silu", num_key_value_heads=4, q_lora_rank=24,
         rms_norm_eps=1e-06, rope_interleave=True, rope_scaling=None, rope_theta=1600000.0, tie_word_embeddings=True, **LATENT),
+    "kimi_linear": config(
+        "KimiLinearForCausalLM", "kimi_linear", auto_map=auto_map("kimi", "KimiLinear"), dtype="bfloat16", first_k_dense_replace=1,
+        head_dim=12, hidden_act="silu", **LATENT, max_position_embeddings=..., model_max_length=512, linear_attn_config=dict(
+            full_attn_layers=[2], head_dim=10, kda_layers=[1, 3], num_heads=4, short_conv_kernel_size=4), mla_use_nope=True,
+        moe_intermediate_size=16, moe_layer_freq=1, moe_renormalize=True, moe_router_activation_func="sigmoid", num_expert_group=1,
+        num_experts=6, num_experts_per_token=3, num_key_value_heads=4, num_nextn_predict_layers=0, num_shared_experts=1,
+        q_lora_rank=None, rms_norm_eps=1e-05, rope_scaling=None, rope_theta=10000.0, routed_scaling_factor=2.446,
+        tie_word_embeddings=False, topk_group=1, use_grouped_topk=True),
     "bamba": config(
         "BambaForCausalLM", "bamba", attention_bias=False, attention_dropout=0.0, attn_layer_indices=[1], attn_rotary_emb=6, hidden_act="silu",
         mamba_chunk_size=16, mamba_conv_bias=True, mamba_d_conv=4, mamba_d_head=12, mamba_d_state=10, mamba_expand=2, mamba_n_groups=1,

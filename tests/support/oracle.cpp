@@ -202,6 +202,37 @@ Tensor mamba(const ModelShape& shape, const Weights& w, const Tensor& h, const s
   return at::matmul(y, w[p + "out_proj.weight"].t());
 }
 
+// The delta rule with decays of channels, one row at a time, as mamba.
+Tensor channel_delta_rule(const ModelShape& shape, const Weights& w, const Tensor& h, const std::string& p) {
+  const DeltaRuleShape& s = shape.delta_rule;
+  const std::int64_t n = h.size(0), H = s.value_heads, D = s.key_dim;
+  const auto product = [&](const Tensor& x, const char* name) { return at::matmul(x, w[p + name + ".weight"].t()); };
+  const auto mixed = [&](const char* projection, const char* convolution) {
+    const Tensor x = product(h, projection), conv = w[p + convolution + ".weight"].squeeze(1);
+    const Tensor padded = at::cat({at::zeros({s.kernel - 1, x.size(1)}, x.options()), x});
+    Tensor c = at::zeros_like(x);
+    for (std::int64_t j = 0; j < s.kernel; ++j) c = c + conv.select(1, j) * padded.slice(0, j, j + n);
+    return (c * c.sigmoid()).view({n, H, D});
+  };
+  const auto unit = [](const Tensor& heads) { return heads / (heads.pow(2).sum(-1, true) + 1e-6).sqrt(); };
+  const Tensor q = unit(mixed("q_proj", "q_conv1d")) / std::sqrt(static_cast<double>(D)),
+               k = unit(mixed("k_proj", "k_conv1d")), v = mixed("v_proj", "v_conv1d");
+  const Tensor a = product(product(h, "f_a_proj"), "f_b_proj") + w[p + "dt_bias"];
+  const Tensor decay = (-w[p + "A_log"].exp().view({H, 1}) * (1 + a.exp()).log().view({n, H, D})).exp();
+  const Tensor beta = product(h, "b_proj").sigmoid();
+  Tensor state = at::zeros({H, D, D}, h.options());
+  std::vector<Tensor> out;
+  for (std::int64_t t = 0; t < n; ++t) {
+    state = state * decay[t].unsqueeze(2);
+    const Tensor error = v[t] - (state * k[t].unsqueeze(2)).sum(1);
+    state = state + k[t].unsqueeze(2) * (beta[t].unsqueeze(1) * error).unsqueeze(1);
+    out.push_back((state * q[t].unsqueeze(2)).sum(1));
+  }
+  const Tensor gate = product(product(h, "g_a_proj"), "g_b_proj").view({n, H, D}).sigmoid();
+  return product((rms_norm(at::stack(out), w[p + "o_norm.weight"], shape.rms_norm_eps) * gate).reshape({n, H * D}),
+                 "o_proj");
+}
+
 Recurrence replaced_delta_rule = nullptr;
 
 // The gated delta rule, one row at a time. h [n, M] is the normed input; the result is what the mixer adds.
@@ -256,7 +287,7 @@ struct LatentHeads {
   Tensor q, k, v;
 };
 LatentHeads latent_heads(const ModelShape& shape, const Weights& w, const Tensor& h, const std::string& a,
-                         const Tensor& cos, const Tensor& sin) {
+                         const Tensor& cos, const Tensor& sin, bool rotates) {
   const LatentShape& s = shape.latent;
   const std::int64_t n = h.size(0), H = shape.heads;
   const auto product = [&](const Tensor& x, const char* name) {
@@ -268,8 +299,9 @@ LatentHeads latent_heads(const ModelShape& shape, const Weights& w, const Tensor
   const Tensor q = of_query.view({n, H, s.plain + s.rotary}), down = product(h, "kv_a_proj_with_mqa");
   const Tensor latent = rms_norm(down.slice(1, 0, s.key_value), w[a + "kv_a_layernorm.weight"], 1e-6);
   const Tensor kv = product(latent, "kv_b_proj").view({n, H, s.plain + s.value});
-  const Tensor shared = rotate(shape, down.slice(1, s.key_value).unsqueeze(1), cos, sin);
-  return {at::cat({q.slice(2, 0, s.plain), rotate(shape, q.slice(2, s.plain), cos, sin)}, 2),
+  const auto turned = [&](const Tensor& x) { return rotates ? rotate(shape, x, cos, sin) : x; };
+  const Tensor shared = turned(down.slice(1, s.key_value).unsqueeze(1));
+  return {at::cat({q.slice(2, 0, s.plain), turned(q.slice(2, s.plain))}, 2),
           at::cat({kv.slice(2, 0, s.plain), shared.expand({n, H, s.rotary})}, 2), kv.slice(2, s.plain)};
 }
 
@@ -303,8 +335,9 @@ Tensor hidden_rows(const ModelShape& shape, const Weights& w, const Rollout& rol
                     p, shape.names.mlp_post_norm);
     };
     if (shape.mixer_of(l) == Mixer::delta_rule) {
-      const Tensor mixed =
-          shape.delta_rule.mamba ? mamba(shape, w, h, p + "mamba.") : delta_rule(shape, w, h, p + "linear_attn.");
+      const Tensor mixed = shape.delta_rule.mamba               ? mamba(shape, w, h, p + "mamba.")
+                           : shape.delta_rule.decays_channels() ? channel_delta_rule(shape, w, h, a)
+                                                                : delta_rule(shape, w, h, p + "linear_attn.");
       x = x + added(mixed, p, shape.names.attention_post_norm);
       mlp_half();
       continue;
@@ -320,7 +353,7 @@ Tensor hidden_rows(const ModelShape& shape, const Weights& w, const Rollout& rol
     const auto& [cos, sin] = shape.has_window_rope && shape.is_window_layer(l) ? windowed : usual;
     Tensor q, k, v;
     if (shape.has_latents()) {
-      const LatentHeads all = latent_heads(shape, w, h, a, cos, sin);
+      const LatentHeads all = latent_heads(shape, w, h, a, cos, sin, shape.rotates(l));
       q = all.q, k = all.k, v = all.v;
     } else {
       q = heads("q_proj", "q_norm", H), k = heads("k_proj", "k_norm", J), v = heads("v_proj", nullptr, J);

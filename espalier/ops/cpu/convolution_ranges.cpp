@@ -108,23 +108,46 @@ ESPALIER_SIMD_INLINE accumulator_t<T> inverse_root_mean(std::int64_t width, accu
   return inverse_root(squares / static_cast<accumulator_t<T>>(width) + eps);
 }
 
-template <class T>
+// What a normed row is multiplied by, and its derivative.
+struct Silu {
+  template <class V>
+  static ESPALIER_SIMD_INLINE V value(V z) {
+    return z / (exp(-z) + 1);
+  }
+  template <class V>
+  static ESPALIER_SIMD_INLINE V slope(V z) {
+    return silu_slope(z);
+  }
+};
+struct Sigmoid {
+  template <class V>
+  static ESPALIER_SIMD_INLINE V value(V z) {
+    return sigmoid(z);
+  }
+  template <class V>
+  static ESPALIER_SIMD_INLINE V slope(V z) {
+    const V s = sigmoid(z);
+    return s * (1 - s);
+  }
+};
+
+template <class T, class Gate>
 void norm(std::int64_t width, accumulator_t<T> eps, const T* o, const T* z, const T* weight, T* y) {
   const accumulator_t<T> inverse = inverse_root_mean(width, eps, o);
   for_lanes<T>(width, [&](std::int64_t i, int count) {
-    const Vector<T> gate = load_some(z + i, count);
-    store_some(y + i, load_some(weight + i, count) * (load_some(o + i, count) * inverse) * (gate / (exp(-gate) + 1)),
-               count);
+    store_some(
+        y + i,
+        load_some(weight + i, count) * (load_some(o + i, count) * inverse) * Gate::value(load_some(z + i, count)),
+        count);
   });
 }
 
-template <class T>
+template <class T, class Gate>
 void norm_backward(std::int64_t width, accumulator_t<T> eps, const T* o, const T* z, const T* weight, const T* grad_y,
                    T* grad_o, T* grad_z, double* sums) {
   const accumulator_t<T> inverse = inverse_root_mean(width, eps, o);
   const auto of_normed = [&](std::int64_t i, int count) {
-    const Vector<T> gate = load_some(z + i, count);
-    return load_some(grad_y + i, count) * load_some(weight + i, count) * (gate / (exp(-gate) + 1));
+    return load_some(grad_y + i, count) * load_some(weight + i, count) * Gate::value(load_some(z + i, count));
   };
   const accumulator_t<T> along =
       sum_over<T>(
@@ -132,10 +155,10 @@ void norm_backward(std::int64_t width, accumulator_t<T> eps, const T* o, const T
       static_cast<accumulator_t<T>>(width);
   for_lanes<T>(width, [&](std::int64_t i, int count) {
     const Vector<T> gate = load_some(z + i, count), normed = load_some(o + i, count) * inverse;
-    const Vector<T> of_y = load_some(grad_y + i, count), s = sigmoid(gate), w = load_some(weight + i, count);
+    const Vector<T> of_y = load_some(grad_y + i, count), w = load_some(weight + i, count);
     const Vector<T> before = of_normed(i, count);
-    add_to<accumulator_t<T>>(sums + i, of_y * normed * gate * s, count);
-    store_some(grad_z + i, of_y * w * normed * (s * (1 + gate * (1 - s))), count);
+    add_to<accumulator_t<T>>(sums + i, of_y * normed * Gate::value(gate), count);
+    store_some(grad_z + i, of_y * w * normed * Gate::slope(gate), count);
     store_some(grad_o + i, (before - normed * along) * inverse, count);
   });
 }
@@ -210,7 +233,8 @@ template ConvolutionRanges<double> convolution_ranges<double>();
 
 template <class T>
 GatedHeadRanges<T> gated_head_ranges() {
-  return {norm<T>, norm_backward<T>, gate_then_norm<T>, gate_then_norm_backward<T>, gate<T>, gate_backward<T>};
+  return {norm<T, Silu>,     norm_backward<T, Silu>,     norm<T, Sigmoid>, norm_backward<T, Sigmoid>,
+          gate_then_norm<T>, gate_then_norm_backward<T>, gate<T>,          gate_backward<T>};
 }
 template GatedHeadRanges<float> gated_head_ranges<float>();
 template GatedHeadRanges<double> gated_head_ranges<double>();

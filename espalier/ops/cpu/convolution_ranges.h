@@ -38,6 +38,10 @@ struct GatedHeadRanges {
   // Overwrites grad_o, which may be grad_y, and grad_z; adds to sums of the weight's gradient.
   void (*norm_backward)(std::int64_t width, A eps, const T* o, const T* z, const T* weight, const T* grad_y, T* grad_o,
                         T* grad_z, double* sums);
+  // The same with sigmoid(z) in place of silu(z).
+  void (*norm_sigmoid)(std::int64_t width, A eps, const T* o, const T* z, const T* weight, T* y);
+  void (*norm_sigmoid_backward)(std::int64_t width, A eps, const T* o, const T* z, const T* weight, const T* grad_y,
+                                T* grad_o, T* grad_z, double* sums);
   // y = weight u r with u = o silu(z), r = 1 / sqrt(mean u^2 + eps). The backward is like that of `norm`.
   void (*gate_then_norm)(std::int64_t width, A eps, const T* o, const T* z, const T* weight, T* y);
   void (*gate_then_norm_backward)(std::int64_t width, A eps, const T* o, const T* z, const T* weight, const T* grad_y,

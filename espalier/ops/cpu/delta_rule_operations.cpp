@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "espalier/base/instruction_set.h"
+#include "espalier/ops/cpu/channel_decay_ranges.h"
 #include "espalier/ops/cpu/convolution_ranges.h"
 #include "espalier/ops/cpu/delta_rule_ranges.h"
 #include "espalier/ops/cpu/dispatch.h"
@@ -66,6 +67,8 @@ class KeyHead {
         skip_(pointer<T>(problem.skip_H)),
         rule_(function_for_set(baseline::delta_rule_ranges<A>, avx2::delta_rule_ranges<A>,
                                avx512::delta_rule_ranges<A>)()),
+        channels_(function_for_set(baseline::channel_decay_ranges<A>, avx2::channel_decay_ranges<A>,
+                                   avx512::channel_decay_ranges<A>)()),
         rows_(function_for_set(baseline::convolution_ranges<A>, avx2::convolution_ranges<A>,
                                avx512::convolution_ranges<A>)()) {
     const std::int64_t dk = s_.key_dim, values = each_ * s_.value_dim;
@@ -87,7 +90,9 @@ class KeyHead {
     inverse_.resize(2 * rows);
     q_.resize(rows * size(dk)), k_ = q_;
     v_.resize(rows * size(values));
-    decay_.resize(rows * size(each_)), beta_ = log_decay_ = decay_;
+    beta_.resize(rows * size(each_));
+    decay_.resize(beta_.size() * size(decays())), log_decay_ = decay_;
+    before_softplus_.resize(size(decays()));
     normed_ = !s_.mamba;
     state_.resize(size(each_ * matrix()));
     room_.resize(size(forward_room(dk, sizeof(A))));
@@ -100,7 +105,7 @@ class KeyHead {
       const std::int64_t rows = std::min(kBlockRows, run.end - begin);
       compute_block(run, begin, rows);
       for (std::int64_t h = 0; h < each_; ++h) {
-        rule_.forward(head(h, rows), state(h), o == nullptr ? nullptr : out.data(), room_.data());
+        forward_rows(head(h, rows), state(h), o == nullptr ? nullptr : out.data());
         for (std::int64_t r = 0; r < rows && o != nullptr; ++r)
           for (std::int64_t j = 0; j < s_.value_dim; ++j)
             o[((begin + r) * s_.value_heads + first_value_head_ + h) * s_.value_dim + j] =
@@ -116,6 +121,10 @@ class KeyHead {
   static std::size_t size(std::int64_t count) { return static_cast<std::size_t>(count); }
   std::int64_t matrix() const { return s_.key_dim * s_.value_dim; }
   A* state(std::int64_t h) { return state_.data() + h * matrix(); }
+  std::int64_t decays() const { return s_.decays_channels() ? s_.key_dim : 1; }  // of a value head
+  void forward_rows(const HeadRows<A>& head, A* state, A* o) {
+    (s_.decays_channels() ? channels_.forward : rule_.forward)(head, state, o, room_.data());
+  }
 
   // The convolution's inputs of a row; those of rows before the run are the start's.
   void read_inputs(const Run<T>& run, std::int64_t row, A* to) const {
@@ -158,8 +167,8 @@ class KeyHead {
             q_.data(),
             k_.data(),
             v_.data() + h * kBlockRows * s_.value_dim,
-            decay_.data() + h * kBlockRows,
-            log_decay_.data() + h * kBlockRows,
+            decay_.data() + h * kBlockRows * decays(),
+            log_decay_.data() + h * kBlockRows * decays(),
             beta_.data() + h * kBlockRows,
             !s_.mamba};
   }
@@ -182,6 +191,13 @@ class KeyHead {
       const T* const row = projected_ + (begin + r) * s_.projected();
       for (std::int64_t h = 0; h < each_; ++h) {
         const std::int64_t at = h * kBlockRows + r;
+        if (s_.decays_channels()) {
+          for (std::int64_t i = 0; i < dk; ++i) before_softplus_[size(i)] = before_softplus(row, h * dk + i);
+          channels_.decays(dk, before_softplus_.data(), -std::exp(a_log(h)), log_decay_.data() + at * dk,
+                           decay_.data() + at * dk);
+          beta_[size(at)] = sigmoid(static_cast<A>(row[columns_.b + h]));
+          continue;
+        }
         const A step = s_.mamba ? within_limits(softplus(before_softplus(row, h))) : softplus(before_softplus(row, h));
         log_decay_[size(at)] = -std::exp(a_log(h)) * step;
         decay_[size(at)] = std::exp(log_decay_[size(at)]);
@@ -194,7 +210,21 @@ class KeyHead {
   }
   A skip(std::int64_t h) const { return skip_ == nullptr ? A(0) : static_cast<A>(skip_[first_value_head_ + h]); }
   A* value(std::int64_t h, std::int64_t r) { return v_.data() + (h * kBlockRows + r) * s_.value_dim; }
-  // The projected numbers of a row's value head, from what came to log gamma and beta. Returns what came to dt.
+  // The projected numbers of a row's value head where decays are of channels, from what came to log gamma [dk] and
+  // beta. Adds what came to dt [dk] and to A to these sums.
+  void write_channel_gradients(std::int64_t h, std::int64_t r, const A* grad_log_decay, A grad_beta, const T* row,
+                               T* grad, double* dt_sums, double& a_log_sum) const {
+    const std::int64_t dk = s_.key_dim, at = h * kBlockRows + r;
+    const A rate = -std::exp(a_log(h)), beta = beta_[size(at)];
+    for (std::int64_t i = 0; i < dk; ++i) {
+      const A grad_a = rate * grad_log_decay[i] * sigmoid(before_softplus(row, h * dk + i));
+      grad[columns_.a + h * dk + i] = static_cast<T>(grad_a);
+      dt_sums[i] += static_cast<double>(grad_a);
+      a_log_sum += static_cast<double>(grad_log_decay[i]) * static_cast<double>(log_decay_[size(at * dk + i)]);
+    }
+    grad[columns_.b + h] = static_cast<T>(grad_beta * beta * (1 - beta));
+  }
+  // The same where they are of heads. Returns what came to dt.
   A write_gradients(std::int64_t h, std::int64_t r, A grad_log_decay, A grad_beta, const T* row, T* grad) const {
     const auto at = size(h * kBlockRows + r);
     const A before = before_softplus(row, h), slope = sigmoid(before), rate = -std::exp(a_log(h));
@@ -211,8 +241,9 @@ class KeyHead {
   }
   A query_scale() const { return std::sqrt(A(1) / static_cast<A>(s_.key_dim)); }
   A a_log(std::int64_t h) const { return static_cast<A>(a_log_[first_value_head_ + h]); }
-  A before_softplus(const T* row, std::int64_t h) const {
-    return static_cast<A>(row[columns_.a + h]) + static_cast<A>(dt_bias_[first_value_head_ + h]);
+  // `decay`: one of these value heads', of a head or of a channel.
+  A before_softplus(const T* row, std::int64_t decay) const {
+    return static_cast<A>(row[columns_.a + decay]) + static_cast<A>(dt_bias_[first_value_head_ * decays() + decay]);
   }
 
   const DeltaRuleShape& s_;
@@ -222,11 +253,13 @@ class KeyHead {
   std::array<Channels, 3> parts_;
   const T *projected_, *a_log_, *dt_bias_, *skip_;
   DeltaRuleRanges<A> rule_;
+  ChannelDecayRanges<A> channels_;
   ConvolutionRanges<A> rows_;
   bool normed_;                                 // q and k
   std::vector<A> line_, weight_, bias_;         // of the convolution: inputs; [K, width]
   std::vector<A> mixed_, inverse_, q_, k_, v_;  // of a block: the convolution's result; 1 / norms
-  std::vector<A> decay_, beta_, log_decay_;     // [heads, rows of a block]
+  std::vector<A> decay_, beta_, log_decay_;     // [heads, rows of a block], decays of channels [.., .., dk]
+  std::vector<A> before_softplus_;              // of a row
   std::vector<A> state_, room_;
 };
 
@@ -242,35 +275,42 @@ void KeyHead<T>::add_backward(const Run<T>& run, const T* grad_o, const DeltaRul
     starts.insert(starts.end(), state_.begin(), state_.end());
     if (b + 1 == blocks) break;
     compute_block(run, run.begin + b * kBlockRows, rows_of(b));
-    for (std::int64_t h = 0; h < each_; ++h) rule_.forward(head(h, rows_of(b)), state(h), nullptr, room_.data());
+    for (std::int64_t h = 0; h < each_; ++h) forward_rows(head(h, rows_of(b)), state(h), nullptr);
   }
   std::vector<A> grad(state_.size(), A(0));
   if (run.grad_end != nullptr) std::copy_n(run.grad_end + first_value_head_ * matrix(), grad.size(), grad.begin());
 
-  std::vector<A> room(size(backward_room(dk, dv))), keys(size(kBlockRows * kBlockRows)), queries(keys.size()),
-      of_o(size(kBlockRows * dv)), grad_q(size(kBlockRows * dk)), grad_k(grad_q.size()), grad_v(of_o.size());
-  std::array<A, kBlockRows> grad_log_decay, grad_beta;
+  const bool channels = s_.decays_channels();
+  std::vector<A> room(size(channels ? channel_backward_room(dk, dv) : backward_room(dk, dv))),
+      keys(size(kBlockRows * kBlockRows)), queries(keys.size()), of_o(size(kBlockRows * dv)),
+      grad_q(size(kBlockRows * dk)), grad_k(grad_q.size()), grad_v(of_o.size());
+  std::array<A, kBlockRows> grad_beta;
+  std::vector<A> grad_log_decay(size(kBlockRows * decays()));
   // Of the convolution's results, for the block and the K - 1 rows behind it; then of its inputs.
   std::vector<A> grad_mixed(size((kBlockRows + K - 1) * width_), A(0)), grad_input(mixed_.size());
   std::vector<double> conv_sums(size(width_ * K), 0), bias_sums(size(width_), 0), a_log_sums(size(each_), 0),
-      dt_sums(a_log_sums), skip_sums(a_log_sums);
+      dt_sums(size(each_ * decays()), 0), skip_sums(a_log_sums);
   T* const grad_projected = pointer<T>(gradients.projected_TW);
   for (std::int64_t b = blocks; b-- > 0;) {
     const std::int64_t rows = rows_of(b), first = run.begin + b * kBlockRows;
     compute_block(run, first, rows);
     std::copy_n(grad_mixed.begin(), (K - 1) * width_, grad_mixed.begin() + rows * width_);
     std::fill_n(grad_mixed.begin(), rows * width_, A(0));
-    rule_.products(head(0, rows), keys.data(), queries.data(), room.data());
+    if (!channels) rule_.products(head(0, rows), keys.data(), queries.data(), room.data());
     for (std::int64_t h = 0; h < each_; ++h) {
       const std::int64_t value_head = first_value_head_ + h;
       for (std::int64_t r = 0; r < rows; ++r) {
         const T* const from = grad_o + ((first + r) * s_.value_heads + value_head) * dv;
         std::transform(from, from + dv, of_o.data() + r * dv, [](T x) { return static_cast<A>(x); });
       }
-      rule_.backward(head(h, rows), keys.data(), queries.data(), starts.data() + (b * each_ + h) * matrix(),
-                     of_o.data(), grad.data() + h * matrix(),
-                     {grad_q.data(), grad_k.data(), grad_v.data(), grad_log_decay.data(), grad_beta.data()},
-                     room.data());
+      const HeadGradients<A> of_rows{grad_q.data(), grad_k.data(), grad_v.data(), grad_log_decay.data(),
+                                     grad_beta.data()};
+      const A* const start = starts.data() + (b * each_ + h) * matrix();
+      A* const of_state = grad.data() + h * matrix();
+      if (channels)
+        channels_.backward(head(h, rows), start, of_o.data(), of_state, of_rows, room.data());
+      else
+        rule_.backward(head(h, rows), keys.data(), queries.data(), start, of_o.data(), of_state, of_rows, room.data());
       for (std::int64_t r = 0; r < rows; ++r) {
         A* const mixed = grad_mixed.data() + r * width_;
         for (std::int64_t i = 0; i < dk; ++i)
@@ -283,8 +323,13 @@ void KeyHead<T>::add_backward(const Run<T>& run, const T* grad_o, const DeltaRul
           skip_sums[size(h)] += static_cast<double>(of_result) * static_cast<double>(value(h, r)[j]);
         }
         rows_.silu_backward(dv, mixed_.data() + r * width_ + of_v, mixed + of_v);
-        const A of_decay = grad_log_decay[size(r)];
         const std::int64_t at = (first + r) * s_.projected();
+        if (channels) {
+          write_channel_gradients(h, r, grad_log_decay.data() + r * dk, grad_beta[size(r)], projected_ + at,
+                                  grad_projected + at, dt_sums.data() + h * dk, a_log_sums[size(h)]);
+          continue;
+        }
+        const A of_decay = grad_log_decay[size(r)];
         dt_sums[size(h)] += static_cast<double>(
             write_gradients(h, r, of_decay, grad_beta[size(r)], projected_ + at, grad_projected + at));
         a_log_sums[size(h)] +=
@@ -334,7 +379,8 @@ void KeyHead<T>::add_backward(const Run<T>& run, const T* grad_o, const DeltaRul
   };
   for (std::int64_t h = 0; h < each_; ++h) {
     add(gradients.a_log_H, first_value_head_ + h, a_log_sums[size(h)]);
-    add(gradients.dt_bias_H, first_value_head_ + h, dt_sums[size(h)]);
+    for (std::int64_t i = h * decays(); i < (h + 1) * decays(); ++i)
+      add(gradients.dt_bias_H, first_value_head_ * decays() + i, dt_sums[size(i)]);
     add(gradients.skip_H, first_value_head_ + h, skip_sums[size(h)]);
   }
   for (const Channels& part : parts_)
@@ -396,7 +442,9 @@ void for_each_part(const DeltaRuleShape& s, std::int64_t rows, Body body) {
 void gated_norm(const GatedNormProblem& p, const at::Tensor& y) {
   dispatch(y.scalar_type(), [&]<class T>() {
     const GatedHeadRanges<T> ranges = gated_heads<T>();
-    const auto norm = p.shape.mamba ? ranges.gate_then_norm : ranges.norm;
+    const auto norm = p.shape.mamba               ? ranges.gate_then_norm
+                      : p.shape.decays_channels() ? ranges.norm_sigmoid
+                                                  : ranges.norm;
     const NormedParts of(p.shape);
     const T *const o = pointer<T>(p.o_TV), *const z = pointer<T>(p.projected_TW), *const weight = pointer<T>(p.weight);
     T* const out = pointer<T>(y);
@@ -412,7 +460,9 @@ void add_gated_norm_backward(const GatedNormProblem& p, const at::Tensor& grad_y
     using A = accumulator_t<T>;
     const DeltaRuleShape& s = p.shape;
     const GatedHeadRanges<T> ranges = gated_heads<T>();
-    const auto backward = s.mamba ? ranges.gate_then_norm_backward : ranges.norm_backward;
+    const auto backward = s.mamba               ? ranges.gate_then_norm_backward
+                          : s.decays_channels() ? ranges.norm_sigmoid_backward
+                                                : ranges.norm_backward;
     const NormedParts of(s);
     const T *const o = pointer<T>(p.o_TV), *const z = pointer<T>(p.projected_TW), *const weight = pointer<T>(p.weight);
     const T* const grad = pointer<T>(grad_y);

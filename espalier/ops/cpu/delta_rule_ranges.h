@@ -29,14 +29,14 @@ template <class A>
 struct HeadRows {
   std::int64_t rows, key_dim, value_dim;
   const A *q, *k, *v;                 // [n, dk], [n, dk], [n, dv]; q and k normalised, q scaled
-  const A *decay, *log_decay, *beta;  // [n]; gamma, its logarithm, beta
+  const A *decay, *log_decay, *beta;  // [n]; gamma, its logarithm, beta. Decays of channels: [n, dk]
   bool reads = true;                  // reads the state before writing it
 };
 
 template <class A>
 struct HeadGradients {
   A *q, *k, *v;         // [n, dk], [n, dk], [n, dv]
-  A *log_decay, *beta;  // [n]
+  A *log_decay, *beta;  // [n]; decays of channels: [n, dk]
 };
 
 // Numbers of type A that the functions below need as scratch.

@@ -38,6 +38,7 @@ void require_taken(const ModelShape& shape, at::ScalarType dtype) {
           text_of(widest_norm(shape)));
   if (!shape.has_states()) return;
   const DeltaRuleShape& state = shape.delta_rule;
+  require(!state.decays_channels(), shape, "recurrent layers whose decays are of heads", "decays of channels");
   require(state.kernel <= kLargestKernel, shape, text_of("convolutions of at most ", kLargestKernel, " rows"),
           text_of(state.kernel));
   const std::int64_t bytes =

@@ -1,0 +1,14 @@
+// Members of published configurations that have names of their own, under the names of transformers' other families.
+#pragma once
+
+#include "espalier/base/json_fwd.h"
+#include "espalier/shape/config_members.h"
+
+namespace espalier {
+
+// A Kimi Linear configuration, as published or as transformers writes it, with the names that DeepSeek-V3 and
+// Qwen3-Next have for the same members, and without those that transformers does not read. Errors: InputError for a
+// damaged linear_attn_config, UnsupportedError for members that mean another model.
+Json usual_members_of_kimi(const Members& config);
+
+}  // namespace espalier
