@@ -248,7 +248,7 @@ PUBLISHED = {
             full_attn_layers=[2], head_dim=10, kda_layers=[1, 3], num_heads=4, short_conv_kernel_size=4), mla_use_nope=True,
         moe_intermediate_size=16, moe_layer_freq=1, moe_renormalize=True, moe_router_activation_func="sigmoid", num_expert_group=1,
         num_experts=6, num_experts_per_token=3, num_key_value_heads=4, num_nextn_predict_layers=0, num_shared_experts=1,
-        q_lora_rank=None, rms_norm_eps=1e-05, rope_scaling=None, rope_theta=10000.0, routed_scaling_factor=2.446,
+        pad_token_id=96, q_lora_rank=None, rms_norm_eps=1e-05, rope_scaling=None, rope_theta=10000.0, routed_scaling_factor=2.446,
         tie_word_embeddings=False, topk_group=1, use_grouped_topk=True),
     "bamba": config(
         "BambaForCausalLM", "bamba", attention_bias=False, attention_dropout=0.0, attn_layer_indices=[1], attn_rotary_emb=6, hidden_act="silu",

@@ -59,7 +59,7 @@ def logprobs(model, records):
     return torch.cat(out)
 
 
-def model_with(kind, members, folder):
+def model_with(kind, members, folder, records):
     """(transformers' log-probs in float64, and the most that float32 changes of them) of the model written there, or None: it does not run."""
     try:
         config = kind.config_class(**members)
@@ -67,8 +67,8 @@ def model_with(kind, members, folder):
         randomised(kind(config).float(), 1).save_pretrained(folder)
         # Its grouped products of experts know no float64.
         narrow = kind.from_pretrained(folder, attn_implementation="eager", experts_implementation="eager").float().eval()
-        single = logprobs(narrow, RECORDS)
-        exact = logprobs(narrow.double(), RECORDS)
+        single = logprobs(narrow, records)
+        exact = logprobs(narrow.double(), records)
     except Exception:  # whatever a configuration that makes no sense ends with
         return None
     if not (single.isfinite().all() and exact.isfinite().all()):
@@ -85,13 +85,14 @@ def test_exact_or_refused(family, espalier, tmp_path):
     kind = getattr(transformers, FAMILIES[family]["kind"] + "ForCausalLM")
     members = {name: value for name, value in kind.config_class.from_pretrained(base).to_dict().items()
                if name not in ("architectures", "model_type", "transformers_version")}
-    rollouts = write_records(RECORDS, tmp_path / "rollouts.jsonl")
+    records = RECORDS[:3] if family.startswith("kimi_linear") else RECORDS  # whose layers transformers computes slowly
+    rollouts = write_records(records, tmp_path / "rollouts.jsonl")
     exact, wrong = 0, []
     # transformers sets the padding token's row of this model's tied matrix to zero whenever it loads it.
     apart = APART | ({"pad_token_id"} if family == "youtu" else set())
     for name in sorted(set(members) - apart):
         for value in others(name, members[name]):
-            wanted = model_with(kind, {**members, name: value}, tmp_path / "model")
+            wanted = model_with(kind, {**members, name: value}, tmp_path / "model", records)
             if wanted is None:
                 continue
             done = espalier("score", "--model", tmp_path / "model", "--rollouts", rollouts, "--out", tmp_path / "out.jsonl", "--overwrite",
