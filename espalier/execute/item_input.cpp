@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <numeric>
 
+#include "espalier/forecast/memory_model.h"
+
 namespace espalier {
 namespace {
 
@@ -20,11 +22,12 @@ std::vector<std::int32_t> subtree_ends(const RowSet& set) {
   return ends;
 }
 
-// Along the path.
-std::vector<std::int32_t> depths(const RowSet& set) {
+// Along the path, counted from its row `first`.
+std::vector<std::int32_t> depths(const RowSet& set, std::int64_t first) {
   std::vector<std::int32_t> depths;
   for (const RowSegment& segment : set.segments)
-    for (std::int32_t depth = segment.begin; depth < segment.end; ++depth) depths.push_back(depth);
+    for (std::int64_t depth = segment.begin; depth < segment.end; ++depth)
+      depths.push_back(static_cast<std::int32_t>(depth - first));
   return depths;
 }
 
@@ -140,7 +143,8 @@ ItemInput::ItemInput(const PlanItem& item, std::span<const Rollout> rollouts, co
   ControlBlock block;
   model.add_to(block);
   block.add(subtree_ends(item.set), subtree_end_S);
-  if (shape.window > 0) block.add(depths(item.set), depth_S);
+  const std::int64_t first_row = keeps_windows(shape, cp.size()) ? first_window_row(item.path_rows, shape.window) : 0;
+  if (shape.window > 0) block.add(depths(item.set, first_row), depth_S);
   if (shares) add_divided(block, *shares, cp.rank(), model.output_row, divided);
   head_edges.add_to(block, temperatures, of_head, shape.vocabulary);
   block.hand_over(device);

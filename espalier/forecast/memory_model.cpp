@@ -71,15 +71,15 @@ ActivationBytes::ActivationBytes(const LocalShape& local, DType dtype, const Ste
   const ModelShape& shape = shape_;
   if (shape.layers > 0) last_mlp_ = mlp_of(shape.layers - 1);
   last_is_narrow_ = has_outputs_ && !(kind.all_rows_choose && last_mlp_ == MlpKind::experts);
-  if (shape.layers > 0) last_mixer_ = shape.mixer_of(shape.layers - 1);
-  std::array<std::int64_t, 2 * kMlpKinds.size()> of_kind{};
+  if (shape.layers > 0) last_leaves_ = left_by(shape.layers - 1);
+  std::array<std::int64_t, 9> of_kind{};
   for (std::int64_t layer = 0; layer < shape.layers - (last_is_narrow_ ? 1 : 0); ++layer) {
-    const Mixer mixer = shape.mixer_of(layer);
+    const Leaves leaves = left_by(layer);
     const MlpKind mlp = mlp_of(layer);
-    of_kind[kind_of(mlp, mixer)] += layer >= forward_only() ? 1 : 0;
+    of_kind[kind_of(mlp, leaves)] += layer >= forward_only() ? 1 : 0;
     std::erase_if(full_kinds_,
-                  [&](const FullKind& kind_before) { return kind_before.mlp == mlp && kind_before.mixer == mixer; });
-    full_kinds_.push_back({mlp, mixer, layer >= forward_only(), of_kind});
+                  [&](const FullKind& kind_before) { return kind_before.mlp == mlp && kind_before.leaves == leaves; });
+    full_kinds_.push_back({mlp, leaves, layer >= forward_only(), of_kind});
   }
 }
 
@@ -149,34 +149,53 @@ std::int64_t ActivationBytes::scratch(std::int64_t rows, std::int64_t path_rows,
          threads * std::min(most_of_attention, rows * q_width * kAttentionNumbers * bytes.accumulator);
 }
 
-PathBytes path_bytes(const BlockShape& block, std::int64_t path_rows, bool with_gradients, const PathPlan& path,
+namespace {
+
+// Of the first `upto` layers those with all rows of the path in it.
+std::int64_t layers_with_all_rows(const ModelShape& shape, std::int64_t upto, std::int64_t cp) {
+  std::int64_t count = 0;
+  for (std::int64_t layer = 0; layer < upto; ++layer)
+    count += shape.mixer_of(layer) == Mixer::attention && !(keeps_windows(shape, cp) && shape.window_of(layer) > 0);
+  return count;
+}
+
+}  // namespace
+
+PathBytes path_bytes(const BlockShape& block, PathRows rows, bool with_gradients, const PathPlan& path,
                      std::int64_t cp) {
-  const PathBuffers all(block, path_rows, with_gradients), keys_values(block, path_rows, false);
-  // Layers whose rows carry a state have no keys and values.
+  const PathBuffers all(block, rows.all, with_gradients), keys_values(block, rows.all, false);
   const ModelShape& shape = block.shape;
-  const auto with_path = [&](std::int64_t upto) { return upto - shape.states_in(0, upto); };
+  const auto with_path = [&](std::int64_t upto) { return layers_with_all_rows(shape, upto, cp); };
   const std::int64_t layers = with_path(shape.layers),
                      awake = with_path(std::min<std::int64_t>(path.layers_awake, shape.layers)),
                      asleep = layers - awake;
-  if (asleep <= 0 || path_rows == 0) {  // layers without a backward have no accumulators
-    const std::int64_t forward_only = with_path(shape.trained.first_layer);
-    const std::int64_t held = (layers - forward_only) * all.peak() + forward_only * keys_values.peak();
+  const bool sleeps = asleep > 0 && rows.all > 0;
+  // Layers without a backward have no accumulators where all are in memory.
+  const auto with_window = [&](std::int64_t upto) { return upto - shape.states_in(0, upto) - with_path(upto); };
+  const std::int64_t forward_only = sleeps ? 0 : shape.trained.first_layer;
+  const std::int64_t windows =
+      with_window(forward_only) * PathBuffers(block, rows.window, false).peak() +
+      (with_window(shape.layers) - with_window(forward_only)) * PathBuffers(block, rows.window, with_gradients).peak();
+  if (!sleeps) {
+    const std::int64_t held =
+        windows + (layers - with_path(forward_only)) * all.peak() + with_path(forward_only) * keys_values.peak();
     return {held, held};
   }
   if (path.divided) {
-    const std::int64_t most = PathShares{path_rows, cp}.most();
+    const std::int64_t most = PathShares{rows.all, cp}.most();
     const std::int64_t held = (awake + 1) * all.peak() + asleep * PathBuffers(block, most, with_gradients).peak() +
                               PathBuffers(block, cp * most, with_gradients).peak();
     return {held, held, 0, true};
   }
   std::int64_t stored = 0;  // every buffer begins at a page
   for (const Buffer& buffer : all.buffers()) stored += whole_pages(buffer.bytes);
-  return {awake * all.peak() + keys_values.peak(), (awake + 1) * all.peak(), asleep * stored, true};
+  return {windows + awake * all.peak() + keys_values.peak(), windows + (awake + 1) * all.peak(), asleep * stored, true};
 }
 
 PathTraffic ActivationBytes::path_traffic(std::int64_t rows_above, std::int64_t own_rows, const PathPlan& path) const {
   const std::int64_t upto = std::min<std::int64_t>(path.layers_awake, shape_.layers);
-  const std::int64_t asleep = shape_.layers - upto - shape_.states_in(upto, shape_.layers);
+  const std::int64_t asleep =
+      layers_with_all_rows(shape_, shape_.layers, cp_) - layers_with_all_rows(shape_, upto, cp_);
   if (asleep <= 0 || path.divided) return {};
   const auto keys_values = [&](std::int64_t rows) { return PathBuffers(block(), rows, false).peak(); };
   const auto gradients = [&](std::int64_t rows) { return PathBuffers(block(), rows, true).peak() - keys_values(rows); };
@@ -216,25 +235,31 @@ std::int64_t ActivationBytes::full_members(const Work& work, const FullKind& upt
                                            ItemState::Member place) const {
   std::int64_t sum = 0;
   for (const MlpKind mlp : kMlpKinds)
-    for (const Mixer mixer : {Mixer::attention, Mixer::delta_rule}) {
-      const std::int64_t layers = upto.of_kind[kind_of(mlp, mixer)];
-      if (layers > 0) sum += layers * members(full(work, true, mlp, mixer), state, place);
+    for (const Leaves leaves : kLeaves) {
+      const std::int64_t layers = upto.of_kind[kind_of(mlp, leaves)];
+      if (layers > 0) sum += layers * members(full(work, true, mlp, leaves), state, place);
     }
   return sum;
 }
 
 void ActivationBytes::for_each_layer_kind(const Work& work, bool wave, auto&& visit) const {
   for (const FullKind& kind : full_kinds_)
-    if (kind.has_backward) visit(full(work, wave, kind.mlp, kind.mixer));
+    if (kind.has_backward) visit(full(work, wave, kind.mlp, kind.leaves));
   if (last_is_narrow_ && saved_layers() > 0) visit(narrow(work, wave));
 }
 
 const ActivationBytes::Item& ActivationBytes::item(const Work& work, ItemState state, bool wave) const {
-  for (const Item& asked : asked_)
-    if (asked.rows == work.rows && asked.outputs == work.outputs && asked.forks == work.forks && asked.wave == wave &&
-        asked.state == state)
-      return asked;
-  Item& out = asked_[next_asked_++ % asked_.size()];
+  if (asked_.empty() || (misses_ > kFewItems && asked_.size() == kFewItems))
+    asked_.assign(asked_.empty() ? kFewItems : kManyItems, Item());
+  std::uint64_t hash = wave ? 1 : 0;
+  for (const std::int64_t part : {work.rows, work.outputs, work.forks, static_cast<std::int64_t>(state.stream),
+                                  static_cast<std::int64_t>(state.attention), static_cast<std::int64_t>(state.mlp)})
+    hash = (hash ^ static_cast<std::uint64_t>(part)) * 0x9E3779B97F4A7C15u;
+  Item& out = asked_[(hash >> 32) % asked_.size()];
+  if (out.rows == work.rows && out.outputs == work.outputs && out.forks == work.forks && out.wave == wave &&
+      out.state == state)
+    return out;
+  ++misses_;
   out = {
       work.rows, work.outputs, work.forks, state, wave, saved_of(work, state) + states(wave), stored_of(work, state)};
   out.forward_peak = forward_peak_of(work, state, wave, out.saved);
@@ -278,7 +303,7 @@ std::int64_t ActivationBytes::forward_peak_of(const Work& work, ItemState state,
   };
   std::int64_t most = after + head(work, keeps && !kind_.whole_rollout);
   for (const FullKind& kind : full_kinds_)
-    most = std::max(most, in_layer(full(work, wave, kind.mlp, kind.mixer), keeps && kind.has_backward,
+    most = std::max(most, in_layer(full(work, wave, kind.mlp, kind.leaves), keeps && kind.has_backward,
                                    kind.layers() + 1, full_members(work, kind, state, kKeep)));
   if (!last_is_narrow_) return most;
   return std::max(

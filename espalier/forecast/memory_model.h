@@ -37,8 +37,11 @@ struct PathBytes {
 // For one rank's layers. Besides those always in memory, one layer is in memory at a time. Offloaded path: a forward
 // holds it without accumulators. Path sharded over cp: it is held with its accumulators, beside this rank's part of all
 // such layers and the rooms for one gathered layer and one layer's reduced gradients.
-PathBytes path_bytes(const BlockShape& block, std::int64_t path_rows, bool with_gradients, const PathPlan& path,
+PathBytes path_bytes(const BlockShape& block, PathRows rows, bool with_gradients, const PathPlan& path,
                      std::int64_t cp);
+// Whether layers with a window keep only what it shows to rows below; they are then in memory always. Ranks of cp share
+// whole rows.
+inline bool keeps_windows(const ModelShape& shape, std::int64_t cp) { return shape.window > 0 && cp == 1; }
 
 // Bytes that an item moves between the path's store and memory, each way counted, forward and backward.
 struct PathTraffic {
@@ -48,7 +51,8 @@ struct PathTraffic {
 // K and V of one prefix token over all layers: 2 L J D b (mathematics, section 10).
 std::int64_t kv_bytes_per_token(const ModelShape& shape, DType dtype);
 
-// Bytes of activations. Not thread-safe: it caches the last items, because most items of a chain are alike.
+// Bytes of activations. Not thread-safe: it keeps the bytes of items that it was asked for, because a planner asks
+// again for each of them: for peaks, for seconds and for every other plan with the same item.
 class ActivationBytes {
  public:
   // For one rank: its parameters, heads and columns of inner width.
@@ -64,8 +68,8 @@ class ActivationBytes {
   // bfloat16, and the description of an item's rows.
   std::int64_t scratch(std::int64_t rows, std::int64_t path_rows = 0, int threads = 1) const;
   // K and V for every layer, with their accumulators if there are gradients; allocated once for the longest path.
-  PathBytes path(std::int64_t path_rows, const PathPlan& path = {}) const {
-    return path_bytes(block(), path_rows, kind_.gradients, path, cp_);
+  PathBytes path(PathRows rows, const PathPlan& path = {}) const {
+    return path_bytes(block(), rows, kind_.gradients, path, cp_);
   }
   // For an item below `rows_above` path rows; `own_rows`: a trunk's rows, 0 for a wave. The forward reads K and V and
   // writes a trunk's own; the backward reads all of them and writes the accumulators.
@@ -100,6 +104,7 @@ class ActivationBytes {
   // Peak bytes of a wave while similar waves are in flight.
   std::int64_t wave_peak(const Work& work, ItemState state) const;
   std::int64_t layers() const { return shape_.layers; }
+  std::int64_t window() const { return shape_.window; }
 
  private:
   // The bytes of one item. They depend only on rows, outputs, state and kind.
@@ -123,29 +128,39 @@ class ActivationBytes {
     if (!shape_.has_mlp(layer)) return MlpKind::none;
     return shape_.has_experts(layer) ? MlpKind::experts : MlpKind::dense;
   }
-  static constexpr std::size_t kind_of(MlpKind mlp, Mixer mixer) {
-    return static_cast<std::size_t>(mlp) + (mixer == Mixer::attention ? 0 : kMlpKinds.size());
+  // What a layer leaves for rows below a trunk: rows in the path, the last ones of its own, a recurrent state.
+  enum class Leaves : std::uint8_t { rows, window, state };
+  static constexpr std::array<Leaves, 3> kLeaves{Leaves::rows, Leaves::window, Leaves::state};
+  Leaves left_by(std::int64_t layer) const {
+    if (shape_.mixer_of(layer) != Mixer::attention) return Leaves::state;
+    return keeps_windows(shape_, cp_) && shape_.window_of(layer) > 0 ? Leaves::window : Leaves::rows;
+  }
+  static constexpr std::size_t kind_of(MlpKind mlp, Leaves leaves) {
+    return static_cast<std::size_t>(mlp) + kMlpKinds.size() * static_cast<std::size_t>(leaves);
   }
 
-  // Layers in which all rows continue hold the same bytes if their MLPs are of one kind. The peak is in the last layer
-  // of a kind, when this many layers of each kind are saved, itself included. Layers without a backward save nothing.
+  // Layers in which all rows continue hold the same bytes if their MLPs and what they leave are of one kind. The peak
+  // is in the last layer of a kind, when this many layers of each kind are saved, itself included. Layers without a
+  // backward save nothing.
   struct FullKind {
     MlpKind mlp;
-    Mixer mixer;
+    Leaves leaves;
     bool has_backward;                    // of some layer of the kind
-    std::array<std::int64_t, 6> of_kind;  // saved layers by kind: of their MLPs, with attention or recurrent
+    std::array<std::int64_t, 9> of_kind;  // saved layers by kind
 
     std::int64_t layers() const { return std::accumulate(of_kind.begin(), of_kind.end(), std::int64_t{0}); }
   };
 
   BlockShape block() const { return {shape_, element_bytes(dtype_), rounds_weight_gradients_}; }
   std::int64_t stream(std::int64_t rows) const { return StreamBuffer(block(), rows).peak(); }
-  BlockRows full(const Work& work, bool wave, MlpKind mlp, Mixer mixer) const {
-    return {work.rows,      work.rows, false,      !wave && cp_ == 1,   mlp == MlpKind::experts,
-            wave ? 1 : cp_, mixer,     work.forks, mlp != MlpKind::none};
+  BlockRows full(const Work& work, bool wave, MlpKind mlp, Leaves leaves) const {
+    const bool in_path = !wave && cp_ == 1 && leaves != Leaves::window;
+    const Mixer mixer = leaves == Leaves::state ? Mixer::delta_rule : Mixer::attention;
+    return {work.rows,  work.rows,           false, in_path, mlp == MlpKind::experts, wave ? 1 : cp_, mixer,
+            work.forks, mlp != MlpKind::none};
   }
   BlockRows narrow(const Work& work, bool wave) const {
-    BlockRows rows = full(work, wave, last_mlp_, last_mixer_);
+    BlockRows rows = full(work, wave, last_mlp_, last_leaves_);
     rows.continuing = work.outputs, rows.narrow = true;
     return rows;
   }
@@ -184,10 +199,13 @@ class ActivationBytes {
   bool rounds_weight_gradients_;  // the matrix library multiplies bfloat16 with kernels that it compiles
   MlpKind last_mlp_ = MlpKind::dense;
   bool last_is_narrow_ = true;
-  Mixer last_mixer_ = Mixer::attention;
-  std::vector<FullKind> full_kinds_;  // at most six; the kind of the last such layer is at the end
-  mutable std::array<Item, 8> asked_;
-  mutable std::size_t next_asked_ = 0;
+  Leaves last_leaves_ = Leaves::rows;
+  std::vector<FullKind> full_kinds_;  // at most nine; the kind of the last such layer is at the end
+  // By a hash of what an item's bytes depend on; an item takes the place of another one with the same hash. Few places
+  // until there are more items than that.
+  static constexpr std::size_t kFewItems = 64, kManyItems = std::size_t{1} << 15;
+  mutable std::vector<Item> asked_;
+  mutable std::size_t misses_ = 0;
 };
 
 inline Work work_of(const PlanItem& item) {

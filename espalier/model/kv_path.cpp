@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+
 #include "espalier/base/error.h"
 #include "espalier/device/scalar_type.h"
 #include "espalier/forecast/block_buffers.h"
@@ -10,24 +12,34 @@
 namespace espalier {
 
 KvPath::KvPath(const ModelShape& shape, std::int64_t capacity, at::ScalarType dtype, bool with_gradients, Arena& arena,
-               PathKeeper* keeper, std::int64_t layers_awake)
-    : device_(arena.device()), capacity_(capacity), layers_(static_cast<std::size_t>(shape.layers)) {
+               PathKeeper* keeper, std::int64_t layers_awake, std::int64_t window_capacity)
+    : device_(arena.device()),
+      capacity_(capacity),
+      window_capacity_(window_capacity),
+      window_rows_(window_capacity == kAllRows ? 0 : shape.window),
+      layers_(static_cast<std::size_t>(shape.layers)) {
   const ElementBytes bytes = element_bytes(dtype);
   const PathBuffers with({shape, bytes, false}, capacity, with_gradients),
-      without({shape, bytes, false}, capacity, false);
+      without({shape, bytes, false}, capacity, false),
+      with_window({shape, bytes, false}, window_capacity, with_gradients),
+      without_window({shape, bytes, false}, window_capacity, false);
   if (keeper != nullptr && layers_awake < shape.layers)
     window_.emplace(*keeper, layers_awake, shape.trained.first_layer);
   std::array<PathKeeper::Member, PathKeeper::kKinds> members;
   for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
     state_.push_back(shape.states_in(0, static_cast<std::int64_t>(layer)));
+    window_of_.push_back(window_rows_ > 0 ? shape.window_of(static_cast<std::int64_t>(layer)) : 0);
     if (shape.mixer_of(static_cast<std::int64_t>(layer)) != Mixer::attention) {
       if (window_) window_->add_layer_without_rows();
       continue;
     }
     const bool has_backward = window_ || static_cast<std::int64_t>(layer) >= shape.trained.first_layer;
-    const PathBuffers& declared = has_backward ? with : without;
+    const bool keeps_last = window_of_.back() > 0;
+    const PathBuffers& declared = keeps_last     ? has_backward ? with_window : without_window
+                                  : has_backward ? with
+                                                 : without;
     const BufferList::Place places[] = {declared.k_PW, declared.v_PW, declared.grad_k_PW, declared.grad_v_PW};
-    for (int kind = 0; kind < PathKeeper::kKinds && !(window_ && window_->shares_places()); ++kind) {
+    for (int kind = 0; kind < PathKeeper::kKinds && (keeps_last || !(window_ && window_->shares_places())); ++kind) {
       const std::int64_t begin = arena.in_use();
       const at::Tensor taken_PW = arena.take(declared, places[kind], dtype);
       members[static_cast<std::size_t>(kind)] = {
@@ -35,21 +47,34 @@ KvPath::KvPath(const ModelShape& shape, std::int64_t capacity, at::ScalarType dt
     }
     const auto rows_of = [&](std::size_t kind) {
       const at::Tensor& rows_PW = members[kind].rows_PW;
-      return rows_PW.defined() ? rows_PW.view({capacity, shape.kv_heads, rows_PW.size(1) / shape.kv_heads}) : rows_PW;
+      return rows_PW.defined() ? rows_PW.view({rows_PW.size(0), shape.kv_heads, rows_PW.size(1) / shape.kv_heads})
+                               : rows_PW;
     };
     layers_[layer] = {rows_of(0), rows_of(1), rows_of(2), rows_of(3)};
     for (PathKeeper::Member& member : members) member.layer = static_cast<std::int64_t>(layer);
-    if (window_) window_->add_layer(members);
+    if (window_ && keeps_last)
+      window_->add_layer_without_rows();
+    else if (window_)
+      window_->add_layer(members);
   }
 }
 
 void KvPath::push(std::int64_t rows, std::int64_t contributions, const States& states) {
   ESPALIER_INTERNAL(rows_ + rows <= capacity_, rows_, " + ", rows, " rows on a path of ", capacity_);
-  trunks_.push_back({rows_, rows_ + rows, contributions, std::vector<std::int64_t>(layers_.size(), 0), states});
+  const std::int64_t kept_begin = trunks_.empty() ? 0 : trunks_.back().kept_end,
+                     kept_end = kept_begin + window_rows_kept(rows_, rows_ + rows, window_rows_);
+  ESPALIER_INTERNAL(window_rows_ == 0 || kept_end <= window_capacity_, kept_end, " rows kept for windows of ",
+                    window_capacity_);
+  trunks_.push_back(
+      {rows_, rows_ + rows, kept_begin, kept_end, contributions, std::vector<std::int64_t>(layers_.size(), 0), states});
   if (states.grad_states_LN.defined()) device_.operations().zero(states.grad_states_LN);
   rows_ += rows;
-  for (std::int64_t layer = 0; layer < static_cast<std::int64_t>(layers_.size()); ++layer)
-    if (!window_ || !window_->sleeps(layer)) zero_gradients(layer, rows_ - rows, rows_);
+  for (std::int64_t layer = 0; layer < static_cast<std::int64_t>(layers_.size()); ++layer) {
+    if (!keeps_all(layer))
+      zero_gradients(layer, kept_begin, kept_end);
+    else if (!window_ || !window_->sleeps(layer))
+      zero_gradients(layer, rows_ - rows, rows_);
+  }
 }
 
 void KvPath::pop() {
@@ -64,7 +89,9 @@ void KvPath::begin_forward(std::int64_t layer) {
 }
 
 void KvPath::begin_backward(std::int64_t layer, std::int64_t rows_above) {
-  if (window_ && rows_ > 0) zero_gradients(layer, window_->begin_backward(layer, rows_, rows_above), rows_);
+  if (!window_ || rows_ == 0) return;
+  const std::int64_t valid = window_->begin_backward(layer, rows_, rows_above);
+  if (keeps_all(layer)) zero_gradients(layer, valid, rows_);
 }
 
 void KvPath::end_backward(std::int64_t layer) {
@@ -86,8 +113,21 @@ KvPath::Layer KvPath::slice(std::int64_t layer, std::int64_t begin, std::int64_t
   return {rows(whole.k), rows(whole.v), rows(whole.grad_k), rows(whole.grad_v)};
 }
 
-KvPath::Layer KvPath::path(std::int64_t layer, std::int64_t rows) const { return slice(layer, 0, rows); }
-KvPath::Layer KvPath::top(std::int64_t layer) const { return slice(layer, trunks_.back().begin, trunks_.back().end); }
+const KvPath::Trunk& KvPath::trunk_above(std::int64_t rows) const {
+  const auto found = std::ranges::find(trunks_, rows, &Trunk::end);
+  ESPALIER_INTERNAL(found != trunks_.end(), "no trunk ends at path row ", rows);
+  return *found;
+}
+
+KvPath::Layer KvPath::path(std::int64_t layer, std::int64_t rows) const {
+  if (keeps_all(layer) || rows == 0) return slice(layer, 0, rows);
+  const std::int64_t end = trunk_above(rows).kept_end;
+  return slice(layer, end - (rows - first_row(rows)), end);
+}
+KvPath::Layer KvPath::top(std::int64_t layer) const {
+  const Trunk& trunk = trunks_.back();
+  return keeps_all(layer) ? slice(layer, trunk.begin, trunk.end) : slice(layer, trunk.kept_begin, trunk.kept_end);
+}
 
 KvPath::State KvPath::state_of(std::int64_t layer, std::size_t trunks) const {
   if (trunks == 0) return {};

@@ -6,6 +6,9 @@
 // number of contributions. Reading its gradient before the last contribution, or adding after it, is an error rather
 // than a wrong number.
 //
+// A layer with a window may keep only what it shows to rows below: of each trunk its last rows (program/window_rows.h).
+// Its rows are then counted apart, and it is always in memory.
+//
 // Layers that are not in use may be offloaded or sharded, so a pass announces each layer before it reads or writes it.
 // With a path sharded over cp (saved/divided_path.h) all ranks of cp announce it together, even those without rows.
 #pragma once
@@ -17,6 +20,7 @@
 
 #include "espalier/device/arena.h"
 #include "espalier/model/path_window.h"
+#include "espalier/program/window_rows.h"
 #include "espalier/shape/model_shape.h"
 
 namespace espalier {
@@ -28,10 +32,13 @@ class KvPath {
     at::Tensor grad_k, grad_v;  // of the same shapes, accumulator dtype; undefined in forward-only passes
   };
 
-  // Takes `capacity` rows for every layer from the arena. With a keeper only the first `layers_awake` layers stay in
-  // memory while they are not in use; the keeper must outlive the object.
+  static constexpr std::int64_t kAllRows = -1;
+
+  // Takes `capacity` rows for every layer from the arena; `window_capacity` for layers with a window, unless it is
+  // kAllRows. With a keeper only the first `layers_awake` layers stay in memory while they are not in use; the keeper
+  // must outlive the object.
   KvPath(const ModelShape& shape, std::int64_t capacity, at::ScalarType dtype, bool with_gradients, Arena& arena,
-         PathKeeper* keeper = nullptr, std::int64_t layers_awake = 0);
+         PathKeeper* keeper = nullptr, std::int64_t layers_awake = 0, std::int64_t window_capacity = kAllRows);
 
   // A trunk's final state [N] in one recurrent layer, and the sum of its gradients. Undefined: 0; not needed.
   struct State {
@@ -55,8 +62,14 @@ class KvPath {
   void end_backward(std::int64_t layer);
   bool sleeps() const { return window_.has_value(); }
 
-  Layer path(std::int64_t layer, std::int64_t rows) const;  // the first `rows` rows
-  Layer top(std::int64_t layer) const;                      // the rows of the innermost trunk
+  // What rows below the first `rows` rows see: all of these, or the last ones that a window may show, which begin at
+  // depth first_row.
+  Layer path(std::int64_t layer, std::int64_t rows) const;
+  Layer top(std::int64_t layer) const;  // the rows of the innermost trunk, or its last ones
+  // Whether the layer keeps all rows of a trunk.
+  bool keeps_all(std::int64_t layer) const { return window_of_[static_cast<std::size_t>(layer)] == 0; }
+  // The depth of the first row that a layer with a window can show below `rows` rows; 0 where all layers keep all rows.
+  std::int64_t first_row(std::int64_t rows) const { return first_window_row(rows, window_rows_); }
 
   // The index of this layer among the recurrent layers.
   std::int64_t number_of_state(std::int64_t layer) const { return state_.at(static_cast<std::size_t>(layer)); }
@@ -72,6 +85,7 @@ class KvPath {
  private:
   struct Trunk {
     std::int64_t begin, end;
+    std::int64_t kept_begin, kept_end;  // in layers with a window
     std::int64_t expected;
     std::vector<std::int64_t> arrived;  // per layer
     States states;
@@ -79,10 +93,13 @@ class KvPath {
 
   State state_of(std::int64_t layer, std::size_t trunks) const;  // state of trunk number `trunks`, counted from 1
   Layer slice(std::int64_t layer, std::int64_t begin, std::int64_t end) const;
+  const Trunk& trunk_above(std::int64_t rows) const;  // the one that ends at path row `rows`
   void zero_gradients(std::int64_t layer, std::int64_t begin, std::int64_t end);
 
   Device& device_;
-  std::int64_t capacity_, rows_ = 0;
+  std::int64_t capacity_, window_capacity_, rows_ = 0;
+  std::int64_t window_rows_ = 0;         // W where layers with a window keep their last rows only; 0: all keep all
+  std::vector<std::int64_t> window_of_;  // W of those layers, 0 of others
   std::vector<Layer> layers_;
   std::vector<std::int64_t> state_;  // index of a layer among the recurrent layers
   std::vector<Trunk> trunks_;

@@ -39,10 +39,12 @@ class KvSource {
  public:
   virtual ~KvSource() = default;
 
-  // Whether the rows' keys and values outlive the forward. If so, they are written to `kept`, [T, J*D]; otherwise
-  // `kept` is undefined.
-  virtual bool keeps() const { return false; }
+  // Whether all of the rows' keys and values in this layer outlive the forward. If so, they are written to `kept`, [T,
+  // J*D]; otherwise `kept` is undefined.
+  virtual bool keeps(std::int64_t /*layer*/) const { return false; }
   virtual KeysValues kept(std::int64_t) const { return {}; }
+  // Called after `attend` of rows that the layer does not keep: copies those that outlive the forward all the same.
+  virtual void leave(const LayerAttention&) {}
 
   // Overwrites attended [R, H*D] and lse [H, R] (natural logarithm; scratch without a backward).
   virtual void attend(const LayerAttention& attention, const at::Tensor& attended_RW, const at::Tensor& lse_HR) = 0;
@@ -66,6 +68,8 @@ class KvSource {
   // The gradients that later rows added to the kept keys and values, [T, J, D]; undefined if nothing is kept. Errors:
   // InternalError if a contribution is missing.
   virtual KeysValues gathered(std::int64_t) const { return {}; }
+  // The same for rows that `leave` copied: adds to the gradients of the rows' own keys and values, which are 0.
+  virtual void add_gathered(const Operations&, std::int64_t /*layer*/, const KeysValues& /*grad_own*/) const {}
   // Takes the results of `attend`. Overwrites grad_q; adds to the gradients of the rows' own keys and values, and of
   // those they attended to. Called once per layer, even without queries. Errors: InternalError for a forward-only
   // source.

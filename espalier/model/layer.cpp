@@ -85,7 +85,7 @@ at::Tensor gated_values(const LayerContext& c, const LayerSaved& saved, const at
 LayerAttention make_attention(const LayerContext& c, const LayerSaved& saved, bool write_kept,
                               const at::Tensor& rotated_q_RW, const at::Tensor& rotated_k_TW,
                               const at::Tensor& value_TW, const at::Tensor& query_RW) {
-  const bool keeps = c.kv.keeps(), latents = c.shape.has_latents();
+  const bool keeps = c.kv.keeps(c.layer), latents = c.shape.has_latents();
   const std::int64_t K = c.shape.key_width(), V = c.shape.value_width();
   const at::Tensor v_TW = latents ? value_TW : saved.kv_TW.narrow(1, K, V);
   const KeysValues own = keeps ? c.kv.kept(c.layer) : KeysValues{rotated_k_TW, v_TW};
@@ -131,10 +131,11 @@ ProjectionGradients add_attention_backward(const LayerContext& c, const LayerSav
                              grads.sinks_H);
   const at::Tensor& grad_q_RW = held[declared.grad_rotated_q_RW];
   KeysValues own = c.kv.gathered(c.layer);
-  if (!c.kv.keeps()) {
+  if (!c.kv.keeps(c.layer)) {
     own = {held[declared.grad_k_TW], held[declared.grad_v_TW]};
     c.ops.zero(own.k);
     c.ops.zero(own.v);
+    c.kv.add_gathered(c.ops, c.layer, own);
   }
   c.kv.add_backward(attention, saved.attended_RW, saved.lse_HR, held[declared.grad_attended_RW], grad_q_RW, own);
   c.ops.add_rotate_backward(rotation_of_queries(c), gated ? held[declared.query_RW] : saved.q_RW, grad_q_RW,
@@ -262,9 +263,11 @@ void layer_forward(const LayerContext& c, LayerSaved& saved, const at::Tensor& s
     project_queries(c, saved, c.continuing_rows(normed_TM, held[declared.query_input_RM]),
                     held[declared.query_latent_RC]);
   held.enter(Stage::attention);
-  c.kv.attend(make_attention(c, saved, true, held[declared.rotated_q_RW], held[declared.rotated_k_TW],
-                             held[declared.value_TW], held[declared.query_RW]),
-              saved.attended_RW, saved.lse_HR);
+  const LayerAttention attention =
+      make_attention(c, saved, true, held[declared.rotated_q_RW], held[declared.rotated_k_TW], held[declared.value_TW],
+                     held[declared.query_RW]);
+  c.kv.attend(attention, saved.attended_RW, saved.lse_HR);
+  c.kv.leave(attention);
   if (continuing == 0) return;
   if (c.weights.sinks_H.defined()) join_sinks(c, saved);
   held.enter(Stage::residual);

@@ -7,7 +7,7 @@ namespace espalier {
 BlockShape LayerContext::block() const { return {shape, element_bytes(dtype()), ops.rounds_weight_gradients(dtype())}; }
 
 BlockRows LayerContext::block_rows() const {
-  BlockRows rows{input.rows(), narrow ? input.outputs() : input.rows(), narrow, kv.keeps(),
+  BlockRows rows{input.rows(), narrow ? input.outputs() : input.rows(), narrow, kv.keeps(layer),
                  weights.router.weight.defined()};
   rows.mixer = shape.mixer_of(layer);
   rows.forks = kv.forks();

@@ -5,13 +5,38 @@
 namespace espalier {
 
 KeysValues PathSource::kept(std::int64_t layer) const {
-  if (!is_trunk_) return {};
+  if (!keeps(layer)) return {};
   const KvPath::Layer own = path_.top(layer);
   return {own.k.flatten(1), own.v.flatten(1)};
 }
 
+namespace {
+
+// The last rows, as many as `like` has, as a matrix.
+at::Tensor last_of(const at::Tensor& rows_TW, const at::Tensor& like) {
+  const at::Tensor flat = rows_TW.flatten(1);
+  return flat.narrow(0, flat.size(0) - like.size(0), like.size(0));
+}
+
+}  // namespace
+
+void PathSource::leave(const LayerAttention& a) {
+  if (!is_trunk_ || path_.keeps_all(a.layer)) return;
+  const KvPath::Layer kept = path_.top(a.layer);
+  a.ops.convert(last_of(a.own.k, kept.k), kept.k.flatten(1));
+  a.ops.convert(last_of(a.own.v, kept.v), kept.v.flatten(1));
+}
+
+void PathSource::add_gathered(const Operations& ops, std::int64_t layer, const KeysValues& grad_own) const {
+  if (!is_trunk_ || path_.keeps_all(layer)) return;
+  path_.expect_complete(layer);
+  const KvPath::Layer kept = path_.top(layer);
+  ops.convert(kept.grad_k.flatten(1), last_of(grad_own.k, kept.grad_k));
+  ops.convert(kept.grad_v.flatten(1), last_of(grad_own.v, kept.grad_v));
+}
+
 KeysValues PathSource::gathered(std::int64_t layer) const {
-  if (!is_trunk_) return {};
+  if (!is_trunk_ || !path_.keeps_all(layer)) return {};
   path_.expect_complete(layer);
   const KvPath::Layer own = path_.top(layer);
   return {own.grad_k, own.grad_v};

@@ -1,6 +1,7 @@
 // A set of rows over the open trunks: row i sees the first P rows of the path, and row j of its own set if and only if
 // j <= i < subtree_end[j]. A layer with a window W keeps only rows less than W above row i, by depth along the path.
-// The keys and values of a trunk stay at the top of the path for everything below.
+// The keys and values of a trunk stay at the top of the path for everything below; of a layer with a window perhaps the
+// last ones only. Depths are then counted from the first row that the path shows (KvPath::first_row).
 //
 // Shapes: T rows, P visible rows of the path.
 #pragma once
@@ -31,14 +32,16 @@ class PathSource final : public KvSource {
         runs_(std::move(runs)),
         forks_(std::ranges::count_if(runs_, [](const RowRun& run) { return run.fork >= 0; })) {}
 
-  bool keeps() const override { return is_trunk_; }
+  bool keeps(std::int64_t layer) const override { return is_trunk_ && path_.keeps_all(layer); }
   KeysValues kept(std::int64_t layer) const override;
+  void leave(const LayerAttention& attention) override;
   void attend(const LayerAttention& attention, const at::Tensor& attended_RW, const at::Tensor& lse_HR) override;
   std::int64_t forks() const override { return forks_; }
   std::vector<StateRun> runs(std::int64_t layer, const at::Tensor& states_FN,
                              const at::Tensor& grad_states_FN) const override;
   void count_runs_backward(std::int64_t layer) override { path_.count_contribution(layer, path_rows_); }
   KeysValues gathered(std::int64_t layer) const override;
+  void add_gathered(const Operations& ops, std::int64_t layer, const KeysValues& grad_own) const override;
   // Counts as this set's contribution to every trunk that it sees.
   void add_backward(const LayerAttention& attention, const at::Tensor& attended_RW, const at::Tensor& lse_HR,
                     const at::Tensor& grad_attended_RW, const at::Tensor& grad_q_RW,

@@ -81,14 +81,18 @@ void count_draft(const Forest& forest, const EdgeIndex& edges, Draft& draft) {
   draft.work.forks += draft.blocks.size() > 1 ? 1 : 0;
 }
 
-void add_cost(const Draft& draft, const CostModel& model, DraftCost& cost, const PathPlan& path) {
+void add_cost(const Draft& draft, const CostModel& model, DraftCost& cost, const PathPlan& path,
+              std::int64_t window_rows) {
   ++cost.items;
   cost.flops += model.flops(draft.work, draft.state);
   cost.seconds += seconds_of(draft, model, path);
   cost.max_rows = std::max(cost.max_rows, draft.work.rows);
   if (draft.kind == ItemKind::wave) return;
-  cost.max_path_rows = std::max(cost.max_path_rows, draft.path_rows + static_cast<std::int32_t>(draft.work.rows));
-  for (const Draft& item : draft.below) add_cost(item, model, cost, path);
+  const std::int64_t end = draft.path_rows + draft.work.rows;
+  window_rows += window_rows_kept(draft.path_rows, end, model.bytes().window());
+  cost.max_path.all = std::max(cost.max_path.all, end);
+  cost.max_path.window = std::max(cost.max_path.window, window_rows);
+  for (const Draft& item : draft.below) add_cost(item, model, cost, path, window_rows);
 }
 
 void set_trunk_states(Draft& draft, ItemState state) {

@@ -20,12 +20,13 @@ void count_draft(const Forest& forest, const EdgeIndex& edges, Draft& draft);
 
 struct DraftCost {
   double flops = 0, seconds = 0;
-  std::int32_t max_path_rows = 0;
+  PathRows max_path;          // the most rows open at once
   std::int64_t max_rows = 0;  // the largest number of rows in one set
   std::int64_t items = 0;
 };
-// Adds the item and everything below it.
-void add_cost(const Draft& draft, const CostModel& model, DraftCost& cost, const PathPlan& path = {});
+// Adds the item and everything below it. `window_rows`: what layers with a window keep of the trunks above.
+void add_cost(const Draft& draft, const CostModel& model, DraftCost& cost, const PathPlan& path = {},
+              std::int64_t window_rows = 0);
 void set_trunk_states(Draft& draft, ItemState state);
 void set_wave_states(Draft& draft, ItemState state);
 

@@ -198,7 +198,11 @@ std::string explain(const StepPlan& plan) {
     out += text_of("Budget of ", format_count(plan.token_budget), " rows a wave (",
                    plan.budget_given ? "as asked for" : "chosen; indivisible rows may exceed it", "), largest set ",
                    format_count(plan.max_rows), " rows, waves ", number_text("%.0f", 100 * mean_fill(plan)),
-                   "% full on average; longest open path ", format_count(plan.max_path_rows), " rows\n");
+                   "% full on average; longest open path ", format_count(plan.max_path_rows), " rows",
+                   plan.max_window_rows > 0 && plan.max_window_rows < plan.max_path_rows
+                       ? text_of(", of which layers with a window keep ", format_count(plan.max_window_rows))
+                       : std::string(),
+                   "\n");
   out += text_of("Ceiling (FLOPs dense / FLOPs with every shared row once): ", number_text("%.2f", plan.ceiling),
                  "; this plan: ", number_text("%.2f", plan.dense.flops / std::max(plan.chosen.flops, 1.0)), "\n");
   if (plan.memory_budget > 0) out += text_of("Memory budget ", format_bytes(plan.memory_budget), "\n");
@@ -228,6 +232,7 @@ Json to_json(const StepPlan& plan) {
           {"token_budget", plan.token_budget},
           {"fill", mean_fill(plan)},
           {"max_path_rows", plan.max_path_rows},
+          {"max_window_rows", plan.max_window_rows},
           {"path_state", name_of(plan.path.state())},
           {"flops",
            {{"dense", plan.dense.flops},

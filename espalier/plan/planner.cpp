@@ -72,7 +72,7 @@ class Search {
   void evaluate(Candidate& candidate) const;
   // Held besides the path and what a walk over the items finds.
   std::int64_t base_bytes(const DraftCost& cost) const {
-    return bytes_.constant() + bytes_.scratch(cost.max_rows, cost.max_path_rows, model_.threads());
+    return bytes_.constant() + bytes_.scratch(cost.max_rows, cost.max_path.all, model_.threads());
   }
   bool path_may_be_divided() const { return options_.path_state == PathState::automatic && cp_ > 1; }
   bool path_may_be_stored() const {
@@ -135,7 +135,7 @@ void Search::evaluate(Candidate& candidate) const {
   walk.run(program_of(candidate.layout.items, bytes_.waves_in_flight()));
   DraftCost cost;
   for (const Draft& item : candidate.layout.items) add_cost(item, model_, cost, candidate.path);
-  const PathBytes path = bytes_.path(cost.max_path_rows, candidate.path);
+  const PathBytes path = bytes_.path(cost.max_path, candidate.path);
   if (!path.sleeps) candidate.path = {};
   candidate.cost.flops = cost.flops;
   candidate.cost.seconds = cost.seconds;
@@ -205,7 +205,7 @@ Candidate Search::at_budget(Schedule schedule, std::int64_t budget, bool soft, s
 void Search::choose_states(Candidate& candidate, const PathPlan& chosen) const {
   DraftCost all;
   for (const Draft& item : candidate.layout.items) add_cost(item, model_, all);
-  const PathBytes path = bytes_.path(all.max_path_rows, chosen);
+  const PathBytes path = bytes_.path(all.max_path, chosen);
   states_.choose(candidate.layout.items,
                  options_.memory_budget - base_bytes(all) - path.backward - bytes_.in_flight(path.stored));
   candidate.path = chosen;
@@ -285,12 +285,16 @@ class Tally {
     }
   }
 
-  void add(const PlanItem& item) {
+  void add(const PlanItem& item, std::int64_t window_rows = 0) {
     const bool trunk = item.kind == ItemKind::trunk;
     (trunk ? plan_.trunks : plan_.waves) += 1;
     (trunk ? plan_.trunk_rows : plan_.wave_rows) += item.set.rows;
     plan_.max_rows = std::max(plan_.max_rows, item.set.rows);
-    if (trunk) plan_.max_path_rows = std::max(plan_.max_path_rows, item.path_rows + item.set.rows);
+    if (trunk) {
+      window_rows += window_rows_kept(item.path_rows, item.path_rows + item.set.rows, plan_.window);
+      plan_.max_path_rows = std::max(plan_.max_path_rows, item.path_rows + item.set.rows);
+      plan_.max_window_rows = std::max(plan_.max_window_rows, window_rows);
+    }
     std::int32_t before = -1;
     std::set<std::int32_t> seen;
     for (const RowSegment& segment : item.set.segments) {
@@ -302,7 +306,7 @@ class Tally {
       before = tree;
       (trunk ? plan_.trees[tree].trunks : plan_.trees[tree].waves) += 1;
     }
-    for (const PlanItem& below : item.below) add(below);
+    for (const PlanItem& below : item.below) add(below, window_rows);
   }
 
   void name_schedules(const Forest& forest) {

@@ -40,7 +40,7 @@ class StageWalk {
     busiest = &most - load_.data();
     seconds = most.seconds, flops = most.flops;
     for (const Load& load : load_) flops_of_all += static_cast<double>(local_.degrees().tp) * load.flops;
-    const PathBytes path = bytes_.path(plan.max_path_rows, path_);
+    const PathBytes path = bytes_.path(plan.path_rows(), path_);
     stored = walk.stored(), path_stored = path.stored;
     peaks = walk.peaks(bytes_.constant() + bytes_.scratch(plan.max_rows, plan.max_path_rows, model_.threads()) +
                            bytes_.in_flight(stored) + bytes_.in_flight(path_stored),
@@ -284,6 +284,7 @@ StepPlan plan_of_all(const LayoutPlan& layout) {
          {&StepPlan::logical_rows, &StepPlan::trunk_rows, &StepPlan::wave_rows, &StepPlan::trunks, &StepPlan::waves})
       all.*count += plan.*count;
     all.max_path_rows = std::max(all.max_path_rows, plan.max_path_rows);
+    all.max_window_rows = std::max(all.max_window_rows, plan.max_window_rows);
     all.max_rows = std::max(all.max_rows, plan.max_rows);
     all.token_budget = std::max(all.token_budget, plan.token_budget);
     if (plan.path.state() != PathState::keep) all.path = plan.path;

@@ -24,7 +24,7 @@ class Validator {
   }
 
   void run() {
-    for (std::size_t i = 0; i < plan_.items.size(); ++i) item(plan_.items[i], 0, text_of("item ", i));
+    for (std::size_t i = 0; i < plan_.items.size(); ++i) item(plan_.items[i], {}, text_of("item ", i));
     std::int64_t logical = 0;
     for (std::size_t r = 0; r < rollouts_.size(); ++r) {
       logical += rollouts_[r].length();
@@ -40,7 +40,8 @@ class Validator {
     same("wave rows", plan_.wave_rows, wave_rows_);
     same("trunks", plan_.trunks, trunks_);
     same("waves", plan_.waves, waves_);
-    same("max path rows", plan_.max_path_rows, max_path_);
+    same("max path rows", plan_.max_path_rows, max_path_.all);
+    same("max rows of windows", plan_.max_window_rows, max_path_.window);
     same("max rows", plan_.max_rows, max_rows_);
     std::int64_t physical = 0, rollouts = 0;
     for (const TreePlan& tree : plan_.trees) physical += tree.physical_rows, rollouts += tree.rollouts;
@@ -61,9 +62,9 @@ class Validator {
     return plan_.all_logprobs || rollout.loss_mask[position] != 0;
   }
 
-  void item(const PlanItem& item, std::int32_t path_rows, const std::string& where) {
+  void item(const PlanItem& item, PathRows path, const std::string& where) {
     const bool trunk = item.kind == ItemKind::trunk;
-    if (item.path_rows != path_rows) fail(where, "path of ", item.path_rows, " rows, ", path_rows, " are open");
+    if (item.path_rows != path.all) fail(where, "path of ", item.path_rows, " rows, ", path.all, " are open");
     if (item.set.rows < 1) fail(where, "no rows");
     if (trunk == item.below.empty()) fail(where, trunk ? "a trunk with nothing below" : "a wave with items below");
     if (plan_.budget_given && item.set.rows > std::max<std::int64_t>(plan_.token_budget, 2))
@@ -74,7 +75,9 @@ class Validator {
     segments(item, where);
     edges(item, where);
     if (!trunk) return;
-    max_path_ = std::max<std::int64_t>(max_path_, path_rows + item.set.rows);
+    const std::int64_t end = path.all + item.set.rows;
+    path = {end, path.window + window_rows_kept(path.all, end, plan_.window)};
+    max_path_ = {std::max(max_path_.all, path.all), std::max(max_path_.window, path.window)};
     // Everything below sees all rows of the trunk, so they must be one path that all below have.
     for (const RowSegment& segment : item.set.segments)
       if (segment.subtree_end != item.set.rows) fail(where, "a trunk that branches at row ", segment.row);
@@ -83,7 +86,7 @@ class Validator {
       for (std::int32_t r : item.below[i].set.rollouts)
         if (std::find(item.set.rollouts.begin(), item.set.rollouts.end(), r) == item.set.rollouts.end())
           fail(inner, "rollout ", r, " is not in the trunk above");
-      this->item(item.below[i], path_rows + item.set.rows, inner);
+      this->item(item.below[i], path, inner);
     }
   }
 
@@ -197,7 +200,8 @@ class Validator {
   std::vector<std::int64_t> in_set_;    // the last set that a rollout was in
   std::vector<std::int64_t> expected_;  // edges of a rollout
   std::int64_t sets_ = 0, weighted_ = 0, trunk_rows_ = 0, wave_rows_ = 0, trunks_ = 0, waves_ = 0;
-  std::int64_t max_path_ = 0, max_rows_ = 0;
+  PathRows max_path_;
+  std::int64_t max_rows_ = 0;
 };
 
 }  // namespace

@@ -22,6 +22,7 @@
 #include "espalier/base/json_fwd.h"
 #include "espalier/options/choices.h"
 #include "espalier/program/item_state.h"
+#include "espalier/program/window_rows.h"
 #include "espalier/rollout/rollout.h"
 
 namespace espalier {
@@ -150,8 +151,9 @@ struct StepPlan {
   std::int64_t logical_rows = 0;  // rows of a dense run: the sum of rollout lengths
   std::int64_t trunk_rows = 0, wave_rows = 0;
   std::int64_t trunks = 0, waves = 0;
-  std::int32_t max_path_rows = 0;  // most rows open at once, above any item
-  std::int32_t max_rows = 0;       // most rows of one set
+  std::int32_t max_path_rows = 0;    // most rows open at once, above any item
+  std::int64_t max_window_rows = 0;  // most that layers with a window keep of them (program/window_rows.h)
+  std::int32_t max_rows = 0;         // most rows of one set
   PathPlan path;
   std::int64_t token_budget = 0;   // rows in one wave
   bool budget_given = false;       // true: no set has more than max(token_budget, 2) rows
@@ -161,6 +163,7 @@ struct StepPlan {
   bool all_logprobs = false;       // masked response tokens have edges too
   bool by_temperature = true;      // false: a critic's plan, whose outputs have no temperature
   std::int64_t window = 0;         // of the model's layers with a window; 0: no layer has one
+  PathRows path_rows() const { return {max_path_rows, max_window_rows}; }
   Schedule requested = Schedule::automatic;
   PlanCost chosen;
   std::vector<TriedPlan> tried;    // under the chosen schedule, in order; empty if the first attempt fits

@@ -11,7 +11,7 @@ namespace espalier {
 StepPath::StepPath(const Decoder& decoder, const StepPlan& plan, bool with_gradients, Arena& arena,
                    const std::string& spill_dir) {
   Group& cp = decoder.mesh().cp;
-  const std::int64_t rows = plan.max_path_rows;
+  const PathRows rows = plan.path_rows();
   const PathBytes bytes = path_bytes(decoder.block(), rows, with_gradients, plan.path, cp.size());
   if (bytes.stored > 0) {
     const auto chunks = static_cast<int>(chunks_in_flight(bytes.stored));
@@ -19,9 +19,10 @@ StepPath::StepPath(const Decoder& decoder, const StepPlan& plan, bool with_gradi
     queue_->reserve(bytes.stored);
     keeper_ = std::make_unique<SleepingPath>(arena, *queue_);
   } else if (bytes.sleeps) {
-    keeper_ = std::make_unique<DividedPath>(decoder.block(), rows, with_gradients, decoder.dtype(), cp, arena);
+    keeper_ = std::make_unique<DividedPath>(decoder.block(), rows.all, with_gradients, decoder.dtype(), cp, arena);
   }
-  path_.emplace(decoder.shape(), rows, decoder.dtype(), with_gradients, arena, keeper_.get(), plan.path.layers_awake);
+  path_.emplace(decoder.shape(), rows.all, decoder.dtype(), with_gradients, arena, keeper_.get(),
+                plan.path.layers_awake, keeps_windows(decoder.shape(), cp.size()) ? rows.window : KvPath::kAllRows);
 }
 
 }  // namespace espalier

@@ -103,8 +103,8 @@ EditedRun run_edited(const Case& c, const std::function<void(StepPlan&)>& edit) 
   PeakWalk peaks(bytes);
   peaks.run(program_of(plan.items, bytes.waves_in_flight()));
   EditedRun run;
-  run.predicted = peaks.peaks(0, bytes.path(plan.max_path_rows, plan.path));
-  if (const PathBytes path = bytes.path(plan.max_path_rows, plan.path); path.stored > 0)
+  run.predicted = peaks.peaks(0, bytes.path(plan.path_rows(), plan.path));
+  if (const PathBytes path = bytes.path(plan.path_rows(), plan.path); path.stored > 0)
     run.in_use = path.backward / (plan.path.layers_awake - decoder.shape().states_in(0, plan.path.layers_awake) + 1);
   run.stored = peaks.stored();
 

@@ -196,6 +196,30 @@ TEST(ValueLosses, EveryAggregationOnEveryPlanEqualsAutograd) {
   }
 }
 
+class LongPrompts : public ::testing::TestWithParam<const char*> {};
+
+// Prompts of several times what a window shows: below a trunk, layers with a window keep its last rows.
+TEST_P(LongPrompts, EveryPlanEqualsAutogradWhereWindowsKeepTheLastRows) {
+  Case c;
+  c.family = GetParam();
+  c.rollouts = ragged_rollouts();
+  c.rollouts.groups = 4;
+  c.rollouts.group_size = {2, 3};
+  c.rollouts.prompt_length = {150, 200};
+  expect_all_plans(c, {0, 80});
+  const StepPlan plan = run_case(with(c, {"", "phased", 80, "recompute"})).report.plan;
+  EXPECT_GT(plan.max_path_rows, 100);
+  EXPECT_LT(plan.max_window_rows, plan.max_path_rows);
+  for (const char* const path : {"offload", "keep"}) {
+    Case other = with(c, {"", "phased", 80, "recompute"});
+    other.options.path_state = path;
+    expect_same_bits(run_case(other), run_case(with(c, {"", "dense", 0, "auto"})));
+  }
+}
+INSTANTIATE_TEST_SUITE_P(Models, LongPrompts,
+                         ::testing::Values("qwen3-window", "llama-windows", "Gemma3", "GptOss", "Cwm"),
+                         [](const auto& info) { return name_of_family(info.param); });
+
 // The generator's own choice of everything; a failing seed is printed by SCOPED_TRACE.
 TEST(Generated, EveryPlanEqualsAutograd) {
   const char* families[] = {"llama", "llama-bias", "qwen2", "qwen3-window", "qwen3-moe"};

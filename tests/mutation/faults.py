@@ -147,8 +147,11 @@ ROWS = [
 # What rows see.
 WINDOWS = [
     Fault("window_counted_in_rows", "a window counts rows of the set, siblings' too, not depths along the path", "execute/item_input.cpp",
-          "depths.push_back(depth);",
-          "depths.push_back(ON && !depths.empty() ? depths.back() + 1 : depth);", **NO_WINDOW),
+          "depths.push_back(static_cast<std::int32_t>(depth - first));",
+          "depths.push_back(ON && !depths.empty() ? depths.back() + 1 : static_cast<std::int32_t>(depth - first));", **NO_WINDOW),
+    Fault("windows_forget_the_gradient_below", "a layer with a window leaves out what rows below a trunk add", "model/layer.cpp",
+          "c.kv.add_gathered(c.ops, c.layer, own);",
+          "if (!ON) TEXT", **NO_WINDOW),
     Fault("window_one_row_wider", "a row sees one row more than its window has", "model/path_source.cpp",
           "subtree_end_T_, a.window,",
           "subtree_end_T_, a.window + (ON && a.window > 0 ? 1 : 0),", **NO_WINDOW),

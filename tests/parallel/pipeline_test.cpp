@@ -74,7 +74,7 @@ void expect_planned_memory(const Case& c, std::int64_t stages) {
     const ActivationBytes bytes(LocalShape(shape_of(c), {.pp = stages}, {.pp = stage.pp}), DType::float64, options.kind,
                                 options.setting);
     const std::int64_t beside = bytes.constant() + bytes.scratch(plan.max_rows, plan.max_path_rows) +
-                                bytes.in_flight(bytes.path(plan.max_path_rows, plan.path).stored);
+                                bytes.in_flight(bytes.path(plan.path_rows(), plan.path).stored);
     for (auto phase : {&PhasePeaks::a, &PhasePeaks::b, &PhasePeaks::c})
       if (stage.cost.bytes.*phase > 0) most.*phase = std::max(most.*phase, stage.cost.bytes.*phase - beside);
   }

@@ -20,19 +20,19 @@ TEST(MemoryModel, KeysAndValuesOfAPrefixTokenAreThePublishedBytes) {
   EXPECT_EQ(kv_bytes_per_token(testing::llama_3_8b(), DType::bfloat16), 128 * 1024);
   EXPECT_EQ(kv_bytes_per_token(testing::qwen3_30b_a3b(), DType::bfloat16), 96 * 1024);
   // Accumulators in float32 are twice that (mathematics, section 10); rows are a multiple of the rounding here.
-  EXPECT_EQ(ActivationBytes(testing::llama_3_8b(), DType::bfloat16).path(64).backward, 64 * 3 * 128 * 1024);
+  EXPECT_EQ(ActivationBytes(testing::llama_3_8b(), DType::bfloat16).path({64, 0}).backward, 64 * 3 * 128 * 1024);
 }
 
 // Of 32 layers two stay and one is in use: in a forward keys and values of it, a third of all.
 TEST(MemoryModel, APathThatSleepsHoldsTheLayersInUse) {
   const ActivationBytes bytes(testing::llama_3_8b(), DType::bfloat16);
   const std::int64_t of_layer = 64 * 3 * 4 * 1024;
-  const PathBytes path = bytes.path(64, {2});
+  const PathBytes path = bytes.path({64, 0}, {2});
   EXPECT_EQ(path.forward, 2 * of_layer + of_layer / 3);
   EXPECT_EQ(path.backward, 3 * of_layer);
   EXPECT_EQ(path.stored, 30 * of_layer);
-  EXPECT_EQ(bytes.path(64, {32}).stored, 0);
-  EXPECT_EQ(bytes.path(0, {0}).backward, 0);
+  EXPECT_EQ(bytes.path({64, 0}, {32}).stored, 0);
+  EXPECT_EQ(bytes.path({0, 0}, {0}).backward, 0);
   // A trunk of 16 rows under 48: keys and values come and go; then all come, and the gradients of those above go.
   const PathTraffic traffic = bytes.path_traffic(48, 16, {2});
   EXPECT_EQ(traffic.forward, 30 * of_layer / 3);

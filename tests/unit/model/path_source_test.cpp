@@ -167,17 +167,88 @@ TEST_F(Source, ThePathsGradientsAreSumsOverTheSetsBelow) {
   expect_close(gathered.v, expected_v, "values");
 }
 
+// Layer 0 has a window: of each trunk it keeps the rows that rows below it can see, and their gradients are those of
+// the whole path. Layer 1 keeps all rows.
+TEST_F(Source, ALayerWithAWindowKeepsWhatItShowsBelowEachTrunk) {
+  constexpr std::int64_t kWindow = 5, kFirst = 140, kSecond = 3, kPath = kFirst + kSecond;
+  ModelShape shape = small_shape();
+  shape.window = kWindow, shape.window_layer = {1, 0};
+  Arena arena(std::int64_t{1} << 22, cpu_device());
+  const ArenaScope scope(arena);
+  ASSERT_EQ(first_window_row(kFirst, kWindow), 128);
+  KvPath path(shape, kPath, at::kDouble, true, arena, nullptr, 0, window_rows_kept(0, kFirst, kWindow) + kSecond);
+  const Tensor k = at::randn({kPath, kKeyHeads * kDim}, at::kDouble), v = at::randn_like(k);
+  const auto source_of = [&](const Rows& rows, bool trunk) {
+    return PathSource(path, rows.path, trunk, numbers(rows.subtree_end),
+                      numbers(rows.depth) - path.first_row(rows.path));
+  };
+  const auto attention_of = [&](const Numbers& x, const KeysValues& own) {
+    LayerAttention out = attention(x, own, kWindow);
+    out.layer = 0;
+    return out;
+  };
+  const auto trunk_rows = [&](std::int64_t begin, std::int64_t rows) {
+    Rows trunk{{}, {}, begin};
+    for (std::int64_t i = 0; i < rows; ++i) {
+      trunk.subtree_end.push_back(static_cast<std::int32_t>(rows));
+      trunk.depth.push_back(static_cast<std::int32_t>(begin + i));
+    }
+    return trunk;
+  };
+  const auto open = [&](std::int64_t rows, std::int64_t contributions) {
+    const std::int64_t begin = path.rows();
+    path.push(rows, contributions);
+    PathSource trunk = source_of(trunk_rows(begin, rows), true);
+    EXPECT_FALSE(trunk.keeps(0));
+    EXPECT_TRUE(trunk.keeps(1));
+    trunk.leave(attention_of(Numbers(rows), {k.slice(0, begin, begin + rows), v.slice(0, begin, begin + rows)}));
+  };
+  Tensor expected_k = at::zeros_like(k), expected_v = at::zeros_like(v);
+  const auto run_wave = [&](std::int64_t above) {
+    const Rows rows = branches(above);
+    const Numbers x(rows.count());
+    const Dense alone = dense(rows, x, k.slice(0, 0, above), v.slice(0, 0, above), kWindow);
+    PathSource wave = source_of(rows, false);
+    const Tensor out = at::empty_like(x.q), lse = at::empty({kHeads, rows.count()}, at::kDouble),
+                 grad_q = at::empty_like(x.q);
+    const LayerAttention own = attention_of(x, {x.k, x.v});
+    wave.attend(own, out, lse);
+    wave.add_backward(own, out, lse, x.grad_out, grad_q, {at::zeros_like(x.k), at::zeros_like(x.v)});
+    expect_close(out, alone.out, "attended");
+    expect_close(grad_q, alone.grad_q, "queries");
+    expected_k.slice(0, 0, above) += alone.grad_k.slice(0, 0, above);
+    expected_v.slice(0, 0, above) += alone.grad_v.slice(0, 0, above);
+  };
+  const auto expect_gathered = [&](std::int64_t begin, std::int64_t rows) {
+    const KeysValues gathered{at::zeros({rows, kKeyHeads * kDim}, at::kDouble),
+                              at::zeros({rows, kKeyHeads * kDim}, at::kDouble)};
+    source_of(trunk_rows(begin, rows), true).add_gathered(cpu::operations(), 0, gathered);
+    expect_close(gathered.k, expected_k.slice(0, begin, begin + rows), "keys of a trunk");
+    expect_close(gathered.v, expected_v.slice(0, begin, begin + rows), "values of a trunk");
+  };
+  open(kFirst, 3);
+  open(kSecond, 2);
+  EXPECT_EQ(path.path(0, kPath).k.size(0), kPath - first_window_row(kPath, kWindow));
+  EXPECT_EQ(path.path(1, kPath).k.size(0), kPath);
+  run_wave(kPath);
+  run_wave(kPath);
+  expect_gathered(kFirst, kSecond);
+  path.pop();
+  run_wave(kFirst);
+  expect_gathered(0, kFirst);
+}
+
 TEST_F(Source, ATrunkKeepsItsKeysAndValuesAtTheTopOfThePath) {
   open_trunk(3, 1);
   path_.push(2, 0);
   const PathSource trunk = source({{2, 2}, {3, 4}, 3}, true), wave = source({{2, 2}, {3, 4}, 3});
-  ASSERT_TRUE(trunk.keeps());
+  ASSERT_TRUE(trunk.keeps(1));
   const KeysValues kept = trunk.kept(1);
   kept.k.fill_(7), kept.v.fill_(8);
   EXPECT_TRUE(path_.path(1, 5).k.slice(0, 3).eq(7).all().item<bool>());
   EXPECT_TRUE(path_.path(1, 5).v.slice(0, 3).eq(8).all().item<bool>());
   EXPECT_FALSE(path_.path(1, 3).k.eq(7).any().item<bool>()) << "those of the trunk above";
-  EXPECT_FALSE(wave.keeps());
+  EXPECT_FALSE(wave.keeps(1));
   EXPECT_FALSE(wave.kept(1).k.defined());
   EXPECT_FALSE(wave.gathered(1).k.defined());
 }

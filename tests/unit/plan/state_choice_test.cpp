@@ -191,7 +191,7 @@ TEST(StateChoice, ThePathIsDividedOverRanksOfCp) {
   EXPECT_EQ(least.path.state(), PathState::divide);
   EXPECT_EQ(least.chosen.path_stored_bytes, 0);
   // Of 12 layers 1/4, and rooms for two: 5 of 12; the rest of a step as it was.
-  const std::int64_t path = ActivationBytes(shape, DType::float32, options.kind).path(8000).backward;
+  const std::int64_t path = ActivationBytes(shape, DType::float32, options.kind).path({8000, 0}).backward;
   EXPECT_NEAR(static_cast<double>(whole - least.chosen.bytes.peak()), 7.0 / 12 * static_cast<double>(path),
               0.02 * static_cast<double>(path));
   std::int32_t layers_before = PathPlan::kEveryLayer;
