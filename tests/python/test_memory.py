@@ -45,3 +45,24 @@ def test_small_waves_in_bfloat16_hold_what_they_planned(n, output, program, tmp_
     assert found.end() == [0], found.stderr
     process, planned = of_process(json.loads(found.stdout[0]))
     assert 0.95 * planned < process < 1.05 * planned, (process / MEBI, planned / MEBI)
+
+
+def test_a_path_below_windows_holds_their_last_rows(program, tmp_path):
+    """Layers with a window of 64 rows and with one that no rollout is longer than: measured and planned alike, and lower by the
+    keys, the values and the sums of their gradients of all other rows of the prompt."""
+    found, prompt, layers, keys = {}, 6144, 6, 2 * 64
+    for window in (64, 16384):
+        folder = tmp_path / str(window)
+        folder.mkdir()
+        words = files(folder, 512, dict(prompt=prompt, response=32, n=4), use_sliding_window=True, max_window_layers=0,
+                      sliding_window=window, num_hidden_layers=layers, hidden_size=128, intermediate_size=256, num_attention_heads=2,
+                      num_key_value_heads=2, head_dim=64)
+        run = Ranks(program, 1, [*words, "--schedule", "phased", "--trunk-state", "recompute", "--token-budget", 512, "--logprobs",
+                                 tmp_path / "output"], OMP_NUM_THREADS="2")
+        assert run.end() == [0], run.stderr
+        found[window] = of_process(json.loads(run.stdout[0]))
+        process, planned = found[window]
+        assert 0.95 * planned < process < 1.05 * planned, (window, process / MEBI, planned / MEBI)
+    bytes_of_row = layers * 2 * keys * (4 + 4)  # keys and values, and the sums, in float32
+    saved = (prompt - 512) * bytes_of_row
+    assert found[16384][1] - found[64][1] > 0.9 * saved and found[16384][0] - found[64][0] > 0.9 * saved, (found, saved / MEBI)
