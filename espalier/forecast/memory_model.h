@@ -128,7 +128,7 @@ class ActivationBytes {
     if (!shape_.has_mlp(layer)) return MlpKind::none;
     return shape_.has_experts(layer) ? MlpKind::experts : MlpKind::dense;
   }
-  // What a layer leaves for rows below a trunk: rows in the path, the last ones of its own, a recurrent state.
+  // A layer leaves for rows below a trunk: all rows in the path, the last ones of its own, or a recurrent state.
   enum class Leaves : std::uint8_t { rows, window, state };
   static constexpr std::array<Leaves, 3> kLeaves{Leaves::rows, Leaves::window, Leaves::state};
   Leaves left_by(std::int64_t layer) const {

@@ -62,8 +62,8 @@ class KvPath {
   void end_backward(std::int64_t layer);
   bool sleeps() const { return window_.has_value(); }
 
-  // What rows below the first `rows` rows see: all of these, or the last ones that a window may show, which begin at
-  // depth first_row.
+  // The rows that rows below the first `rows` rows see: all of these, or the last ones that a window may show, which
+  // begin at depth first_row.
   Layer path(std::int64_t layer, std::int64_t rows) const;
   Layer top(std::int64_t layer) const;  // the rows of the innermost trunk, or its last ones
   // Whether the layer keeps all rows of a trunk.

@@ -37,8 +37,8 @@ struct LayerViews {
   Projection rotary_key;                      // [K, M]
   at::Tensor query_latent_norm_C, key_value_latent_norm_C;
   Projection output;  // [M, H*D]
-  // Of the delta rule, instead of query, key and value: [W, M], or without the columns of z and a; the latents of these
-  // [2 C, M], and their projections [V, C] and [A, C].
+  // With the delta rule, instead of query, key and value: [W, M], or without the columns of z and a; the latents of
+  // these [2 C, M], and their projections [V, C] and [A, C].
   Projection projected, gate_latents, gate_z, gate_a;
   at::Tensor conv_CK, a_log_H, dt_bias_H, conv_bias_C, skip_H;  // ops/delta_rule.h
   at::Tensor mixed_norm;

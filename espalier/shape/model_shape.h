@@ -106,7 +106,7 @@ struct DeltaRuleShape {
   bool mamba = false, conv_bias = false;
   double least_step = 0, largest_step = std::numeric_limits<double>::infinity();
   // Kimi Linear: each key channel of a head has a decay of its own, z is gated by a sigmoid, and there are as many key
-  // heads as value heads. The columns of a projected row are q, k, v, b, z, a. Those of z and a are projected through a
+  // heads as value heads. The columns of a projected row are q, k, v, b, z, a. z and a are projected through a
   // latent of this width each; 0: decays are of heads.
   std::int64_t gate_latent = 0;
 

@@ -100,7 +100,7 @@ struct LayerParameters {
   std::int64_t expert_low_rank() const;  // of one expert
 };
 
-// Of Kimi Linear. Latents are whole on every rank of tp, and read by heads.
+// Kimi Linear. Latents are whole on every rank of tp, and read by heads.
 inline void add_channel_decays(const DeltaRuleShape& s, const Side& M, LayerParameters& p) {
   constexpr bool kBias = false, kOfHeads = true;
   const Cut cut = Cut::state_heads;

@@ -43,14 +43,14 @@ class Trunk:
         self.index_keys = {}
 
     def take(self, layer, k, v):
-        """The first forward's values stay; what has a graph is `live` until the trunk's own backward."""
+        """Keeps the values of the first forward. Tensors with a graph are `live` until the trunk's own backward."""
         if layer not in self.k:
             self.k[layer], self.v[layer] = k.detach(), v.detach()
         if torch.is_grad_enabled():
             self.live[layer] = (k, v)
 
     def sums(self, layer):
-        """dk and dv of a layer, zeros at first: gradients are added to them."""
+        """dk and dv of a layer. They start at zero, and gradients are added to them."""
         if layer not in self.dk:
             for x, sums in ((self.k[layer], self.dk), (self.v[layer], self.dv)):
                 _, j, p, d = x.shape
@@ -181,8 +181,8 @@ def _runs(segments):
 
 
 def kernels_for(q, v=None):
-    """The module that runs such rows where every row sees all above it: rows_by_kernel, rows_by_flash, rows_by_efficient, or, for what none
-    serves, such as values of another size than keys on a CPU, rows_by_blocks."""
+    """The module that runs these rows if every row sees all rows above it: rows_by_kernel, rows_by_flash or rows_by_efficient. rows_by_blocks
+    serves the rest, for example values of another size than keys on a CPU."""
     return next((rows for rows in (rows_by_kernel, rows_by_flash, rows_by_efficient) if rows.serves(q, v)), rows_by_blocks)
 
 
@@ -192,7 +192,7 @@ def calls_of(segments, trunks, kernels):
 
 
 def _mask(*args, **kwargs):
-    """Rows of a phase need none: their layers' rules say what they see. Indexers do (indexed.py)."""
+    """Rows of a phase need no mask, because their layers' rules say what they see. Indexers need one (indexed.py)."""
     phase = _current.get()
     if phase is None:
         return implementation.mask(*args, **kwargs)

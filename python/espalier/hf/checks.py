@@ -1,4 +1,4 @@
-"""Models and wrappers that would be silently wrong are refused by name before anything runs."""
+"""Refuses, by name and before anything runs, models and wrappers that would be silently wrong."""
 
 import functools
 import inspect

@@ -1,4 +1,4 @@
-"""Numbers of the host on a model's device, and losses of the device on the host, without a wait in every wave.
+"""Copies between the host and a model's device: numbers to the device, losses to the host, without a wait in every wave.
 
 A copy from pageable memory makes the host wait for all work queued before it. So the index arrays of a call are one pinned buffer, whose copy
 is queued; and the host reads the losses of a step once, when it is done.

@@ -88,7 +88,7 @@ class Verification:
 
 
 def begin(model, router=None):
-    """Sets the gradients of before aside, so that the step's own can be compared."""
+    """Stores the existing gradients and clears them, so that the step's own gradients can be compared."""
     return _Comparison(model, router)
 
 
@@ -105,7 +105,7 @@ class _Comparison:
         return grads
 
     def put_back(self):
-        """The gradients of before, where the step itself failed."""
+        """Restores the earlier gradients after the step has failed."""
         for name, p in self.named:
             p.grad = self.before[name]
 

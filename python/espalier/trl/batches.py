@@ -1,4 +1,4 @@
-"""Trainers whose batches hold everything that their loss couples: one call of the backbone over the batch's unique rows.
+"""Trainers whose loss couples only rows of one batch: the backbone runs once, over the batch's unique rows.
 
 TRL calls a model on a padded batch. Inside `compute_loss` the backbone (the model below its head) runs the tree of the batch instead,
 and hands back hidden states, and a mixture's router logits, of every token of the padded batch. Head, pooling and loss are TRL's own and
@@ -111,7 +111,7 @@ def _run(base, tree, more):
 
 
 class SharedReference(SharedBatches):
-    """Also in front of a trainer that computes a reference's log-probs ahead of training."""
+    """Mixin, also in front of a trainer that computes a reference's log-probs before training."""
 
     def compute_ref_log_probs(self, *args, **kwargs):
         with self._shared_backbones():

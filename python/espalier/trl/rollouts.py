@@ -110,7 +110,7 @@ class SharedPrompts(Sharing):
         return spread([part[1] for part in parts]), entropies, parts[0][3]
 
     def _prompt(self, model, rows, row, prompts, routed):
-        """The rows of all prompt tokens but the last, which every response's rows begin with."""
+        """Runs the rows of all prompt tokens but the last one. Every response's rows begin with the last prompt token."""
         ids, key = rows.prompt(row), rows.key(row)
         if key in prompts or len(ids) < 2:
             return
@@ -181,7 +181,7 @@ class SharedPrompts(Sharing):
             self._finish_window(model)
 
     def _finish_window(self, model):
-        """The prompts' backward, before the weights change; then one reduction over ranks."""
+        """Runs the backward of all prompts before the weights change, then reduces once over ranks."""
         self._prompts_backward(model)
         ddp = ranks.replicas(model)
         if ddp is not None and self.shared_prompts and not ranks.sharded(model):
@@ -230,12 +230,12 @@ class _Pictures:
         return self.images.blocks(row, 0, length), more
 
     def gathered(self):
-        """As `_Prompt.gathered`, after all prompts' backward."""
+        """The same as `_Prompt.gathered`, after the backward of all prompts."""
         return self.tower.finish(list(self.tower.open))
 
 
 class _router_logits:
-    """Around a call of the model: keeps what its routers said, which TRL's head does not pass on."""
+    """Context around a call of the model. Keeps the logits of its routers, which TRL's head does not return."""
 
     def __init__(self, model, on):
         self.model, self.on, self.seen = model, on, []

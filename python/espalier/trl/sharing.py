@@ -1,4 +1,4 @@
-"""Common parts of all trainers: whether a model shares, one note where it does not, and whose attention is in use."""
+"""Common parts of all trainers: whether a model shares, one note if it does not, and the choice between our attention and the user's."""
 
 import contextlib
 import logging
@@ -65,7 +65,7 @@ class Sharing:
         return True
 
     def _refuse(self, model, reason):
-        """From now on TRL's own path runs this model."""
+        """Switches this model to TRL's own path for the rest of the run."""
         self._note(str(reason))
         base = base_model(model)
         self._refused[id(base)] = base

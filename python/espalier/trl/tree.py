@@ -1,4 +1,4 @@
-"""The rows of a padded batch as a tree: what sequences have in common from their first token on stands once.
+"""The rows of a padded batch as a tree: tokens that sequences have in common, from the first one on, are one row each.
 
 Sequences in lexical order are the tree's paths depth first, and what one adds to those before it begins where it leaves its
 neighbour. So the tree's rows are those parts, one after the other.
@@ -39,7 +39,7 @@ class Tree:
 
     @classmethod
     def of(cls, input_ids, attention_mask):
-        """None where a sequence is empty or has a gap in its mask."""
+        """The tree of a batch, or None if a sequence is empty or has a gap in its mask."""
         given = [input_ids] if attention_mask is None else [input_ids, (attention_mask != 0).to(input_ids.dtype)]
         ids, *mask = torch.stack(given).cpu().numpy()  # the only time that the host waits
         mask = mask[0].astype(np.int8) if mask else np.ones(ids.shape, np.int8)
@@ -52,14 +52,14 @@ class Tree:
 
 
 def _common(a, b):
-    """How many tokens two sequences have in common from the first on."""
+    """The number of tokens that two sequences have in common, counted from the first one."""
     length = min(len(a), len(b))
     differ = np.flatnonzero(a[:length] != b[:length])
     return int(differ[0]) if len(differ) else length
 
 
 def _close(open_runs, runs, depth, rows):
-    """Ends what the next sequence, which leaves the path at `depth`, does not see: no row from `rows` on is below it."""
+    """Closes the runs that the next sequence does not see. It leaves the path at `depth`; no row from `rows` on is below these runs."""
     while open_runs:
         begin, at, length = open_runs[-1]
         if at + length <= depth:

@@ -1,4 +1,4 @@
-"""`verify=True`: a model's first shared pass beside TRL's own path, on that batch, before the batch trains.
+"""`verify=True` compares a model's first shared pass with TRL's own path on the same batch, before the batch trains.
 
 Compared are the values that TRL's head and loss read, at every token that is no padding, and the gradients of a random linear function of
 them. TRL's own path runs twice, the second time with its embeddings moved by one rounding step; the distance of the two is the floor
