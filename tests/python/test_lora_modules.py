@@ -19,7 +19,7 @@ peft = pytest.importorskip("peft")
 # Names of linear layers that peft 0.21 takes for those of experts in families that have some: their weights are target_parameters.
 TAKEN_FOR_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj"}
 # Halves of blocks, and matrices that files stack.
-WITHOUT_ADAPTERS = ["granite_hybrid", "granite_hybrid_moe", "granite_moe", "granite_moe_shared", "nemotron_h", "nemotron_h_moe"]
+WITHOUT_ADAPTERS = ["kimi_linear_moe", "granite_hybrid", "granite_hybrid_moe", "granite_moe", "granite_moe_shared", "nemotron_h", "nemotron_h_moe"]
 ADAPTED = [family for family in FAMILIES if family not in WITHOUT_ADAPTERS]
 UNTIED = [family for family in FAMILIES if not FAMILIES[family]["tied"]]
 
