@@ -18,7 +18,6 @@
 #include "cli/ranks.h"
 #include "cli/threads.h"
 #include "cli/usage.h"
-#include "espalier/base/defined_sums.h"
 #include "espalier/base/error.h"
 #include "espalier/base/instruction_set.h"
 #include "espalier/device/cuda_library.h"
@@ -31,6 +30,7 @@
 #include "espalier/options/objective_options.h"
 #include "espalier/options/option_help.h"
 #include "espalier/options/options_json.h"
+#include "espalier/options/products.h"
 
 namespace espalier::cli {
 namespace {
@@ -129,20 +129,13 @@ void resolve_options(Run& run, Progress& progress) {
   if (run.options.threads == 0) run.options.threads = usable_threads(run.ranks.local());
 }
 
-// --products auto takes own products, but where the processor's tiles (AMX) multiply bfloat16 several times as fast.
-bool takes_own_products(const Options& options) {
-  const std::optional<bool> said = defined_sums_by_environment();  // a wrong value is reported whatever the option says
-  if (options.products != ProductsOf::automatic) return options.products == ProductsOf::own;
-  return said.value_or(options.dtype != DType::bfloat16 || bfloat16_products() != Bfloat16Products::tiles);
-}
-
 void check_options(const Verb& verb, const Run& run, const std::vector<std::string>& words) {
   check_required(verb, run.options);
   run.ranks.check(verb, run.options, words);
   bind_device_of(verb, run.options, run.ranks);
   if (run.ranks.talks()) check_paths(verb, run.options, run.line.arguments, run.line.config);
   instruction_level();  // a wrong ESPALIER_INSTRUCTION_SET is reported here, not out of a kernel's threads
-  set_defined_sums(takes_own_products(run.options));
+  choose_products(run.options);
 }
 
 // The fields that every object has, before those of the verb or of the error.

@@ -1,21 +1,30 @@
 // Whether a CPU's sums have a defined order (docs/mathematics.md, section 18), so that the bits of a row's results
 // depend only on the row, its visible rows and the weights: own products replace the library's, and attention does not
-// split keys over threads. Set by --products; with auto by the environment variable ESPALIER_PRODUCTS, "own" or
-// "library".
+// split keys over threads. Chosen by --products; with auto by the environment variable ESPALIER_PRODUCTS, "own" or
+// "library"; without either by the dtype of the run.
 #pragma once
 
 #include <cstdint>
 #include <optional>
+
+#include "espalier/base/dtype.h"
 
 namespace espalier {
 
 // The value of the environment variable. OptionError for any other value.
 std::optional<bool> defined_sums_by_environment();
 
-// The value that was set; before that the variable's, or true.
-bool defined_sums();
-// Sets it for the whole process. Must not be called while an operation runs.
+// Sets for the whole process what a run in `dtype` takes. said: what --products says; none: the environment, then the
+// dtype: the library multiplies bfloat16 where the processor has tiles for it (AMX), several times as fast; all else is
+// own. Must not be called while an operation runs. OptionError for a wrong value of the variable.
+void choose_defined_sums(std::optional<bool> said, DType dtype);
+// Sets the value itself, for runs in any dtype.
 void set_defined_sums(bool defined);
+
+// The value in force; before it was chosen the variable's, or true.
+bool defined_sums();
+// What the choice gives for a run in another dtype.
+bool defined_sums(DType dtype);
 
 // Bytes of the buffers that a thread keeps after its first own product.
 inline constexpr std::int64_t kOwnProductBytes = 1280 << 10;

@@ -59,9 +59,9 @@ ActivationBytes::ActivationBytes(const LocalShape& local, DType dtype, const Ste
       in_flight_(local.waves_in_flight()),
       dtype_(dtype),
       has_outputs_(local.is_last_stage()),
-      widens_products_(dtype == DType::bfloat16 && !setting.device.cuda && !defined_sums() &&
+      widens_products_(dtype == DType::bfloat16 && !setting.device.cuda && !defined_sums(dtype) &&
                        bfloat16_products() == Bfloat16Products::converted),
-      rounds_weight_gradients_(dtype == DType::bfloat16 && !setting.device.cuda && !defined_sums() &&
+      rounds_weight_gradients_(dtype == DType::bfloat16 && !setting.device.cuda && !defined_sums(dtype) &&
                                !widens_products_) {
   if (local.degrees().full) {
     const Units trained = units_of(local, Parameters::trained), held = units_of(local, Parameters::held);
@@ -128,7 +128,7 @@ std::int64_t ActivationBytes::scratch(std::int64_t rows, std::int64_t path_rows,
     if (rounds_weight_gradients_) of_products += kSmallPieceCodeBytes;
   }
   if (rounds_weight_gradients_ && rows >= kPieceRows) of_products = std::max(of_products, kPieceCodeBytes);
-  if (defined_sums())
+  if (defined_sums(dtype_))
     of_products = threads * kOwnProductBytes;
   else if ((narrow_ > 0 && dtype_ == DType::float32) || nf4_ > 0)
     of_products += shape_.hidden * widest * bytes.accumulator;  // one matrix, widened (ops/cpu/product_operations.cpp)

@@ -11,6 +11,7 @@
 #include "espalier/loop/sampling.h"
 #include "espalier/measure/machine.h"
 #include "espalier/options/options_json.h"
+#include "espalier/options/products.h"
 #include "espalier/shape/trained_parameters.h"
 #include "espalier/step/trained_choice.h"
 #include "espalier/train/train_record.h"
@@ -59,6 +60,7 @@ RunStart continue_run(const std::filesystem::path& root, const Options& given, P
   const Json recorded = run.value("options", Json::object());
   out.options = continued_options(given, recorded, where);
   out.options.tp = given.tp, out.options.ep = given.ep, out.options.dp = given.dp;  // whatever they were
+  choose_products(out.options);
   out.machine = profile_of(run.value("machine", Json::object()).value("profile", Json::object()), where);
   if (const std::int64_t before = recorded.value("threads", out.options.threads); before != out.options.threads)
     progress.note(text_of("threads: ", before, " before, ", out.options.threads, " now; sums may round differently"));
@@ -158,6 +160,7 @@ std::string told(const RunStart& start) {
 RunStart start_as_told(const Json& told, Progress& progress) {
   RunStart out;
   out.options = options_from_json(told["options"], "rank 0: ");
+  choose_products(out.options);
   out.machine = profile_of(told["machine"], "the machine profile of rank 0");
   out.folder = RunFolder::seen_by_rank(told["root"].get<std::string>());
   const std::filesystem::path source = source_of(*out.folder, out.options);

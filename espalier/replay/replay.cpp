@@ -9,6 +9,7 @@
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/device/host_values.h"
 #include "espalier/measure/machine.h"
+#include "espalier/options/products.h"
 #include "espalier/parallel/agreement.h"
 #include "espalier/shape/trained_parameters.h"
 #include "espalier/step/planning.h"
@@ -28,6 +29,7 @@ Options replay_options(const Trace& trace, const Options& given) {
   options.model = trace.model, options.adapter = trace.adapter, options.resume.clear();
   options.token_budget = given.token_budget, options.memory_budget = given.memory_budget;
   if (given.dtype != Options().dtype) options.dtype = given.dtype;
+  if (given.products != ProductsOf::automatic) options.products = given.products;
   return options;
 }
 
@@ -68,6 +70,7 @@ ReplayReport replay(const std::filesystem::path& directory, const Options& given
                     const std::function<void(const CheckpointDifference&)>& on_checkpoint, const Mesh& mesh) {
   const Trace trace = read_trace(directory);
   const Options options = replay_options(trace, given);
+  choose_products(options);
   const ModelShape shape = read_trained_shape(trace.model, trained_choice(options));
   const TrainingData data(read_for_model(trace.rollouts.string(), shape, progress), options);
   require_same(mesh.world, trace.rollouts.string(), data.fingerprint(), "give every rank the same files");

@@ -227,7 +227,7 @@ def test_shared_and_dense_learn_alike(espalier, tmp_path):
 @pytest.mark.parametrize("variant", [
     ["--fresh", "moe", "--router-aux-loss-coef", 0.01], ["--task", "arithmetic"], ["--task", "copy", "--max-response-length", 30],
     ["--filter-groups", "--max-num-gen-batches", 3], ["--overlong-buffer-len", 2], ["--policy-loss", "gspo", "--adv-estimator", "rloo"],
-    ["--dtype", "bfloat16"]], ids=lambda v: "_".join(map(str, v)).replace("--", ""))
+    ["--dtype", "bfloat16"], ["--products", "library"]], ids=lambda v: "_".join(map(str, v)).replace("--", ""))
 def test_variants_run_and_continue_to_the_same_bits(variant, espalier, tmp_path):
     short = tiny("--steps", 8, *variant)
     espalier("grpo", "--out", tmp_path / "whole", *short)

@@ -282,12 +282,12 @@ def test_a_plan_holds_no_masters_of_held_weights(espalier, case):
 
 @pytest.mark.parametrize("train", [(), ("--train", "norms")], ids=["adapters_alone", "norms_beside"])
 @pytest.mark.parametrize("source", ["fresh", "given"])
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_a_recorded_run_is_replayed_to_the_same_bits(dtype, source, train, espalier, case, tmp_path):
+@pytest.mark.parametrize("dtype, products", [("float64", "auto"), ("bfloat16", "auto"), ("bfloat16", "own"), ("bfloat16", "library")])
+def test_a_recorded_run_is_replayed_to_the_same_bits(dtype, products, source, train, espalier, case, tmp_path):
     base, _, rollouts = case("qwen3_tied")
     adapter = ("--lora-rank", 4, "--lora-alpha", 8) if source == "fresh" else ("--adapter", make_adapter(base, tmp_path / "adapter"))
-    espalier("train", "--model", base, "--rollouts", rollouts, "--dtype", dtype, *adapter, *train, "--mini-batch-size", 6, "--lr", 1e-3, "--epochs", 2,
-             "--record", tmp_path / "trace", "--record-every", 2)
+    espalier("train", "--model", base, "--rollouts", rollouts, "--dtype", dtype, "--products", products, *adapter, *train,
+             "--mini-batch-size", 6, "--lr", 1e-3, "--epochs", 2, "--record", tmp_path / "trace", "--record-every", 2)
     assert (tmp_path / "trace/adapter/adapter_config.json").is_file()
     # The trace needs nothing beside it, and its model has the bits of the one that was given.
     stored, given = load_file(tmp_path / "trace/model/model.safetensors"), load_file(base / "model.safetensors")

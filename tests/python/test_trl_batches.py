@@ -1,6 +1,6 @@
 """TRL's real DPO, KTO, reward, SFT, distillation and GKD trainers, plain against shared: losses and gradients of two accumulation windows, float32.
 
-What is allowed is that of test_trl_trainer.py: twice what two of transformers' own attention functions differ by, at least 4e-6.
+Where the two differ by more than 4e-6, the shared trainer may be at most twice as far from the plain trainer in float64 as the plain one is.
 """
 
 import logging
@@ -63,17 +63,29 @@ def distance(plain, other):
     return worst, max(abs(a - b) / (1 + abs(a)) for a, b in zip(plain.losses, other.losses))
 
 
+def compare(plain, ours, exact, agreed=bool):
+    """`exact()` runs TRL's trainer in float64, where the least that is allowed is not enough. `agreed`: the same answer on every rank."""
+    found = distance(plain, ours)
+    if agreed(max(found) > LEAST_ALLOWED):
+        truth = exact()
+        off, own = distance(truth, ours), distance(truth, plain)
+        assert max(off) <= 2 * max(own), (found, off, own)  # a loss is one number, and may by chance be exact in one of the two
+    assert found[0] > 0, "not one bit differs: nothing was shared"
+
+
+def in_float64(kind, **more):
+    """Settings for the same run without rounding."""
+    make = more.get("make", KINDS[kind][3].get("make", example.small_model))
+    return {**more, "make": lambda: make().double(), "bf16": False}
+
+
 @pytest.mark.parametrize("kind, case", CASES, ids=[" ".join(pair) for pair in CASES])
 def test_gradients_are_the_plain_trainer_s(kind, case, tmp_path, caplog):
     plain_class, our_class, made = settings_of(kind, case)
     with caplog.at_level(logging.WARNING, "espalier"):
         plain, ours = made(plain_class, tmp_path / "plain"), made(our_class, tmp_path / "ours")
     assert not [record.message for record in caplog.records if "not shared" in record.message]
-    found = distance(plain, ours)
-    if max(found) > LEAST_ALLOWED:
-        floor = distance(plain, made(plain_class, tmp_path / "eager", attention="eager"))
-        assert all(x <= max(LEAST_ALLOWED, 2 * other) for x, other in zip(found, floor)), (found, floor)
-    assert found[0] > 0, "not one bit differs: nothing was shared"
+    compare(plain, ours, lambda: made(plain_class, tmp_path / "exact", **in_float64(kind)))
     counts = ours.counts
     assert counts["run"] == counts["unique"] < .75 * counts["all"] == .75 * plain.counts["all"], counts
     assert ours.shared_rows["run"] >= counts["run"]  # a reference that was computed ahead comes on top
@@ -109,10 +121,7 @@ def test_a_router_s_loss_is_the_plain_trainer_s(kind, tmp_path):
     plain_class, our_class, made = settings_of(kind, next(iter(KINDS[kind][-1])))
     more = dict(make=mixture, router_aux_loss_coef=3.0)
     plain, ours = made(plain_class, tmp_path / "plain", **more), made(our_class, tmp_path / "ours", **more)
-    found = distance(plain, ours)
-    if max(found) > LEAST_ALLOWED:
-        floor = distance(plain, made(plain_class, tmp_path / "eager", attention="eager", **more))
-        assert all(x <= max(LEAST_ALLOWED, 2 * other) for x, other in zip(found, floor)), (found, floor)
+    compare(plain, ours, lambda: made(plain_class, tmp_path / "exact", **in_float64(kind, **more)))
     without = made(plain_class, tmp_path / "without", **{**more, "router_aux_loss_coef": 0.0})
     assert distance(without, plain)[0] > .5 and ours.counts["run"] == ours.counts["unique"] < ours.counts["all"]
 

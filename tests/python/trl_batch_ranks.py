@@ -12,8 +12,7 @@ import torch.distributed as dist  # noqa: E402
 
 torch.set_num_threads(1)
 
-from test_trl_batches import KINDS, distance, settings_of  # noqa: E402
-from test_trl_trainer import LEAST_ALLOWED  # noqa: E402
+from test_trl_batches import KINDS, compare, in_float64, settings_of  # noqa: E402
 from trl_ranks import agreed, same_on_both  # noqa: E402
 
 
@@ -25,10 +24,7 @@ def main():
         folder, small = Path(sys.argv[1]) / kind, dict(per_device_train_batch_size=2)
         plain, ours = made(plain_class, folder / "plain", **small), made(our_class, folder / "ours", **small)
         assert dist.get_world_size() == 2 and ours.accelerator.num_processes == 2
-        found = distance(plain, ours)
-        if agreed(max(found) > LEAST_ALLOWED):
-            floor = distance(plain, made(plain_class, folder / "eager", attention="eager", **small))
-            assert all(x <= max(LEAST_ALLOWED, 2 * other) for x, other in zip(found, floor)), (kind, found, floor)
+        compare(plain, ours, lambda: made(plain_class, folder / "exact", **in_float64(kind, **small)), agreed)
         same_on_both(ours)
         assert ours.counts["run"] == ours.counts["unique"] < ours.counts["all"], (kind, ours.counts)
     assert not notes, notes
