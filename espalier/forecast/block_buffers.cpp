@@ -20,6 +20,8 @@ std::int64_t v_width(const BlockShape& b) { return b.shape.value_width(); }
 // Of what the query's projection gives.
 std::int64_t query_width(const BlockShape& b) { return (b.shape.attention.output_gate ? 2 : 1) * q_width(b); }
 
+constexpr std::int64_t kPathLatentBlock = 1024;  // rows of the path that are expanded from latents at once
+
 // The gradient of a weight [outputs, inputs] before it is added, where it is rounded first.
 template <class Stage>
 BufferList::Place add_product(BufferList& list, const BlockShape& b, std::string_view name, std::int64_t outputs,
@@ -77,6 +79,31 @@ PathBuffers::PathBuffers(const BlockShape& b, std::int64_t rows, bool with_gradi
   if (!with_gradients) return;
   grad_k_PW = add("gradients of keys", rows, k_width(b), kAccumulator);
   grad_v_PW = add("gradients of values", rows, v_width(b), kAccumulator);
+}
+
+PathLatentBuffers::PathLatentBuffers(const BlockShape& b, std::int64_t rows, bool with_gradients)
+    : BufferList(b.bytes) {
+  const LatentShape& latent = b.shape.latent;
+  latent_PC = add("normalised latents of the path", rows, latent.key_value);
+  rotary_PK = add("shared keys of the path", rows, latent.rotary);
+  if (!with_gradients) return;
+  grad_latent_PC = add("gradients of latents of the path", rows, latent.key_value, kAccumulator);
+  grad_rotary_PK = add("gradients of shared keys of the path", rows, latent.rotary, kAccumulator);
+}
+
+PathRoomBuffers::PathRoomBuffers(const BlockShape& b, std::int64_t rows, bool with_gradients) : BufferList(b.bytes) {
+  const LatentShape& latent = b.shape.latent;
+  const std::int64_t block = std::min(rows, kPathLatentBlock);
+  k_PW = add("keys", rows, k_width(b));
+  v_PW = add("values", rows, v_width(b));
+  kv_BW = add("heads of a block of the path", block, b.shape.key_value_width());
+  if (adapts_keys_values(b)) nest(0, low_rank_bytes(b, block));
+  if (!with_gradients) return;
+  grad_k_PW = add("gradients of keys", rows, k_width(b), kAccumulator);
+  grad_v_PW = add("gradients of values", rows, v_width(b), kAccumulator);
+  grad_latent_BC = add("gradients of latents of a block", block, latent.key_value);
+  sum_latent_BC = add("sums for latents of a block", block, latent.key_value, kAccumulator);
+  sum_rotary_BK = add("sums for shared keys of a block", block, latent.rotary, kAccumulator);
 }
 
 ItemBuffers::ItemBuffers(const BlockShape& b, std::int64_t outputs, bool with_gradients) : BufferList(b.bytes) {

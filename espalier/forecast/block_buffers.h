@@ -53,6 +53,18 @@ struct PathBuffers : BufferList {
   Place k_PW, v_PW, grad_k_PW, grad_v_PW;  // [P, J*D], [P, J*Dv]
 };
 
+// The same as latents (model/path_latents.h): of one layer the normed latents and the rotated shared keys. And for all
+// layers together a room for keys and values of the layer in use, with buffers for blocks of B rows.
+struct PathLatentBuffers : BufferList {
+  PathLatentBuffers(const BlockShape& block, std::int64_t rows, bool with_gradients);
+  Place latent_PC, rotary_PK, grad_latent_PC, grad_rotary_PK;
+};
+struct PathRoomBuffers : BufferList {
+  PathRoomBuffers(const BlockShape& block, std::int64_t rows, bool with_gradients);
+  Place k_PW, v_PW, grad_k_PW, grad_v_PW, kv_BW;
+  Place grad_latent_BC, sum_latent_BC, sum_rotary_BK;  // the sums in the accumulator dtype
+};
+
 // Buffers that an item holds from its forward to the end of its backward, besides its layers' buffers.
 struct ItemBuffers : BufferList {
   ItemBuffers(const BlockShape& block, std::int64_t outputs, bool with_gradients);

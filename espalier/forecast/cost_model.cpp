@@ -297,7 +297,8 @@ CostParts CostModel::parts(const Work& work, ItemState state) const {
 }
 
 double CostModel::seconds(const Work& work, ItemState state, const PathTraffic& path) const {
-  const double all = parts(work, state).total(), stored = static_cast<double>(bytes_.stored(work, state));
+  const double of_path = product_seconds(path.flops, kManyRows, 0) * profile_.fit.products;
+  const double all = parts(work, state).total() + of_path, stored = static_cast<double>(bytes_.stored(work, state));
   const double forward = stored + static_cast<double>(path.forward);
   const double backward = stored + static_cast<double>(path.backward);
   if (forward + backward == 0) return all;

@@ -81,7 +81,7 @@ class CostModel {
   CostParts parts(const Work& work, ItemState state) const;
   double flops(const Work& work, ItemState state) const { return all_flops(work, state).total(); }
   // The sum, plus the cost of offloading: the part of writing and reading not hidden behind forward and backward, and
-  // the copies. `path`: the bytes that the item moves between the path's store and memory.
+  // the copies. `path`: what the item does for its path.
   double seconds(const Work& work, ItemState state, const PathTraffic& path = {}) const;
   const ActivationBytes& bytes() const { return bytes_; }
   int threads() const { return profile_.threads; }

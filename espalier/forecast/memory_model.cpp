@@ -151,6 +151,15 @@ std::int64_t ActivationBytes::scratch(std::int64_t rows, std::int64_t path_rows,
 
 namespace {
 
+std::int64_t latent_path_bytes(const BlockShape& block, std::int64_t rows, bool with_gradients) {
+  const ModelShape& shape = block.shape;
+  std::int64_t sum = PathRoomBuffers(block, rows, with_gradients).peak();
+  for (std::int64_t layer = 0; layer < shape.layers; ++layer)
+    if (shape.mixer_of(layer) == Mixer::attention)
+      sum += PathLatentBuffers(block, rows, with_gradients && layer >= shape.trained.first_layer).peak();
+  return sum;
+}
+
 // Of the first `upto` layers those with all rows of the path in it.
 std::int64_t layers_with_all_rows(const ModelShape& shape, std::int64_t upto, std::int64_t cp) {
   std::int64_t count = 0;
@@ -163,6 +172,10 @@ std::int64_t layers_with_all_rows(const ModelShape& shape, std::int64_t upto, st
 
 PathBytes path_bytes(const BlockShape& block, PathRows rows, bool with_gradients, const PathPlan& path,
                      std::int64_t cp) {
+  if (path.latents && rows.all > 0) {
+    const std::int64_t held = latent_path_bytes(block, rows.all, with_gradients);
+    return {held, held};
+  }
   const PathBuffers all(block, rows.all, with_gradients), keys_values(block, rows.all, false);
   const ModelShape& shape = block.shape;
   const auto with_path = [&](std::int64_t upto) { return layers_with_all_rows(shape, upto, cp); };
@@ -193,6 +206,14 @@ PathBytes path_bytes(const BlockShape& block, PathRows rows, bool with_gradients
 }
 
 PathTraffic ActivationBytes::path_traffic(std::int64_t rows_above, std::int64_t own_rows, const PathPlan& path) const {
+  if (path.latents) {
+    const std::int64_t with_backward = layers_with_all_rows(shape_, shape_.layers, cp_) -
+                                       layers_with_all_rows(shape_, shape_.trained.first_layer, cp_);
+    const double of_row = 2.0 * static_cast<double>(shape_.latent.key_value * shape_.key_value_width());
+    const std::int64_t expanded = layers_with_all_rows(shape_, shape_.layers, cp_) * rows_above;
+    const std::int64_t back = kind_.gradients ? with_backward * (rows_above + own_rows + 2 * rows_above) : 0;
+    return {0, 0, of_row * static_cast<double>(expanded + back)};
+  }
   const std::int64_t upto = std::min<std::int64_t>(path.layers_awake, shape_.layers);
   const std::int64_t asleep =
       layers_with_all_rows(shape_, shape_.layers, cp_) - layers_with_all_rows(shape_, upto, cp_);

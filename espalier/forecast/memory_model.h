@@ -43,9 +43,16 @@ PathBytes path_bytes(const BlockShape& block, PathRows rows, bool with_gradients
 // whole rows.
 inline bool keeps_windows(const ModelShape& shape, std::int64_t cp) { return shape.window > 0 && cp == 1; }
 
-// Bytes that an item moves between the path's store and memory, each way counted, forward and backward.
+// Whether the path may be carried as latents: of latent attention alone. Ranks of cp share whole keys and values.
+inline bool may_carry_latents(const ModelShape& shape, std::int64_t cp) {
+  return shape.has_latents() && shape.window == 0 && cp == 1;
+}
+
+// What an item does for its path. Bytes that it moves between the path's store and memory, each way counted; products
+// by which keys and values come from latents, and their gradients return to those.
 struct PathTraffic {
   std::int64_t forward = 0, backward = 0;
+  double flops = 0;
 };
 
 // K and V of one prefix token over all layers: 2 L J D b (mathematics, section 10).
@@ -72,7 +79,8 @@ class ActivationBytes {
     return path_bytes(block(), rows, kind_.gradients, path, cp_);
   }
   // For an item below `rows_above` path rows; `own_rows`: a trunk's rows, 0 for a wave. The forward reads K and V and
-  // writes a trunk's own; the backward reads all of them and writes the accumulators.
+  // writes a trunk's own; the backward reads all of them and writes the accumulators. From latents: the forward expands
+  // the rows above (again if it is run again), the backward all of them.
   PathTraffic path_traffic(std::int64_t rows_above, std::int64_t own_rows, const PathPlan& path) const;
 
   // Bytes that an item holds between its forward and its backward: the kept state of its layers, and a trunk's
@@ -105,6 +113,7 @@ class ActivationBytes {
   std::int64_t wave_peak(const Work& work, ItemState state) const;
   std::int64_t layers() const { return shape_.layers; }
   std::int64_t window() const { return shape_.window; }
+  const ModelShape& shape() const { return shape_; }
 
  private:
   // The bytes of one item. They depend only on rows, outputs, state and kind.

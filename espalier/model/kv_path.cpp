@@ -11,6 +11,51 @@
 
 namespace espalier {
 
+namespace {
+
+// As a tensor with a dimension for heads; undefined stays undefined.
+at::Tensor by_heads(const at::Tensor& rows_PW, std::int64_t heads) {
+  return rows_PW.defined() ? rows_PW.view({rows_PW.size(0), heads, rows_PW.size(1) / heads}) : rows_PW;
+}
+
+at::Tensor rows_of(const at::Tensor& tensor, std::int64_t begin, std::int64_t end) {
+  return tensor.defined() ? tensor.narrow(0, begin, end - begin) : tensor;
+}
+
+}  // namespace
+
+KvPath::KvPath(const ModelShape& shape, std::int64_t capacity, Arena& arena)
+    : device_(arena.device()),
+      capacity_(capacity),
+      window_capacity_(kAllRows),
+      window_of_(static_cast<std::size_t>(shape.layers), 0),
+      layers_(static_cast<std::size_t>(shape.layers)) {
+  for (std::int64_t layer = 0; layer < shape.layers; ++layer) state_.push_back(shape.states_in(0, layer));
+}
+
+KvPath KvPath::of_latents(const ModelShape& shape, std::int64_t capacity, at::ScalarType dtype, bool with_gradients,
+                          Arena& arena) {
+  const BlockShape block{shape, element_bytes(dtype), false};
+  KvPath out(shape, capacity, arena);
+  const PathRoomBuffers room(block, capacity, with_gradients);
+  const auto in_room = [&](BufferList::Place place) { return arena.take(room, place, dtype); };
+  const auto heads = [&](BufferList::Place place) { return by_heads(in_room(place), shape.kv_heads); };
+  const Layer in_use{heads(room.k_PW), heads(room.v_PW), heads(room.grad_k_PW), heads(room.grad_v_PW)};
+  out.latent_block_ = {in_room(room.kv_BW), in_room(room.grad_latent_BC), in_room(room.sum_latent_BC),
+                       in_room(room.sum_rotary_BK)};
+  out.latents_.resize(out.layers_.size());
+  for (std::size_t layer = 0; layer < out.layers_.size(); ++layer) {
+    if (shape.mixer_of(static_cast<std::int64_t>(layer)) != Mixer::attention) continue;
+    const PathLatentBuffers own(block, capacity,
+                                with_gradients && static_cast<std::int64_t>(layer) >= shape.trained.first_layer);
+    const auto taken = [&](BufferList::Place place) { return arena.take(own, place, dtype); };
+    out.layers_[layer] = in_use;
+    out.latents_[layer] = {taken(own.latent_PC), taken(own.rotary_PK), taken(own.grad_latent_PC),
+                           taken(own.grad_rotary_PK)};
+  }
+  return out;
+}
+
 KvPath::KvPath(const ModelShape& shape, std::int64_t capacity, at::ScalarType dtype, bool with_gradients, Arena& arena,
                PathKeeper* keeper, std::int64_t layers_awake, std::int64_t window_capacity)
     : device_(arena.device()),
@@ -45,12 +90,8 @@ KvPath::KvPath(const ModelShape& shape, std::int64_t capacity, at::ScalarType dt
       members[static_cast<std::size_t>(kind)] = {
           static_cast<PathKeeper::Kind>(kind), 0, {begin, arena.in_use()}, taken_PW};
     }
-    const auto rows_of = [&](std::size_t kind) {
-      const at::Tensor& rows_PW = members[kind].rows_PW;
-      return rows_PW.defined() ? rows_PW.view({rows_PW.size(0), shape.kv_heads, rows_PW.size(1) / shape.kv_heads})
-                               : rows_PW;
-    };
-    layers_[layer] = {rows_of(0), rows_of(1), rows_of(2), rows_of(3)};
+    const auto taken = [&](std::size_t kind) { return by_heads(members[kind].rows_PW, shape.kv_heads); };
+    layers_[layer] = {taken(0), taken(1), taken(2), taken(3)};
     for (PathKeeper::Member& member : members) member.layer = static_cast<std::int64_t>(layer);
     if (window_ && keeps_last)
       window_->add_layer_without_rows();
@@ -81,6 +122,7 @@ void KvPath::pop() {
   ESPALIER_INTERNAL(!trunks_.empty());
   rows_ = trunks_.back().begin;
   trunks_.pop_back();
+  room_rows_ = std::min(room_rows_, rows_);
   if (window_) window_->forget_from(rows_);
 }
 
@@ -99,6 +141,13 @@ void KvPath::end_backward(std::int64_t layer) {
 }
 
 void KvPath::zero_gradients(std::int64_t layer, std::int64_t begin, std::int64_t end) {
+  if (carries_latents()) {
+    const Latents rows = slice_of_latents(layer, begin, end);
+    if (begin == end || !rows.grad_latent_PC.defined()) return;
+    device_.operations().zero(rows.grad_latent_PC);
+    device_.operations().zero(rows.grad_rotary_PK);
+    return;
+  }
   const Layer rows = slice(layer, begin, end);
   if (begin == end || !rows.grad_k.defined()) return;
   device_.operations().zero(rows.grad_k);
@@ -107,10 +156,20 @@ void KvPath::zero_gradients(std::int64_t layer, std::int64_t begin, std::int64_t
 
 KvPath::Layer KvPath::slice(std::int64_t layer, std::int64_t begin, std::int64_t end) const {
   const Layer& whole = layers_.at(static_cast<std::size_t>(layer));
-  auto rows = [&](const at::Tensor& tensor) {
-    return tensor.defined() ? tensor.narrow(0, begin, end - begin) : tensor;
-  };
+  const auto rows = [&](const at::Tensor& tensor) { return rows_of(tensor, begin, end); };
   return {rows(whole.k), rows(whole.v), rows(whole.grad_k), rows(whole.grad_v)};
+}
+
+KvPath::Latents KvPath::slice_of_latents(std::int64_t layer, std::int64_t begin, std::int64_t end) const {
+  const Latents& whole = latents_.at(static_cast<std::size_t>(layer));
+  const auto rows = [&](const at::Tensor& tensor) { return rows_of(tensor, begin, end); };
+  return {rows(whole.latent_PC), rows(whole.rotary_PK), rows(whole.grad_latent_PC), rows(whole.grad_rotary_PK)};
+}
+KvPath::Latents KvPath::latents(std::int64_t layer, std::int64_t rows) const {
+  return slice_of_latents(layer, 0, rows);
+}
+KvPath::Latents KvPath::top_latents(std::int64_t layer) const {
+  return slice_of_latents(layer, trunks_.back().begin, trunks_.back().end);
 }
 
 const KvPath::Trunk& KvPath::trunk_above(std::int64_t rows) const {

@@ -9,6 +9,9 @@
 // A layer with a window may keep only what it shows to rows below: of each trunk its last rows (program/window_rows.h).
 // Its rows are then counted apart, and it is always in memory.
 //
+// With latent attention all layers may be carried as latents, with the sums of their gradients (model/path_latents.h).
+// Keys and values, and their gradients, are then those of the layer in use: in one room for all layers.
+//
 // Layers that are not in use may be offloaded or sharded, so a pass announces each layer before it reads or writes it.
 // With a path sharded over cp (saved/divided_path.h) all ranks of cp announce it together, even those without rows.
 #pragma once
@@ -32,6 +35,16 @@ class KvPath {
     at::Tensor grad_k, grad_v;  // of the same shapes, accumulator dtype; undefined in forward-only passes
   };
 
+  // The rows of one layer carried as latents, C channels normed and K rotated ones: [P, C], [P, K]. Gradients as above.
+  struct Latents {
+    at::Tensor latent_PC, rotary_PK, grad_latent_PC, grad_rotary_PK;
+  };
+  // Buffers for blocks of B rows: what latents give to heads, its width W; gradients of latents, and sums in the
+  // accumulator dtype.
+  struct LatentBlock {
+    at::Tensor kv_BW, grad_latent_BC, sum_latent_BC, sum_rotary_BK;
+  };
+
   static constexpr std::int64_t kAllRows = -1;
 
   // Takes `capacity` rows for every layer from the arena; `window_capacity` for layers with a window, unless it is
@@ -39,6 +52,9 @@ class KvPath {
   // must outlive the object.
   KvPath(const ModelShape& shape, std::int64_t capacity, at::ScalarType dtype, bool with_gradients, Arena& arena,
          PathKeeper* keeper = nullptr, std::int64_t layers_awake = 0, std::int64_t window_capacity = kAllRows);
+  // The same carried as latents. The shape must allow it (may_carry_latents).
+  static KvPath of_latents(const ModelShape& shape, std::int64_t capacity, at::ScalarType dtype, bool with_gradients,
+                           Arena& arena);
 
   // A trunk's final state [N] in one recurrent layer, and the sum of its gradients. Undefined: 0; not needed.
   struct State {
@@ -62,6 +78,15 @@ class KvPath {
   void end_backward(std::int64_t layer);
   bool sleeps() const { return window_.has_value(); }
 
+  bool carries_latents() const { return !latents_.empty(); }
+  // The first `rows` rows, or those of the innermost trunk, as latents.
+  Latents latents(std::int64_t layer, std::int64_t rows) const;
+  Latents top_latents(std::int64_t layer) const;
+  const LatentBlock& latent_block() const { return latent_block_; }
+  // Whether the room has keys and values of the first `rows` rows of this layer; and that it now has them.
+  bool room_holds(std::int64_t layer, std::int64_t rows) const { return layer == room_layer_ && rows <= room_rows_; }
+  void filled_room(std::int64_t layer, std::int64_t rows) { room_layer_ = layer, room_rows_ = rows; }
+
   // The rows that rows below the first `rows` rows see: all of these, or the last ones that a window may show, which
   // begin at depth first_row.
   Layer path(std::int64_t layer, std::int64_t rows) const;
@@ -83,6 +108,9 @@ class KvPath {
   void expect_complete(std::int64_t layer) const;
 
  private:
+  // Without places for rows.
+  KvPath(const ModelShape& shape, std::int64_t capacity, Arena& arena);
+
   struct Trunk {
     std::int64_t begin, end;
     std::int64_t kept_begin, kept_end;  // in layers with a window
@@ -93,6 +121,7 @@ class KvPath {
 
   State state_of(std::int64_t layer, std::size_t trunks) const;  // state of trunk number `trunks`, counted from 1
   Layer slice(std::int64_t layer, std::int64_t begin, std::int64_t end) const;
+  Latents slice_of_latents(std::int64_t layer, std::int64_t begin, std::int64_t end) const;
   const Trunk& trunk_above(std::int64_t rows) const;  // the one that ends at path row `rows`
   void zero_gradients(std::int64_t layer, std::int64_t begin, std::int64_t end);
 
@@ -101,6 +130,9 @@ class KvPath {
   std::int64_t window_rows_ = 0;         // W where layers with a window keep their last rows only; 0: all keep all
   std::vector<std::int64_t> window_of_;  // W of those layers, 0 of others
   std::vector<Layer> layers_;
+  std::vector<Latents> latents_;  // empty: layers keep keys and values
+  LatentBlock latent_block_;
+  std::int64_t room_layer_ = -1, room_rows_ = 0;
   std::vector<std::int64_t> state_;  // index of a layer among the recurrent layers
   std::vector<Trunk> trunks_;
   std::optional<PathWindow> window_;  // empty: all layers stay in memory

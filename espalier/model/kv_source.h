@@ -35,6 +35,8 @@ struct LayerAttention {
   double scale = 0, soft_cap = 0;  // as in AttentionProblem
 };
 
+class KvPath;
+
 class KvSource {
  public:
   virtual ~KvSource() = default;
@@ -45,6 +47,11 @@ class KvSource {
   virtual KeysValues kept(std::int64_t) const { return {}; }
   // Called after `attend` of rows that the layer does not keep: copies those that outlive the forward all the same.
   virtual void leave(const LayerAttention&) {}
+
+  // The path that carries the visible rows as latents (model/path_latents.h), and the number of rows seen; null: it
+  // carries keys and values. `keeps` then says that the rows' own latents outlive the forward.
+  virtual KvPath* path_of_latents() const { return nullptr; }
+  virtual std::int64_t path_rows() const { return 0; }
 
   // Overwrites attended [R, H*D] and lse [H, R] (natural logarithm; scratch without a backward).
   virtual void attend(const LayerAttention& attention, const at::Tensor& attended_RW, const at::Tensor& lse_HR) = 0;

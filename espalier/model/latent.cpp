@@ -9,6 +9,12 @@ void latent_forward(const LayerContext& c, const Latent& weights, const LatentSa
   c.products.linear(y_RN, normed_RC, weights.up);
 }
 
+void latent_norm_backward(const LayerContext& c, const Latent& weights, const Latent& grads, const LatentSaved& saved,
+                          const at::Tensor& grad_normed_RC, const at::Tensor& grad_latent_RC) {
+  c.ops.zero(grad_latent_RC);
+  c.ops.add_norm_backward(saved.latent_RC, weights.norm_C, saved.rstd_R, grad_normed_RC, grad_latent_RC, grads.norm_C);
+}
+
 void add_latent_backward(const LayerContext& c, const Latent& weights, const Latent& grads, const LatentSaved& saved,
                          const at::Tensor& grad_RN, const at::Tensor& normed_RC, const at::Tensor& product_NC,
                          const at::Tensor& grad_latent_RC) {
@@ -18,8 +24,7 @@ void add_latent_backward(const LayerContext& c, const Latent& weights, const Lat
   }
   const at::Tensor& grad_normed_RC = normed_RC;  // its values are no longer needed
   c.products.linear_grad_input(grad_normed_RC, grad_RN, weights.up);
-  c.ops.zero(grad_latent_RC);
-  c.ops.add_norm_backward(saved.latent_RC, weights.norm_C, saved.rstd_R, grad_normed_RC, grad_latent_RC, grads.norm_C);
+  latent_norm_backward(c, weights, grads, saved, grad_normed_RC, grad_latent_RC);
 }
 
 }  // namespace espalier

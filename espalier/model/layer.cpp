@@ -8,8 +8,10 @@
 #include "espalier/device/scalar_type.h"
 #include "espalier/model/branch.h"
 #include "espalier/model/delta_layer.h"
+#include "espalier/model/kv_path.h"
 #include "espalier/model/latent.h"
 #include "espalier/model/mlp.h"
+#include "espalier/model/path_latents.h"
 
 namespace espalier {
 namespace {
@@ -142,6 +144,7 @@ ProjectionGradients add_attention_backward(const LayerContext& c, const LayerSav
                             gated ? held[declared.grad_query_RW] : out.q_RW, grads.q_norm_D);
   if (gated) c.ops.convert(held[declared.grad_query_RW].view({-1, c.shape.head_dim}), without_gates(c, out.q_RW));
   if (c.shape.has_latents()) {
+    if (c.kv.keeps(c.layer) && carries_latents(c)) return out;  // as with other rows of the path
     const at::Tensor& sum_TK = held[declared.grad_rotary_key_sum_TK];
     c.ops.expand_heads_backward(own.k, own.v, out.kv_TW, sum_TK);
     c.ops.add_rotate_backward(rotation_of_shared_keys(c), saved.rotary_key_TK, sum_TK, out.rotary_key_TK, at::Tensor());
@@ -163,11 +166,29 @@ RowProjections projections_of_rows(const LayerContext& c, const LayerViews& view
           c.shape.has_latents() ? &views.key_value_latent : &views.key_value};
 }
 
+// The rows of the path that a set sees, and its own where the path keeps them.
+std::int64_t rows_of_latents(const LayerContext& c, bool with_own) {
+  return c.kv.path_rows() + (with_own ? sizes_of(c).rows : 0);
+}
+
 // The gradient of what projections_of_rows give; that of heads is taken through the latents' norm.
 at::Tensor add_latent_key_value_backward(const LayerContext& c, const LayerSaved& saved,
                                          const ProjectionGradients& grad, const LayerBackwardBuffers& declared,
                                          const HeldBuffers& held, const LayerViews& grads) {
   if (!c.shape.has_latents()) return grad.kv_TW;
+  if (carries_latents(c)) {
+    const bool keeps = c.kv.keeps(c.layer);
+    add_expand_path_backward(c, grads.key_value, rows_of_latents(c, keeps), held[declared.kv_product]);
+    if (keeps) {
+      const KvPath::Latents own = c.kv.path_of_latents()->top_latents(c.layer);
+      c.ops.add_rotate_backward(rotation_of_shared_keys(c), saved.rotary_key_TK, own.grad_rotary_PK,
+                                grad.rotary_key_TK, at::Tensor());
+      c.ops.convert(own.grad_latent_PC, held[declared.latent_TC]);
+      latent_norm_backward(c, key_value_latent(c.weights), key_value_latent(grads), key_value_latent_of(saved),
+                           held[declared.latent_TC], held[declared.grad_latent_TC]);
+      return held[declared.grad_latent_TC];
+    }
+  }
   add_latent_backward(c, key_value_latent(c.weights), key_value_latent(grads), key_value_latent_of(saved), grad.kv_TW,
                       held[declared.latent_TC], held[declared.kv_product], held[declared.grad_latent_TC]);
   return held[declared.grad_latent_TC];
@@ -262,6 +283,10 @@ void layer_forward(const LayerContext& c, LayerSaved& saved, const at::Tensor& s
   if (continuing > 0)
     project_queries(c, saved, c.continuing_rows(normed_TM, held[declared.query_input_RM]),
                     held[declared.query_latent_RC]);
+  if (carries_latents(c)) {
+    expand_path(c, rows_of_latents(c, false));
+    if (c.kv.keeps(c.layer)) keep_latents(c, key_value_latent_of(saved), saved.rotary_key_TK);
+  }
   held.enter(Stage::attention);
   const LayerAttention attention =
       make_attention(c, saved, true, held[declared.rotated_q_RW], held[declared.rotated_k_TW], held[declared.value_TW],
@@ -306,6 +331,11 @@ void add_layer_backward(const LayerContext& c, LayerSaved& saved, const at::Tens
                                       gated_values(c, saved, held[declared.gated_RW]), held[declared.output_product]);
     c.products.linear_grad_input(held[declared.grad_attended_RW], grad_branch_RM, c.weights.output);
     if (c.narrow) c.ops.add_scatter(grad_stream_RM, c.input.output_row_O, grad_in_TM);
+  }
+  if (carries_latents(c)) {
+    const std::int64_t seen = rows_of_latents(c, c.kv.keeps(c.layer));
+    expand_path(c, seen);
+    zero_expanded_gradients(c, seen);
   }
   held.enter(Stage::attention);
   const ProjectionGradients grad = add_attention_backward(c, saved, declared, held, grads);

@@ -75,6 +75,9 @@ class Search {
     return bytes_.constant() + bytes_.scratch(cost.max_rows, cost.max_path.all, model_.threads());
   }
   bool path_may_be_divided() const { return options_.path_state == PathState::automatic && cp_ > 1; }
+  bool path_may_be_latents() const {
+    return options_.path_state == PathState::automatic && may_carry_latents(bytes_.shape(), cp_);
+  }
   bool path_may_be_stored() const {
     return options_.path_state == PathState::automatic && options_.spill_room > 0 &&
            (options_.trunk_state == SavedState::automatic || options_.trunk_state == SavedState::offload);
@@ -126,6 +129,7 @@ Candidate Search::build(Schedule schedule, const LayoutOptions& options) const {
   }
   const bool divided = options_.path_state == PathState::divide && cp_ > 1;
   if (divided || options_.path_state == PathState::offload) candidate.path = {0, divided};
+  if (options_.path_state == PathState::latents) candidate.path.latents = true;
   evaluate(candidate);
   return candidate;
 }
@@ -136,7 +140,7 @@ void Search::evaluate(Candidate& candidate) const {
   DraftCost cost;
   for (const Draft& item : candidate.layout.items) add_cost(item, model_, cost, candidate.path);
   const PathBytes path = bytes_.path(cost.max_path, candidate.path);
-  if (!path.sleeps) candidate.path = {};
+  if (!path.sleeps) candidate.path = {.latents = candidate.path.latents && cost.max_path.all > 0};
   candidate.cost.flops = cost.flops;
   candidate.cost.seconds = cost.seconds;
   candidate.together_seconds = item_seconds_ * static_cast<double>(cost.items);
@@ -181,7 +185,8 @@ Candidate Search::at_budget(Schedule schedule, std::int64_t budget, bool soft, s
   Candidate best = built(states_.of_trunks().front());
   best.undegraded = true;
   note(best);
-  if (best.cost.fits || !(states_.any() || path_may_be_divided() || path_may_be_stored())) return best;
+  if (best.cost.fits || !(states_.any() || path_may_be_latents() || path_may_be_divided() || path_may_be_stored()))
+    return best;
   // A trunk that is not kept pays less.
   Candidate other =
       built(states_.of_trunks().size() > 1 ? ItemState(SavedState::recompute) : states_.of_trunks().front());
@@ -191,6 +196,10 @@ Candidate Search::at_budget(Schedule schedule, std::int64_t budget, bool soft, s
   };
   choose_states(other, other.path);
   weigh(other);
+  if (path_may_be_latents()) {
+    choose_states(other, {.latents = true});
+    if (other.path.latents) weigh(other);
+  }
   if (path_may_be_divided()) {
     choose_with_sleeping_path(other, true);
     if (other.path.divided) weigh(other);
@@ -451,6 +460,10 @@ PlanOptions plan_options_of(const Options& options) {
 
 StepPlan make_plan(std::span<const Rollout> rollouts, const std::vector<PrefixTree>& trees, const LocalShape& shape,
                    const PlanOptions& options, const MachineProfile& profile) {
+  if (options.path_state == PathState::latents && !may_carry_latents(shape.own(), shape.degrees().cp))
+    throw UnsupportedError({"--path-state latents", "a model with latent attention and without windows, and --cp 1",
+                            shape.own().has_latents() ? text_of("--cp ", shape.degrees().cp) : "other attention",
+                            "use --path-state auto"});
   const Search search(rollouts, trees, shape, options, profile);
   StepPlan plan;
   plan.requested = options.schedule;

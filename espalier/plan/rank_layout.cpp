@@ -392,6 +392,7 @@ std::string explain(const LayoutPlan& layout) {
   if (longest == layout.ranks.end()) return out;
   if (longest->path == PathState::divide) out += "  the path is sharded over cp\n";
   if (longest->path == PathState::offload) out += "  the path is offloaded\n";
+  if (longest->path == PathState::latents) out += "  the path is kept as latents\n";
   std::string given;
   const Json by_axis = bytes_json(longest->traffic.bytes);
   for (const auto& [axis, phases] : by_axis.items()) {

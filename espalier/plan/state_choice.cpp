@@ -127,6 +127,7 @@ void StateChoice::refine(Draft& item, std::int64_t room, std::int64_t in_flight,
 
 std::string path_text(const PathPlan& path) {
   if (path.state() == PathState::keep) return "";
+  if (path.latents) return "; path as latents";
   const std::string where = path.divided ? "; path sharded" : "; path offloaded";
   if (path.layers_awake == 0) return where;
   return text_of(where, " but for ", path.layers_awake, path.layers_awake == 1 ? " layer" : " layers");

@@ -133,14 +133,16 @@ struct TriedPlan {
 };
 
 // The location of the path. The first layers are always in memory. The other layers are in memory while in use, and
-// otherwise in a store or sharded over cp.
+// otherwise in a store or sharded over cp. With `latents` all layers are in memory as latents (model/path_latents.h).
 struct PathPlan {
   static constexpr std::int32_t kEveryLayer = std::numeric_limits<std::int32_t>::max();
 
   std::int32_t layers_awake = kEveryLayer;
   bool divided = false;
+  bool latents = false;
 
   PathState state() const {
+    if (latents) return PathState::latents;
     return layers_awake == kEveryLayer ? PathState::keep : divided ? PathState::divide : PathState::offload;
   }
 };

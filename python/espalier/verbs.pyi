@@ -65,7 +65,7 @@ class Schedule(TypedDict, total=False):
     schedule: Literal["auto", "dense", "packed", "phased"] | None
     trunk_state: Literal["auto", "keep", "recompute", "offload"] | None
     wave_state: Literal["auto", "keep", "recompute"] | None
-    path_state: Literal["auto", "keep", "offload", "divide"] | None
+    path_state: Literal["auto", "keep", "offload", "divide", "latents"] | None
     spill_dir: str | None
 
 class ScheduleButInspectReport(TypedDict, total=False):

@@ -133,6 +133,12 @@ Reference row_of_table(const char* name) {
   return r;
 }
 
+Reference path_of_latents() {
+  Reference r = row_of_table("DeepseekV3");
+  r.c.options.path_state = "latents";
+  return r;
+}
+
 // Adapters of every kind of module.
 Reference adapters(const char* family, const char* target) {
   Reference r = row_of_table(family);
@@ -516,6 +522,7 @@ Battery::Battery() : prepared_(std::make_unique<Prepared>()) {
   for (const char* name : {"Gemma2", "Granite", "Gemma3", "SmolLM3", "Glm4", "Glm4Moe", "Qwen2Moe", "GptOss",
                            "qwen3-window-sinks", "DeepseekV2", "DeepseekV3"})
     prepared_->references.push_back(with_reference(row_of_table(name)));
+  prepared_->references.push_back(with_reference(path_of_latents()));
   prepared_->references.push_back(with_reference(states()));
   prepared_->adapted_router = with_reference(adapters("Qwen2Moe", "all-linear,experts,gate,lm_head"));
   prepared_->references.push_back(prepared_->adapted_router);

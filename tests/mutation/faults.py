@@ -23,6 +23,7 @@ class Fault:
 NOT_RECORDED = {"seen_by_verify": False}  # verify's rollouts have no recorded experts
 ONE_RANK = {"seen_by_verify": False}  # verify runs on one rank here
 NO_WINDOW = {"seen_by_verify": False}  # verify's models have no layer with a window
+NO_LATENT = {"seen_by_verify": False}  # verify's models have no latent attention
 NO_ADAPTER = {"seen_by_verify": False}  # verify's runs here train weights
 NO_STATE = {"seen_by_verify": False}  # verify's models have no layer whose rows carry a state
 ROUNDING = {"seen_by_verify": False}  # sums in another order differ by rounding alone, which verify allows
@@ -158,6 +159,25 @@ WINDOWS = [
     Fault("windows_of_the_first_stage", "a stage has the windows of the first layers", "shape/local_shape.cpp",
           "own_.window_layer.assign(whole.window_layer.begin() + layers_.begin, whole.window_layer.begin() + layers_.end);",
           "TEXT if (ON && !whole.window_layer.empty()) own_.window_layer.assign(whole.window_layer.begin(), whole.window_layer.begin() + own_.layers);", **NO_WINDOW),
+]
+
+# A path carried as latents.
+PATH_LATENTS = [
+    Fault("latents_forget_the_gradient_below", "the latents of a path's rows get nothing from rows below", "model/path_latents.cpp",
+          "add(part(carried.grad_latent_PC), sum_latent_BC);",
+          "if (!ON) TEXT", **NO_LATENT),
+    Fault("shared_keys_forget_the_gradient_below", "the shared keys of a path's rows get nothing from rows below", "model/path_latents.cpp",
+          "add(part(carried.grad_rotary_PK), sum_rotary_BK);",
+          "if (!ON) TEXT", **NO_LATENT),
+    Fault("heads_of_the_path_do_not_train", "what expands the path's latents gets no gradient from them", "model/path_latents.cpp",
+          "c.products.add_linear_grad_weight(grad_up,",
+          "if (!ON) TEXT", **NO_LATENT),
+    Fault("gradients_of_the_room_stay", "gradients of the layer that was in use before are added to this one's", "model/path_latents.cpp",
+          "c.ops.zero(expanded.grad_k);",
+          "if (!ON) TEXT", **NO_LATENT),
+    Fault("latents_kept_before_the_norm", "a trunk leaves its latents before their norm", "model/path_latents.cpp",
+          "c.ops.norm_again(latent.latent_RC, key_value_latent(c.weights).norm_C, latent.rstd_R, own.latent_PC);",
+          "TEXT if (ON) c.ops.convert(latent.latent_RC, own.latent_PC);", **NO_LATENT),
 ]
 
 # What runs of rows leave for others.
@@ -515,4 +535,4 @@ SUMS = [
           " return baseline::own_product_kernel<T, Out>().part(p, {0, p.rows}, {whole, p.columns}, scratch_of_thread()); }", **ROUNDING),
 ]
 
-FAULTS = PLAN + FAMILIES + ADAPTERS + ROWS + WINDOWS + STATES + PATH + PARAMETERS + ROUTERS + OBJECTIVE + CRITIC + OPTIMIZER + RANKS + CONTEXT + DIVIDED_PATH + STAGES + LAYOUTS + UNITS + SUMS
+FAULTS = PLAN + FAMILIES + ADAPTERS + ROWS + WINDOWS + PATH_LATENTS + STATES + PATH + PARAMETERS + ROUTERS + OBJECTIVE + CRITIC + OPTIMIZER + RANKS + CONTEXT + DIVIDED_PATH + STAGES + LAYOUTS + UNITS + SUMS

@@ -66,3 +66,30 @@ def test_a_path_below_windows_holds_their_last_rows(program, tmp_path):
     bytes_of_row = layers * 2 * keys * (4 + 4)  # keys and values, and the sums, in float32
     saved = (prompt - 512) * bytes_of_row
     assert found[16384][1] - found[64][1] > 0.9 * saved and found[16384][0] - found[64][0] > 0.9 * saved, (found, saved / MEBI)
+
+
+def test_a_path_of_latents_holds_them_alone(program, tmp_path):
+    """Latent attention with 4 heads of keys and values, 40 numbers of latents a row: measured and planned alike, lower by what keys and
+    values of all layers but one take, with the same log-probs."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+    prompt, layers, heads, latent, rotary = 6144, 6, 4, 32, 8
+    config = DeepseekV3Config(
+        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=layers, first_k_dense_replace=layers, num_attention_heads=heads,
+        num_key_value_heads=heads, q_lora_rank=None, kv_lora_rank=latent, qk_nope_head_dim=32, qk_rope_head_dim=rotary, v_head_dim=32,
+        max_position_embeddings=16384, n_routed_experts=8, num_experts_per_tok=2, n_group=1, topk_group=1, moe_intermediate_size=32)
+    DeepseekV3ForCausalLM(config).save_pretrained(tmp_path / "model")
+    memory_sweep.write_rollouts(tmp_path / "rollouts.jsonl", 512, prompt=prompt, response=32, n=4)
+    found = {}
+    for state in ("keep", "latents"):
+        run = Ranks(program, 1, ["train", "--model", tmp_path / "model", "--rollouts", tmp_path / "rollouts.jsonl", "--json", "--quiet",
+                                 "--schedule", "phased", "--trunk-state", "recompute", "--token-budget", 512, "--path-state", state,
+                                 "--logprobs", tmp_path / state], OMP_NUM_THREADS="2")
+        assert run.end() == [0], run.stderr
+        found[state] = of_process(json.loads(run.stdout[0]))
+        process, planned = found[state]
+        assert 0.95 * planned < process < 1.05 * planned, (state, process / MEBI, planned / MEBI)
+    assert (tmp_path / "keep").read_bytes() == (tmp_path / "latents").read_bytes()
+    keys_values = heads * (32 + rotary + 32)
+    saved = prompt * (4 + 4) * ((layers - 1) * keys_values - layers * (latent + rotary))  # and the sums, in float32
+    for process_or_plan in (0, 1):
+        assert found["keep"][process_or_plan] - found["latents"][process_or_plan] > 0.9 * saved, (found, saved / MEBI)

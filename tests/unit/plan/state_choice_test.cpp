@@ -175,6 +175,37 @@ TEST(StateChoice, ThePathSleepsOnlyWhereStoringIsAllowed) {
   EXPECT_GT(stored(SavedState::keep, 0, PathState::offload), 0) << "asked for";
 }
 
+// A path that does not fit is carried as latents where the model has latent attention; one that fits is not, and other
+// models are refused.
+TEST(StateChoice, ThePathIsCarriedAsLatents) {
+  ModelShape shape = wide_path_shape();
+  shape.head_dim = 40, shape.latent = {.key_value = 24, .plain = 32, .rotary = 8, .value = 32};
+  const std::vector<Rollout> batch = group_of(8000, 60, 2);
+  PlanOptions options = phased(500, SavedState::automatic);
+  options.spill_room = 0, options.memory_budget = 1;
+  const auto plan_with = [&](PathState state) {
+    options.path_state = state;
+    return planned(batch, options, ShareMode::whole_trees, shape);
+  };
+  const StepPlan kept = plan_with(PathState::keep), least = plan_with(PathState::automatic);
+  EXPECT_EQ(least.path.state(), PathState::latents);
+  // Of 12 layers 24 + 8 numbers a row in place of 8 (40 + 32); and the room of one layer with its blocks.
+  const ActivationBytes bytes(shape, DType::float32, options.kind);
+  const std::int64_t whole = bytes.path({8000, 0}).backward, carried = bytes.path({8000, 0}, {.latents = true}).backward;
+  EXPECT_NEAR(static_cast<double>(carried) / static_cast<double>(whole), 1.0 / 12 + 32.0 / 576, 0.02);
+  EXPECT_NEAR(static_cast<double>(kept.chosen.bytes.peak() - least.chosen.bytes.peak()),
+              static_cast<double>(whole - carried), 0.02 * static_cast<double>(whole));
+  EXPECT_GT(least.chosen.seconds, kept.chosen.seconds) << "the products take time";
+  options.memory_budget = (kept.chosen.bytes.peak() + least.chosen.bytes.peak()) / 2;
+  EXPECT_EQ(plan_with(PathState::automatic).path.state(), PathState::latents);
+  EXPECT_NE(explain(plan_with(PathState::automatic)).find("; path as latents"), std::string::npos) << "what was tried";
+  options.memory_budget = 0;
+  EXPECT_EQ(plan_with(PathState::automatic).path.state(), PathState::keep) << "what fits stays whole";
+  options.path_state = PathState::latents;
+  EXPECT_THROW(planned(batch, options, ShareMode::whole_trees, wide_path_shape()), UnsupportedError);
+  EXPECT_THROW(planned(batch, options, ShareMode::whole_trees, LocalShape(shape, {.cp = 2}, {})), UnsupportedError);
+}
+
 // Ranks of cp divide a path that does not fit, without a store; where both would do the cheaper one is taken, and a
 // path that fits stays whole.
 TEST(StateChoice, ThePathIsDividedOverRanksOfCp) {
