@@ -23,7 +23,7 @@ void set_defined_sums(bool defined);
 
 // The value in force; before it was chosen the variable's, or true.
 bool defined_sums();
-// What the choice gives for a run in another dtype.
+// By the choice, for a run in another dtype.
 bool defined_sums(DType dtype);
 
 // Bytes of the buffers that a thread keeps after its first own product.

@@ -48,8 +48,8 @@ inline bool may_carry_latents(const ModelShape& shape, std::int64_t cp) {
   return shape.has_latents() && shape.window == 0 && cp == 1;
 }
 
-// What an item does for its path. Bytes that it moves between the path's store and memory, each way counted; products
-// by which keys and values come from latents, and their gradients return to those.
+// The path's part of an item: bytes that it moves between the path's store and memory, each way counted; products by
+// which keys and values come from latents, and their gradients return to those.
 struct PathTraffic {
   std::int64_t forward = 0, backward = 0;
   double flops = 0;

@@ -33,8 +33,7 @@ void latent_forward(const LayerContext& context, const Latent& weights, const La
 // From the gradient of the norm's results: overwrites grad_latent_RC with that of x down^T + b, and adds to the
 // gradient of the norm.
 void latent_norm_backward(const LayerContext& context, const Latent& weights, const Latent& grads,
-                          const LatentSaved& saved, const at::Tensor& grad_normed_RC,
-                          const at::Tensor& grad_latent_RC);
+                          const LatentSaved& saved, const at::Tensor& grad_normed_RC, const at::Tensor& grad_latent_RC);
 
 // Overwrites grad_latent_RC with the gradient of x down^T + b, and the scratch normed_RC; adds to the gradients of `up`
 // and the norm. The caller computes the gradients of `down` and x.

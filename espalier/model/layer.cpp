@@ -181,8 +181,8 @@ at::Tensor add_latent_key_value_backward(const LayerContext& c, const LayerSaved
     add_expand_path_backward(c, grads.key_value, rows_of_latents(c, keeps), held[declared.kv_product]);
     if (keeps) {
       const KvPath::Latents own = c.kv.path_of_latents()->top_latents(c.layer);
-      c.ops.add_rotate_backward(rotation_of_shared_keys(c), saved.rotary_key_TK, own.grad_rotary_PK,
-                                grad.rotary_key_TK, at::Tensor());
+      c.ops.add_rotate_backward(rotation_of_shared_keys(c), saved.rotary_key_TK, own.grad_rotary_PK, grad.rotary_key_TK,
+                                at::Tensor());
       c.ops.convert(own.grad_latent_PC, held[declared.latent_TC]);
       latent_norm_backward(c, key_value_latent(c.weights), key_value_latent(grads), key_value_latent_of(saved),
                            held[declared.latent_TC], held[declared.grad_latent_TC]);

@@ -102,7 +102,8 @@ std::string states_text(const StepPlan& plan) {
 
 std::string path_text(const StepPlan& plan) {
   if (plan.path.state() == PathState::keep) return "";
-  if (plan.path.latents) return "Path: latents, from which each layer's keys and values are computed while it is in use\n";
+  if (plan.path.latents)
+    return "Path: latents, from which each layer's keys and values are computed while it is in use\n";
   const std::string what = "keys, values and their gradients are ";
   const std::string where = plan.path.divided
                                 ? what + "sharded over cp"

@@ -191,7 +191,8 @@ TEST(StateChoice, ThePathIsCarriedAsLatents) {
   EXPECT_EQ(least.path.state(), PathState::latents);
   // Of 12 layers 24 + 8 numbers a row in place of 8 (40 + 32); and the room of one layer with its blocks.
   const ActivationBytes bytes(shape, DType::float32, options.kind);
-  const std::int64_t whole = bytes.path({8000, 0}).backward, carried = bytes.path({8000, 0}, {.latents = true}).backward;
+  const std::int64_t whole = bytes.path({8000, 0}).backward,
+                     carried = bytes.path({8000, 0}, {.latents = true}).backward;
   EXPECT_NEAR(static_cast<double>(carried) / static_cast<double>(whole), 1.0 / 12 + 32.0 / 576, 0.02);
   EXPECT_NEAR(static_cast<double>(kept.chosen.bytes.peak() - least.chosen.bytes.peak()),
               static_cast<double>(whole - carried), 0.02 * static_cast<double>(whole));
