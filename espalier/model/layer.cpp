@@ -110,6 +110,14 @@ LayerAttention make_attention(const LayerContext& c, const LayerSaved& saved, bo
           c.shape.attention.soft_cap};
 }
 
+// Whether the path keeps the rows' own latents, with the sums of their gradients.
+bool keeps_latents(const LayerContext& c) { return carries_latents(c) && c.kv.keeps(c.layer); }
+
+// The rows that a set sees of a path of latents, and its own where the path keeps them.
+std::int64_t rows_of_latents(const LayerContext& c) {
+  return c.kv.path_rows() + (keeps_latents(c) ? sizes_of(c).rows : 0);
+}
+
 // dL/dq, dL/dk, dL/dv of the projections' outputs from dL/d(attended).
 struct ProjectionGradients {
   at::Tensor q_RW, kv_TW;
@@ -144,7 +152,7 @@ ProjectionGradients add_attention_backward(const LayerContext& c, const LayerSav
                             gated ? held[declared.grad_query_RW] : out.q_RW, grads.q_norm_D);
   if (gated) c.ops.convert(held[declared.grad_query_RW].view({-1, c.shape.head_dim}), without_gates(c, out.q_RW));
   if (c.shape.has_latents()) {
-    if (c.kv.keeps(c.layer) && carries_latents(c)) return out;  // as with other rows of the path
+    if (keeps_latents(c)) return out;  // the same is done for all rows of the path
     const at::Tensor& sum_TK = held[declared.grad_rotary_key_sum_TK];
     c.ops.expand_heads_backward(own.k, own.v, out.kv_TW, sum_TK);
     c.ops.add_rotate_backward(rotation_of_shared_keys(c), saved.rotary_key_TK, sum_TK, out.rotary_key_TK, at::Tensor());
@@ -166,32 +174,26 @@ RowProjections projections_of_rows(const LayerContext& c, const LayerViews& view
           c.shape.has_latents() ? &views.key_value_latent : &views.key_value};
 }
 
-// The rows of the path that a set sees, and its own where the path keeps them.
-std::int64_t rows_of_latents(const LayerContext& c, bool with_own) {
-  return c.kv.path_rows() + (with_own ? sizes_of(c).rows : 0);
-}
-
 // The gradient of what projections_of_rows give; that of heads is taken through the latents' norm.
 at::Tensor add_latent_key_value_backward(const LayerContext& c, const LayerSaved& saved,
                                          const ProjectionGradients& grad, const LayerBackwardBuffers& declared,
                                          const HeldBuffers& held, const LayerViews& grads) {
   if (!c.shape.has_latents()) return grad.kv_TW;
-  if (carries_latents(c)) {
-    const bool keeps = c.kv.keeps(c.layer);
-    add_expand_path_backward(c, grads.key_value, rows_of_latents(c, keeps), held[declared.kv_product]);
-    if (keeps) {
-      const KvPath::Latents own = c.kv.path_of_latents()->top_latents(c.layer);
-      c.ops.add_rotate_backward(rotation_of_shared_keys(c), saved.rotary_key_TK, own.grad_rotary_PK, grad.rotary_key_TK,
-                                at::Tensor());
-      c.ops.convert(own.grad_latent_PC, held[declared.latent_TC]);
-      latent_norm_backward(c, key_value_latent(c.weights), key_value_latent(grads), key_value_latent_of(saved),
-                           held[declared.latent_TC], held[declared.grad_latent_TC]);
-      return held[declared.grad_latent_TC];
-    }
+  const at::Tensor &normed_TC = held[declared.latent_TC], &product = held[declared.kv_product],
+                   &grad_latent_TC = held[declared.grad_latent_TC];
+  const Latent weights = key_value_latent(c.weights), of_grads = key_value_latent(grads);
+  if (carries_latents(c)) add_expand_path_backward(c, of_grads.up, rows_of_latents(c), product);
+  if (keeps_latents(c)) {
+    const KvPath::Latents own = c.kv.path_of_latents()->top_latents(c.layer);
+    c.ops.add_rotate_backward(rotation_of_shared_keys(c), saved.rotary_key_TK, own.grad_rotary_PK, grad.rotary_key_TK,
+                              at::Tensor());
+    c.ops.convert(own.grad_latent_PC, normed_TC);
+    latent_norm_backward(c, weights, of_grads, key_value_latent_of(saved), normed_TC, grad_latent_TC);
+  } else {
+    add_latent_backward(c, weights, of_grads, key_value_latent_of(saved), grad.kv_TW, normed_TC, product,
+                        grad_latent_TC);
   }
-  add_latent_backward(c, key_value_latent(c.weights), key_value_latent(grads), key_value_latent_of(saved), grad.kv_TW,
-                      held[declared.latent_TC], held[declared.kv_product], held[declared.grad_latent_TC]);
-  return held[declared.grad_latent_TC];
+  return grad_latent_TC;
 }
 at::Tensor add_latent_query_backward(const LayerContext& c, const LayerSaved& saved, const ProjectionGradients& grad,
                                      const LayerBackwardBuffers& declared, const HeldBuffers& held,
@@ -284,8 +286,8 @@ void layer_forward(const LayerContext& c, LayerSaved& saved, const at::Tensor& s
     project_queries(c, saved, c.continuing_rows(normed_TM, held[declared.query_input_RM]),
                     held[declared.query_latent_RC]);
   if (carries_latents(c)) {
-    expand_path(c, rows_of_latents(c, false));
-    if (c.kv.keeps(c.layer)) keep_latents(c, key_value_latent_of(saved), saved.rotary_key_TK);
+    expand_path(c, c.kv.path_rows());
+    if (keeps_latents(c)) keep_latents(c, key_value_latent_of(saved), saved.rotary_key_TK);
   }
   held.enter(Stage::attention);
   const LayerAttention attention =
@@ -333,9 +335,8 @@ void add_layer_backward(const LayerContext& c, LayerSaved& saved, const at::Tens
     if (c.narrow) c.ops.add_scatter(grad_stream_RM, c.input.output_row_O, grad_in_TM);
   }
   if (carries_latents(c)) {
-    const std::int64_t seen = rows_of_latents(c, c.kv.keeps(c.layer));
-    expand_path(c, seen);
-    zero_expanded_gradients(c, seen);
+    expand_path(c, rows_of_latents(c));
+    zero_expanded_gradients(c, rows_of_latents(c));
   }
   held.enter(Stage::attention);
   const ProjectionGradients grad = add_attention_backward(c, saved, declared, held, grads);

@@ -64,8 +64,17 @@ Json special_members(const std::string& model_type) {
     return {{"query_pre_attn_scalar", 5}, {"attn_logit_softcapping", 0.8}, {"final_logit_softcapping", 2.0}};
   if (model_type == "gemma3_text") return {{"query_pre_attn_scalar", 5}, {"sliding_window_pattern", 2}};
   if (model_type == "mixtral") return {{"num_local_experts", 8}, {"intermediate_size", 12}, {"num_experts", nullptr}};
-  if (model_type == "qwen2_moe" || model_type == "qwen3_next" || model_type == "qwen3_5_moe_text")
-    return {{"shared_expert_intermediate_size", 20}, {"mlp_only_layers", {1}}};
+  const Json shared_expert = {{"shared_expert_intermediate_size", 20}, {"mlp_only_layers", {1}}};
+  if (model_type == "qwen2_moe") return shared_expert;
+  if (model_type == "qwen3_next" || model_type.starts_with("qwen3_5")) {
+    Json delta_rule = {{"layer_types", {"linear_attention", "full_attention", "linear_attention"}},
+                       {"linear_num_key_heads", 2},
+                       {"linear_num_value_heads", 4},
+                       {"linear_key_head_dim", 7},
+                       {"linear_value_head_dim", 5}};
+    if (model_type != "qwen3_5_text") delta_rule.update(shared_expert);
+    return delta_rule;
+  }
   // A limit that gates and ups reach.
   if (model_type == "gpt_oss")
     return {{"num_local_experts", 8},

@@ -175,6 +175,16 @@ Tensor experts(const ModelShape& shape, const Weights& w, const Tensor& x, std::
   return out;
 }
 
+// The rows of a tensor, taken apart at once: the gradient of x[t] alone has the size of x.
+class Rows {
+ public:
+  explicit Rows(const Tensor& x) : rows_(x.unbind(0)) {}
+  const Tensor& operator[](std::int64_t row) const { return rows_[static_cast<std::size_t>(row)]; }
+
+ private:
+  std::vector<Tensor> rows_;
+};
+
 // Mamba-2, one row at a time. h [n, M] is the normed input; the result is what the mixer adds.
 Tensor mamba(const ModelShape& shape, const Weights& w, const Tensor& h, const std::string& p) {
   const DeltaRuleShape& s = shape.delta_rule;
@@ -193,9 +203,10 @@ Tensor mamba(const ModelShape& shape, const Weights& w, const Tensor& h, const s
   const Tensor decay = (-w[p + "A_log"].exp() * step).exp();
   Tensor state = at::zeros({H, N, P}, x.options());
   std::vector<Tensor> out;
+  const Rows decays(decay), bs(b), steps(step), vs(v), qs(q);
   for (std::int64_t t = 0; t < n; ++t) {
-    state = state * decay[t].view({H, 1, 1}) + b[t].unsqueeze(2) * (step[t].unsqueeze(1) * v[t]).unsqueeze(1);
-    out.push_back((state * q[t].unsqueeze(2)).sum(1) + w[p + "D"].unsqueeze(1) * v[t]);
+    state = state * decays[t].view({H, 1, 1}) + bs[t].unsqueeze(2) * (steps[t].unsqueeze(1) * vs[t]).unsqueeze(1);
+    out.push_back((state * qs[t].unsqueeze(2)).sum(1) + w[p + "D"].unsqueeze(1) * vs[t]);
   }
   const Tensor u = (at::stack(out).reshape({n, V}) * z * z.sigmoid()).reshape({n, G, V / G});
   const Tensor y = rms_norm(u, at::ones({1}, u.options()), shape.rms_norm_eps).reshape({n, V}) * w[p + "norm.weight"];
@@ -222,11 +233,12 @@ Tensor channel_delta_rule(const ModelShape& shape, const Weights& w, const Tenso
   const Tensor beta = product(h, "b_proj").sigmoid();
   Tensor state = at::zeros({H, D, D}, h.options());
   std::vector<Tensor> out;
+  const Rows decays(decay), betas(beta), vs(v), ks(k), qs(q);
   for (std::int64_t t = 0; t < n; ++t) {
-    state = state * decay[t].unsqueeze(2);
-    const Tensor error = v[t] - (state * k[t].unsqueeze(2)).sum(1);
-    state = state + k[t].unsqueeze(2) * (beta[t].unsqueeze(1) * error).unsqueeze(1);
-    out.push_back((state * q[t].unsqueeze(2)).sum(1));
+    state = state * decays[t].unsqueeze(2);
+    const Tensor error = vs[t] - (state * ks[t].unsqueeze(2)).sum(1);
+    state = state + ks[t].unsqueeze(2) * (betas[t].unsqueeze(1) * error).unsqueeze(1);
+    out.push_back((state * qs[t].unsqueeze(2)).sum(1));
   }
   const Tensor gate = product(product(h, "g_a_proj"), "g_b_proj").view({n, H, D}).sigmoid();
   return product((rms_norm(at::stack(out), w[p + "o_norm.weight"], shape.rms_norm_eps) * gate).reshape({n, H * D}),
@@ -273,11 +285,12 @@ Tensor delta_rule(const ModelShape& shape, const Weights& w, const Tensor& h, co
   const Tensor decay = (-w[p + "A_log"].exp() * (1 + (a + w[p + "dt_bias"]).exp()).log()).exp(), beta = b.sigmoid();
   Tensor state = at::zeros({Hv, dk, dv}, x.options());
   std::vector<Tensor> out;
+  const Rows decays(decay), betas(beta), vs(v), ks(k), qs(q);
   for (std::int64_t t = 0; t < n; ++t) {
-    state = state * decay[t].view({Hv, 1, 1});
-    const Tensor error = v[t] - (state * k[t].unsqueeze(2)).sum(1);
-    state = state + k[t].unsqueeze(2) * (beta[t].unsqueeze(1) * error).unsqueeze(1);
-    out.push_back((state * q[t].unsqueeze(2)).sum(1));
+    state = state * decays[t].view({Hv, 1, 1});
+    const Tensor error = vs[t] - (state * ks[t].unsqueeze(2)).sum(1);
+    state = state + ks[t].unsqueeze(2) * (betas[t].unsqueeze(1) * error).unsqueeze(1);
+    out.push_back((state * qs[t].unsqueeze(2)).sum(1));
   }
   return gated_output(at::stack(out));
 }

@@ -75,7 +75,9 @@ class KeyHead {
     const DeltaRuleShape::Channels channels = s_.channels(key_head);
     parts_ = {
         {{channels.q, columns_.q, 0, dk}, {channels.k, columns_.k, dk, dk}, {channels.v, columns_.v, 2 * dk, values}}};
-    const auto rows = size(kBlockRows);
+    block_ = 1;
+    for (const StateRun& run : problem.runs) block_ = std::max(block_, std::min(kBlockRows, run.end - run.begin));
+    const auto rows = size(block_);
     line_.resize((rows + size(s_.kernel - 1)) * size(width_));
     mixed_.resize(rows * size(width_));
     weight_.resize(size(s_.kernel * width_));
@@ -100,16 +102,16 @@ class KeyHead {
 
   void forward(const Run<T>& run, T* o) {
     load_state(run);
-    std::vector<A> out(size(o == nullptr ? 0 : kBlockRows * s_.value_dim));
+    out_.resize(size(o == nullptr ? 0 : block_ * s_.value_dim));
     for (std::int64_t begin = run.begin; begin < run.end; begin += kBlockRows) {
       const std::int64_t rows = std::min(kBlockRows, run.end - begin);
       compute_block(run, begin, rows);
       for (std::int64_t h = 0; h < each_; ++h) {
-        forward_rows(head(h, rows), state(h), o == nullptr ? nullptr : out.data());
+        forward_rows(head(h, rows), state(h), o == nullptr ? nullptr : out_.data());
         for (std::int64_t r = 0; r < rows && o != nullptr; ++r)
           for (std::int64_t j = 0; j < s_.value_dim; ++j)
             o[((begin + r) * s_.value_heads + first_value_head_ + h) * s_.value_dim + j] =
-                static_cast<T>(out[size(r * s_.value_dim + j)] + skip(h) * value(h, r)[j]);
+                static_cast<T>(out_[size(r * s_.value_dim + j)] + skip(h) * value(h, r)[j]);
       }
     }
     if (run.end_state != nullptr) store_state(run);
@@ -166,10 +168,10 @@ class KeyHead {
             s_.value_dim,
             q_.data(),
             k_.data(),
-            v_.data() + h * kBlockRows * s_.value_dim,
-            decay_.data() + h * kBlockRows * decays(),
-            log_decay_.data() + h * kBlockRows * decays(),
-            beta_.data() + h * kBlockRows,
+            v_.data() + h * block_ * s_.value_dim,
+            decay_.data() + h * block_ * decays(),
+            log_decay_.data() + h * block_ * decays(),
+            beta_.data() + h * block_,
             !s_.mamba};
   }
 
@@ -190,7 +192,7 @@ class KeyHead {
       for (std::int64_t h = 0; h < each_; ++h) rows_.silu(dv, mixed + 2 * dk + h * dv, value(h, r));
       const T* const row = projected_ + (begin + r) * s_.projected();
       for (std::int64_t h = 0; h < each_; ++h) {
-        const std::int64_t at = h * kBlockRows + r;
+        const std::int64_t at = h * block_ + r;
         if (s_.decays_channels()) {
           for (std::int64_t i = 0; i < dk; ++i) before_softplus_[size(i)] = before_softplus(row, h * dk + i);
           channels_.decays(dk, before_softplus_.data(), -std::exp(a_log(h)), log_decay_.data() + at * dk,
@@ -209,12 +211,12 @@ class KeyHead {
     return std::clamp(step, static_cast<A>(s_.least_step), static_cast<A>(s_.largest_step));
   }
   A skip(std::int64_t h) const { return skip_ == nullptr ? A(0) : static_cast<A>(skip_[first_value_head_ + h]); }
-  A* value(std::int64_t h, std::int64_t r) { return v_.data() + (h * kBlockRows + r) * s_.value_dim; }
+  A* value(std::int64_t h, std::int64_t r) { return v_.data() + (h * block_ + r) * s_.value_dim; }
   // The projected numbers of a row's value head where decays are of channels, from what came to log gamma [dk] and
   // beta. Adds what came to dt [dk] and to A to these sums.
   void write_channel_gradients(std::int64_t h, std::int64_t r, const A* grad_log_decay, A grad_beta, const T* row,
                                T* grad, double* dt_sums, double& a_log_sum) const {
-    const std::int64_t dk = s_.key_dim, at = h * kBlockRows + r;
+    const std::int64_t dk = s_.key_dim, at = h * block_ + r;
     const A rate = -std::exp(a_log(h)), beta = beta_[size(at)];
     for (std::int64_t i = 0; i < dk; ++i) {
       const A grad_a = rate * grad_log_decay[i] * sigmoid(before_softplus(row, h * dk + i));
@@ -226,7 +228,7 @@ class KeyHead {
   }
   // The same where they are of heads. Returns what came to dt.
   A write_gradients(std::int64_t h, std::int64_t r, A grad_log_decay, A grad_beta, const T* row, T* grad) const {
-    const auto at = size(h * kBlockRows + r);
+    const auto at = size(h * block_ + r);
     const A before = before_softplus(row, h), slope = sigmoid(before), rate = -std::exp(a_log(h));
     if (s_.mamba) {
       const bool inside = within_limits(softplus(before)) == softplus(before);
@@ -248,6 +250,7 @@ class KeyHead {
 
   const DeltaRuleShape& s_;
   std::int64_t each_, first_value_head_;
+  std::int64_t block_;  // rows of the largest block
   DeltaRuleShape::Columns columns_;
   std::int64_t width_;  // channels here: q, k, v
   std::array<Channels, 3> parts_;
@@ -260,7 +263,14 @@ class KeyHead {
   std::vector<A> mixed_, inverse_, q_, k_, v_;  // of a block: the convolution's result; 1 / norms
   std::vector<A> decay_, beta_, log_decay_;     // [heads, rows of a block], decays of channels [.., .., dk]
   std::vector<A> before_softplus_;              // of a row
-  std::vector<A> state_, room_;
+  std::vector<A> state_, room_, out_;
+  // Kept from run to run, because many runs are short.
+  struct Backward {
+    std::vector<A> room, keys, queries, of_o, grad_q, grad_k, grad_v, grad_log_decay;
+    // Of the convolution's results, for the block and the K - 1 rows behind it; of its inputs.
+    std::vector<A> grad_mixed, grad_input;
+  };
+  Backward backward_;
 };
 
 template <class T>
@@ -281,13 +291,14 @@ void KeyHead<T>::add_backward(const Run<T>& run, const T* grad_o, const DeltaRul
   if (run.grad_end != nullptr) std::copy_n(run.grad_end + first_value_head_ * matrix(), grad.size(), grad.begin());
 
   const bool channels = s_.decays_channels();
-  std::vector<A> room(size(channels ? channel_backward_room(dk, dv) : backward_room(dk, dv))),
-      keys(size(kBlockRows * kBlockRows)), queries(keys.size()), of_o(size(kBlockRows * dv)),
-      grad_q(size(kBlockRows * dk)), grad_k(grad_q.size()), grad_v(of_o.size());
+  auto& [room, keys, queries, of_o, grad_q, grad_k, grad_v, grad_log_decay, grad_mixed, grad_input] = backward_;
+  room.resize(size(channels ? channel_backward_room(dk, dv) : backward_room(dk, dv)));
+  keys.resize(size(block_ * kBlockRows)), queries.resize(keys.size());
+  of_o.resize(size(block_ * dv)), grad_v.resize(of_o.size());
+  grad_q.resize(size(block_ * dk)), grad_k.resize(grad_q.size());
   std::array<A, kBlockRows> grad_beta;
-  std::vector<A> grad_log_decay(size(kBlockRows * decays()));
-  // Of the convolution's results, for the block and the K - 1 rows behind it; then of its inputs.
-  std::vector<A> grad_mixed(size((kBlockRows + K - 1) * width_), A(0)), grad_input(mixed_.size());
+  grad_log_decay.resize(size(block_ * decays()));
+  grad_mixed.assign(size((block_ + K - 1) * width_), A(0)), grad_input.resize(mixed_.size());
   std::vector<double> conv_sums(size(width_ * K), 0), bias_sums(size(width_), 0), a_log_sums(size(each_), 0),
       dt_sums(size(each_ * decays()), 0), skip_sums(a_log_sums);
   T* const grad_projected = pointer<T>(gradients.projected_TW);
@@ -332,8 +343,7 @@ void KeyHead<T>::add_backward(const Run<T>& run, const T* grad_o, const DeltaRul
         const A of_decay = grad_log_decay[size(r)];
         dt_sums[size(h)] += static_cast<double>(
             write_gradients(h, r, of_decay, grad_beta[size(r)], projected_ + at, grad_projected + at));
-        a_log_sums[size(h)] +=
-            static_cast<double>(of_decay) * static_cast<double>(log_decay_[size(h * kBlockRows + r)]);
+        a_log_sums[size(h)] += static_cast<double>(of_decay) * static_cast<double>(log_decay_[size(h * block_ + r)]);
       }
     }
     for (std::int64_t r = 0; r < rows; ++r) {
