@@ -175,18 +175,25 @@ TEST(StateChoice, ThePathSleepsOnlyWhereStoringIsAllowed) {
   EXPECT_GT(stored(SavedState::keep, 0, PathState::offload), 0) << "asked for";
 }
 
+// No store, and a budget that nothing fits.
+PlanOptions without_room() {
+  PlanOptions options = phased(500, SavedState::automatic);
+  options.spill_room = 0, options.memory_budget = 1;
+  return options;
+}
+StepPlan planned_with(PathState state, const std::vector<Rollout>& batch, PlanOptions options, const auto& shape) {
+  options.path_state = state;
+  return planned(batch, options, ShareMode::whole_trees, shape);
+}
+
 // A path that does not fit is carried as latents where the model has latent attention; one that fits is not, and other
 // models are refused.
 TEST(StateChoice, ThePathIsCarriedAsLatents) {
   ModelShape shape = wide_path_shape();
   shape.head_dim = 40, shape.latent = {.key_value = 24, .plain = 32, .rotary = 8, .value = 32};
   const std::vector<Rollout> batch = group_of(8000, 60, 2);
-  PlanOptions options = phased(500, SavedState::automatic);
-  options.spill_room = 0, options.memory_budget = 1;
-  const auto plan_with = [&](PathState state) {
-    options.path_state = state;
-    return planned(batch, options, ShareMode::whole_trees, shape);
-  };
+  PlanOptions options = without_room();
+  const auto plan_with = [&](PathState state) { return planned_with(state, batch, options, shape); };
   const StepPlan kept = plan_with(PathState::keep), least = plan_with(PathState::automatic);
   EXPECT_EQ(least.path.state(), PathState::latents);
   // Of 12 layers 24 + 8 numbers a row in place of 8 (40 + 32); and the room of one layer with its blocks.
@@ -212,12 +219,8 @@ TEST(StateChoice, ThePathIsCarriedAsLatents) {
 TEST(StateChoice, ThePathIsDividedOverRanksOfCp) {
   const LocalShape shape(wide_path_shape(), {.cp = 4}, {});
   const std::vector<Rollout> batch = group_of(8000, 60, 2);
-  PlanOptions options = phased(500, SavedState::automatic);
-  options.spill_room = 0, options.memory_budget = 1;
-  const auto plan_with = [&](PathState state) {
-    options.path_state = state;
-    return planned(batch, options, ShareMode::whole_trees, shape);
-  };
+  PlanOptions options = without_room();
+  const auto plan_with = [&](PathState state) { return planned_with(state, batch, options, shape); };
   const std::int64_t whole = plan_with(PathState::keep).chosen.bytes.peak();
   const StepPlan least = plan_with(PathState::automatic);
   EXPECT_EQ(least.path.state(), PathState::divide);
