@@ -538,9 +538,11 @@ Battery::Battery() : prepared_(std::make_unique<Prepared>()) {
 
 Battery::~Battery() = default;
 
-Findings Battery::run(const std::function<void()>& begin_check) const {
+Findings Battery::run(const std::function<void()>& begin_check,
+                      const std::function<bool(const Findings&)>& enough) const {
   Findings findings;
   const auto check = [&](const std::string& name, const std::function<void()>& work) {
+    if (enough(findings)) return;
     begin_check();
     try {
       work();
@@ -548,6 +550,9 @@ Findings Battery::run(const std::function<void()>& begin_check) const {
       findings.add(name, error.what());
     }
   };
+  const fs::path& folder = prepared_->folder.path();
+  for (const char* loss : {"vanilla", "gspo"}) check("verify", [&] { check_verify(folder, loss, findings); });
+  check("verify", [&] { check_verify_experts(folder, findings); });
   for (const Reference& reference : prepared_->references)
     for (const Plan& plan : reference.plans) check("refused", [&] { check_plan(reference, plan, findings); });
   for (const Reference& reference : prepared_->references) check("ranks", [&] { check_ranks(reference, findings); });
@@ -573,9 +578,6 @@ Findings Battery::run(const std::function<void()>& begin_check) const {
   check("repetition", [&] { check_repetition(prepared_->references.front(), findings); });
   check("bits", [&] { check_bits(findings); });
   check("order of sums", [&] { check_order_of_sums(findings); });
-  const fs::path& folder = prepared_->folder.path();
-  for (const char* loss : {"vanilla", "gspo"}) check("verify", [&] { check_verify(folder, loss, findings); });
-  check("verify", [&] { check_verify_experts(folder, findings); });
   check("adamw", [&] { check_adamw(findings); });
   check("mini-batches", [&] { check_mini_batches(findings); });
   check("resume", [&] { check_resume(folder.string(), findings); });

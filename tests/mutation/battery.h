@@ -43,8 +43,8 @@ class Battery {
  public:
   Battery();  // computes the references and writes the files; no fault may be on
   ~Battery();
-  // `begin_check` is called before each comparison.
-  Findings run(const std::function<void()>& begin_check) const;
+  // `begin_check` is called before each comparison; none begins once the findings are `enough`.
+  Findings run(const std::function<void()>& begin_check, const std::function<bool(const Findings&)>& enough) const;
 
  private:
   struct Prepared;
