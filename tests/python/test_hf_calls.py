@@ -292,10 +292,23 @@ def test_a_gradient_that_is_zero_but_for_rounding_allows_no_other_to_be_wrong():
     """Biases of keys have no gradient (biogpt's): their floor, as large as they are, stays theirs."""
     from espalier.hf import verification
     one, tiny = torch.ones(100), torch.full((100,), 1e-9)
-    table = verification._table([("weight", one * 1.01, one, one * (1 + 1e-6)), ("bias", -tiny, tiny, 3 * tiny)], 0.0, 0.0)
+    draw = lambda weight: lambda number: [("weight", weight, one, one * (1 + 1e-6)), ("bias", -tiny, tiny, 3 * tiny)]
+    table = verification.compared(draw(one * 1.01), 0.0, 0.0)
     assert table.verdict == "fail" and table.worst["parameter"] == "weight"
-    table = verification._table([("weight", one, one, one * (1 + 1e-6)), ("bias", -tiny, tiny, 3 * tiny)], 0.0, 0.0)
-    assert table.verdict == "pass"
+    assert verification.compared(draw(one), 0.0, 0.0).verdict == "pass"
+
+
+def test_a_floor_that_is_small_by_chance_is_drawn_again():
+    from espalier.hf import verification
+    one, drawn = torch.ones(100), []
+
+    def draw(number):
+        drawn.append(number)
+        return [("weight", one * (1 + 3e-6), one, one * (1 + (2e-6 if number == 2 else 1e-6)))]
+
+    assert verification.compared(draw, 0.0, 0.0).verdict == "pass" and drawn == [0, 1, 2]
+    wrong = lambda number: [("weight", one * 1.01, one, one * (1 + 1e-6 * number))]
+    assert verification.compared(wrong, 0.0, 0.0).verdict == "fail"
 
 
 def test_a_later_step_of_another_regime_is_verified_too():

@@ -60,12 +60,12 @@ def quiet(model):
 
 
 @contextlib.contextmanager
-def nudged(embedding):
+def nudged(embedding, pattern=0):
     """Every output of the look-up is one relative rounding step away, up or down by its place: a step of the model's type or of
-    autocast's, of float32 in a float64 model, whose norms and rotary tables transformers keeps in float32."""
+    autocast's, of float32 in a float64 model, whose norms and rotary tables transformers keeps in float32. `pattern`: which way each goes."""
 
     def move(_, __, out):
-        signs = torch.arange(out.numel(), device=out.device).remainder_(3).sub_(1).view_as(out)
+        signs = torch.arange(out.numel(), device=out.device).remainder_(3 + 2 * pattern).remainder_(3).sub_(1).view_as(out)
         kinds = [out.dtype, torch.float32]
         if torch.is_autocast_enabled(out.device.type):
             kinds.append(torch.get_autocast_dtype(out.device.type))
