@@ -1,11 +1,13 @@
 #include "espalier/step/model_state.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <array>
 #include <cmath>
 #include <optional>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -38,21 +40,35 @@ class StartValues {
         width_(kind_ == Kind::uniform ? 1 / std::sqrt(static_cast<double>(whole.shape[1])) : deviation),
         random_(random) {}
 
-  double next() {
-    switch (kind_) {
-      case Kind::one:
-        return 1;
-      case Kind::zero:
-        return 0;
-      case Kind::uniform:
-        return random_.uniform(-width_, width_);
-      case Kind::normal:
-        break;
-    }
-    return width_ * random_.normal();
+  // The next numbers, in their order. Fused products in one instruction give the same ones, in a fraction of the time.
+  void next(std::span<double> out) {
+#if defined(__x86_64__)
+    static const bool in_one = __builtin_cpu_supports("fma") != 0;
+    if (in_one) return draw_in_one(out);
+#endif
+    draw(out);
   }
 
  private:
+#if defined(__x86_64__)
+  [[gnu::target("fma"), gnu::flatten]] void draw_in_one(std::span<double> out) { draw(out); }
+#endif
+  void draw(std::span<double> out) {
+    switch (kind_) {
+      case Kind::one:
+        std::ranges::fill(out, 1.0);
+        return;
+      case Kind::zero:
+        std::ranges::fill(out, 0.0);
+        return;
+      case Kind::uniform:
+        for (double& value : out) value = random_.uniform(-width_, width_);
+        return;
+      case Kind::normal:
+        for (double& value : out) value = width_ * random_.normal();
+    }
+  }
+
   enum class Kind { one, zero, uniform, normal };
   Kind kind_;
   double width_;
@@ -66,7 +82,7 @@ void fill(const Parameter& whole, const Parameter& here, const Kept& kept, Start
   std::vector<double> values;
   for (std::int64_t begin = 0; begin < whole.count; begin += static_cast<std::int64_t>(values.size())) {
     values.resize(static_cast<std::size_t>(std::min<std::int64_t>(1 << 16, whole.count - begin)));
-    for (double& value : values) value = start.next();
+    start.next(values);
     const std::int64_t end = begin + static_cast<std::int64_t>(values.size());
     for (; run != runs.end() && run->whole < end; ++run) {
       const std::int64_t first = std::max(begin, run->whole), last = std::min(end, run->whole + run->count);
@@ -79,9 +95,10 @@ void fill(const Parameter& whole, const Parameter& here, const Kept& kept, Start
 
 // The same of a matrix in NF4: of the drawn numbers in bfloat16.
 void fill_nf4(const Parameter& whole, const Parameter& here, StartValues start, const at::Tensor& bytes) {
+  std::vector<double> values(static_cast<std::size_t>(whole.shape[1]));
   const auto row = [&](std::int64_t, float* out) {
-    for (std::int64_t i = 0; i < whole.shape[1]; ++i)
-      out[i] = static_cast<float>(bfloat16(static_cast<float>(start.next())));
+    start.next(values);
+    std::ranges::transform(values, out, [](double x) { return static_cast<float>(bfloat16(static_cast<float>(x))); });
   };
   write_nf4(nf4::quantise(whole.shape[0], whole.shape[1], nf4::Rounding::bfloat16, row), here, host_bytes(bytes));
 }
@@ -352,9 +369,12 @@ std::unique_ptr<ModelState> random_model(const ModelShape& given, DType dtype, s
   const Random adapters = adapter_numbers(seed);  // the model's own numbers are the same without adapters
   std::uint64_t stream = 0, adapter_stream = 0;
   const ParameterTable all(shape);
-  for (const Parameter& whole : all.parameters()) {
-    const Random own = whole.low_rank ? adapters.fork(adapter_stream++) : random.fork(stream++);
-    const StartValues start(whole, shape.initializer_range, own);
+  std::vector<Random> of_parameter;
+  for (const Parameter& whole : all.parameters())
+    of_parameter.push_back(whole.low_rank ? adapters.fork(adapter_stream++) : random.fork(stream++));
+  const auto draw = [&](std::size_t i) {
+    const Parameter& whole = all.parameters()[i];
+    const StartValues start(whole, shape.initializer_range, of_parameter[i]);
     if (const Parameter* const here = state->table.find(whole.name))
       fill(whole, *here, state->table.kept(*here), start, host);
     if (const Parameter* const here = state->held_table.find(whole.name))
@@ -363,7 +383,10 @@ std::unique_ptr<ModelState> random_model(const ModelShape& given, DType dtype, s
       fill(whole, *here, state->narrow_table.kept(*here), start, narrow);
     if (const Parameter* const here = state->nf4_table.find(whole.name))
       fill_nf4(whole, *here, start, state->nf4_weights);
-  }
+  };
+  at::parallel_for(0, static_cast<std::int64_t>(of_parameter.size()), 1, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t i = begin; i < end; ++i) draw(static_cast<std::size_t>(i));
+  });
   state->decoder.device().to_device(host, state->weights);
   state->decoder.device().to_device(held, state->held_weights);
   state->decoder.device().to_device(narrow, state->narrow_weights);
