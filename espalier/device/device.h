@@ -35,6 +35,9 @@ class Device {
   virtual void synchronize() = 0;
   // Bytes of its memory that can still be allocated.
   virtual std::int64_t free_bytes() = 0;
+  // Bytes of its memory that are held: resident memory of the process; on a GPU what was taken since it was opened, by
+  // libraries too.
+  virtual std::int64_t held_bytes() = 0;
   // Seconds of a steady clock, once everything called so far has run.
   virtual double seconds() = 0;
   // A place in the order of the work, and the seconds of the work between two of them. Only the second waits. Use each

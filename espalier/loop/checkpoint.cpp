@@ -48,7 +48,7 @@ Restored load_checkpoint(const std::filesystem::path& directory, const Options& 
     out.model = std::make_unique<ModelState>(local_shape(read_model_shape(directory), mesh), options.dtype,
                                              bound_device(), mesh);
     out.model->source = directory;
-    out.model->weights.zero_();
+    out.model->decoder.device().operations().zero(out.model->weights);
   }
   out.optimizer = std::make_unique<AdamW>(out.model->table, out.model->weights, AdamWSettings::from(options),
                                           out.model->decoder.device(), OptimizerRanks{.world = mesh.world});

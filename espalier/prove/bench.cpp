@@ -15,6 +15,7 @@
 #include "espalier/measure/cost_fit.h"
 #include "espalier/measure/machine.h"
 #include "espalier/plan/planner.h"
+#include "espalier/prove/operation_rates.h"
 #include "espalier/shape/trained_parameters.h"
 #include "espalier/step/held_models.h"
 #include "espalier/step/planning.h"
@@ -88,8 +89,10 @@ double norm_of(const ModelState& model, const at::Tensor& flat) {
 }
 
 // |gradient - dense| / |dense|, the numerator alone where dense is zero. What is no number counts as infinitely far.
-double distance(const ModelState& model, const at::Tensor& gradient, const at::Tensor& dense) {
-  const double error = norm_of(model, gradient - dense), norm = norm_of(model, dense);
+// The gradient on the host is a copy, or is overwritten by the next step.
+double distance(const Actor& actor, const at::Tensor& dense, double norm) {
+  const at::Tensor gradient = actor.model.decoder.device().to_host(actor.gradients.flat());
+  const double error = norm_of(actor.model, gradient.sub_(dense));
   if (!std::isfinite(error)) return std::numeric_limits<double>::infinity();
   return norm > 0 ? error / norm : error;
 }
@@ -182,23 +185,34 @@ BenchCell measure_cell(Actor& actor, const Options& options, const TrainingData&
   const MiniBatch mini_batch = data.mini_batch(0);
   BenchCell cell;
   std::vector<double> product_rates;
-  // One run that is not timed: memory is touched for the first time, and its gradient is what the others are held to.
+  Device& device = actor.model.decoder.device();
+  // Runs that are not timed: memory is touched for the first time, and on a GPU libraries choose and build their
+  // kernels by the shapes of each schedule. The gradient of the last one, dense, is what the others are held to.
+  if (!device.in_host_memory())
+    for (const char* schedule : {"packed", "phased"}) {
+      actor.options.schedule = schedule;
+      compute_gradient(actor, mini_batch, false);
+    }
   actor.options.schedule = "dense";
   compute_gradient(actor, mini_batch, false);
-  Device& device = actor.model.decoder.device();
   const at::Tensor dense = device.to_host(actor.gradients.flat()).clone();
-  if (const double norm = norm_of(actor.model, dense); !std::isfinite(norm))
-    throw InputError({options.model.empty() ? "--rollouts" : options.model, "a finite gradient", text_of("norm ", norm),
-                      "check weights, rewards and log-probs for extreme values"});
+  const double dense_norm = norm_of(actor.model, dense);
+  if (!std::isfinite(dense_norm))
+    throw InputError({options.model.empty() ? "--rollouts" : options.model, "a finite gradient",
+                      text_of("norm ", dense_norm), "check weights, rewards and log-probs for extreme values"});
   std::int64_t runs = 0;
   std::vector<PlanItem> plans[std::size(kEntrants)];
-  double before = product_flops_per_second(actor.model.dtype);
+  const auto product_rate = [&] {
+    return device.in_host_memory() ? product_flops_per_second(actor.model.dtype)
+                                   : product_flops_per_second(device, actor.model.dtype, kProductRows);
+  };
+  double before = product_rate();
   progress.begin("measuring", options.repetitions * static_cast<std::int64_t>(std::size(kEntrants)), "runs");
   for (std::int64_t run = 0; run < options.repetitions; ++run)
     for (const Entrant& entrant : kEntrants) {
       actor.options.schedule = entrant.schedule;
       GradientReport report = compute_gradient(actor, mini_batch, false);
-      const double after = product_flops_per_second(actor.model.dtype), rate = (before + after) / 2;
+      const double after = product_rate(), rate = (before + after) / 2;
       before = after;
       product_rates.push_back(rate);
       fit.add(measured_parts(*report.profile), predicted_parts(report.plan, unfitted), rate);
@@ -207,15 +221,15 @@ BenchCell measure_cell(Actor& actor, const Options& options, const TrainingData&
       measure.product_flops_per_second.push_back(rate);
       measure.predicted_seconds = report.plan.chosen.seconds;
       measure.predicted_peak_bytes = report.plan.chosen.bytes.peak();
-      // What is kept to compare gradients with is no part of the step.
-      measure.peak_bytes = report.peak_bytes.peak() - (dense.defined() ? static_cast<std::int64_t>(dense.nbytes()) : 0);
+      // What is kept on the host to compare gradients with is no part of the step.
+      measure.peak_bytes =
+          report.peak_bytes.peak() - (device.in_host_memory() ? static_cast<std::int64_t>(dense.nbytes()) : 0);
       measure.physical_rows = report.plan.physical_rows();
       measure.flops = report.plan.chosen.flops;
       if (options.profile) measure.profile = report.profile;
       cell.ceiling = report.plan.ceiling;
       if (entrant.measure == &BenchCell::automatic) cell.chosen = name_of(report.schedules.front());
-      measure.gradient_error =
-          std::max(measure.gradient_error, distance(actor.model, device.to_host(actor.gradients.flat()), dense));
+      measure.gradient_error = std::max(measure.gradient_error, distance(actor, dense, dense_norm));
       plans[&entrant - kEntrants] = std::move(report.plan.items);
       progress.advance_to(++runs);
     }
@@ -228,7 +242,7 @@ BenchCell measure_cell(Actor& actor, const Options& options, const TrainingData&
   return cell;
 }
 
-// Keeps the fit of enough steps, or says why not. None of a GPU: the products beside its steps ran on the CPU.
+// Keeps the fit of enough steps, or says why not. None of a GPU: its profile is a file that the user names.
 void finish(const CostFit& fit, MachineProfile machine, Progress& progress) {
   if (machine.source != "measured" || machine.device != "cpu" || fit.steps() < CostFit::kLeastSteps) return;
   const CostParts factors = fit.factors(machine);

@@ -187,10 +187,12 @@ void add_logit_cases(std::vector<OperationCase>& cases, std::int64_t rows, std::
     logits.select(1, 0).fill_(1e-18);
     logits.select(1, V - 1).fill_(2e-18);
   }
-  // A logit's exponent is off by its distance from the maximum.
+  // A logit's exponent is off by its distance from the maximum. Where one token has all the probability, log-prob and
+  // entropy are differences of logarithms that cancel: their errors are those of an exponent, relative to 1.
   const double distance = 16 * scale + 16, terms = distance + root(V) * 8;
   OperationCase score{"logit_sums, raise_maximum, score_edges", sizes, shared, {}, 0, terms};
   for (int i = 0; i < 3; ++i) score.arguments.push_back(numbers(edges.edges));
+  for (const std::size_t logarithm : {4, 5, 7, 8}) score.arguments[logarithm].least = 1;
   score.arguments.push_back({logits, Kind::sum});
   score.arguments.push_back({normal({rows}, 61).abs() + logits.amax(1), Kind::fixed});
   score.call = [=](const Ops& o, const Tensors& t) {

@@ -17,7 +17,7 @@ double roundoff(at::ScalarType dtype) {
 // The arguments in the types that they have where this dtype runs.
 std::vector<at::Tensor> arguments_of(const OperationCase& each, at::ScalarType dtype) {
   std::vector<at::Tensor> arguments;
-  for (const auto& [value, kind, result] : each.arguments)
+  for (const auto& [value, kind, result, least] : each.arguments)
     arguments.push_back(!value.defined() || kind == OperationCase::Kind::fixed ? value
                         : kind == OperationCase::Kind::sum                     ? value.to(accumulator_type(dtype))
                                                                                : value.to(dtype));
@@ -39,12 +39,13 @@ std::vector<at::Tensor> run_on(Device& device, const OperationCase& each, const 
 
 double largest(const at::Tensor& value) { return value.numel() == 0 ? 0 : value.abs().max().item<double>(); }
 
-// Relative to the largest number of the answer; of whole numbers absolute. An answer that vanishes, as the gradient of
-// the query of a row that sees one key, is a difference of numbers as large as the other results: `others`.
-double difference(const at::Tensor& got, const at::Tensor& want, double others) {
+// Relative to the largest number of the answer, at least to `least`; of whole numbers absolute. An answer that
+// vanishes, as the gradient of the query of a row that sees one key, is a difference of numbers as large as the other
+// results: `others`.
+double difference(const at::Tensor& got, const at::Tensor& want, double least, double others) {
   const double error = largest(got.to(at::kDouble) - want.to(at::kDouble));
   if (!got.is_floating_point() || error == 0) return error;
-  const double scale = largest(want);
+  const double scale = std::max(largest(want), least);
   return error / (scale > 0 ? scale : others);
 }
 
@@ -87,8 +88,11 @@ OperationCheck compared(const OperationCase& each, DType dtype, const std::vecto
   double largest_answer = 0;
   for (const at::Tensor& value : answer)
     if (value.is_floating_point()) largest_answer = std::max(largest_answer, largest(value));
+  std::vector<double> least;
+  for (const OperationCase::Argument& argument : each.arguments)
+    if (argument.result) least.push_back(argument.least);
   for (std::size_t i = 0; i < results.size() && !std::isnan(check.error); ++i) {
-    const double error = difference(results[i], answer[i], largest_answer);
+    const double error = difference(results[i], answer[i], least[i], largest_answer);
     if (!(error <= check.error)) check.error = error;
   }
   return check;

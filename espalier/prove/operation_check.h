@@ -1,7 +1,8 @@
 // Compares every operation of a device with the CPU's result in float64, on the same inputs.
 //
 // Inputs are random and rounded to the dtype first, so both sides compute from the same numbers. An error is the
-// largest difference of a result, relative to the largest value of the CPU's answer. It may be
+// largest difference of a result, relative to the largest value of the CPU's answer, or to `least` where that is
+// larger. It may be
 //   roundings u(dtype) + terms u(accumulator),  u the unit roundoff: 2^-8, 2^-24, 2^-53
 // where `roundings` counts how often a value on its way to the result is rounded to the dtype, and `terms` the
 // additions (and the roundings of exp and log) in the accumulator, each times how much larger than the result its
@@ -28,6 +29,7 @@ struct OperationCase {
     at::Tensor value;
     Kind kind = Kind::activation;
     bool result = false;
+    double least = 0;  // for a difference that may vanish: the size of its terms
   };
 
   std::string operation, sizes;

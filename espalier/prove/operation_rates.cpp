@@ -10,6 +10,7 @@
 #include "espalier/base/error.h"
 #include "espalier/device/scalar_type.h"
 #include "espalier/ops/operations.h"
+#include "espalier/prove/operation_check.h"
 
 namespace espalier {
 namespace {
@@ -18,14 +19,15 @@ namespace {
 constexpr std::int64_t kWidth = 2048, kInner = 6144, kHeads = 16, kKvHeads = 4, kHeadDim = 128, kVocabulary = 32768;
 constexpr std::int64_t kFewest = 64, kMost = 16384;
 constexpr double kLongEnough = 5e-3;  // seconds
+constexpr std::int64_t kDrawn = 1 << 18;
 
-// Tensors of a device, of any numbers that are small.
+// Tensors of a device. Their numbers are drawn: a GPU multiplies zeros faster than what a model has.
 class Room {
  public:
   Room(Device& device, DType dtype) : device_(device), dtype_(scalar_type(dtype)) {}
-  at::Tensor values(at::IntArrayRef sizes) const { return of(sizes, dtype_); }
-  at::Tensor sums(at::IntArrayRef sizes) const { return of(sizes, accumulator_type(dtype_)); }
-  at::Tensor numbers(at::IntArrayRef sizes) const { return of(sizes, at::kDouble); }
+  at::Tensor values(at::IntArrayRef sizes) const { return filled(sizes, dtype_, normal({kDrawn}, 1)); }
+  at::Tensor sums(at::IntArrayRef sizes) const { return positive(sizes, accumulator_type(dtype_)); }
+  at::Tensor numbers(at::IntArrayRef sizes) const { return positive(sizes, at::kDouble); }
   at::Tensor places(std::int64_t count, std::int64_t step, std::int64_t first = 0) const {
     return device_.adopt((at::arange(count, at::kLong) * step + first).to(at::kInt));
   }
@@ -36,9 +38,15 @@ class Room {
   const Operations& ops() const { return device_.operations(); }
 
  private:
-  at::Tensor of(at::IntArrayRef sizes, at::ScalarType dtype) const {
-    const at::Tensor tensor = device_.allocate(sizes, dtype);
-    device_.operations().zero(tensor);
+  at::Tensor positive(at::IntArrayRef sizes, at::ScalarType dtype) const {
+    return filled(sizes, dtype, normal({kDrawn}, 2).abs() + 0.5);
+  }
+  at::Tensor filled(at::IntArrayRef sizes, at::ScalarType dtype, const at::Tensor& drawn) const {
+    const at::Tensor tensor = device_.allocate(sizes, dtype), flat = tensor.view({-1}), numbers = drawn.to(dtype);
+    for (std::int64_t begin = 0; begin < flat.numel(); begin += kDrawn) {
+      const std::int64_t count = std::min(kDrawn, flat.numel() - begin);
+      device_.to_device(numbers.narrow(0, 0, count), flat.narrow(0, begin, count));
+    }
     return tensor;
   }
   Device& device_;
@@ -209,6 +217,12 @@ std::vector<OperationRate> measure_operation_rates(Device& device, DType dtype, 
   return rates;
 }
 
+double product_flops_per_second(Device& device, DType dtype, std::int64_t rows) {
+  const Room room(device, dtype);
+  const Call product = linear(room, rows);
+  return product.flops / seconds_of(device, product, 3);
+}
+
 MachineProfile profile_of_rates(Device& device, DType dtype, const std::vector<OperationRate>& rates) {
   const Room room(device, dtype);
   MachineProfile profile;
@@ -219,8 +233,7 @@ MachineProfile profile_of_rates(Device& device, DType dtype, const std::vector<O
   profile.threads = at::get_num_threads();
   double best = 0;
   for (std::int64_t rows = 1; rows <= named(rates, "linear").rows; rows *= 4) {
-    const Call work = linear(room, rows);
-    best = std::max(best, work.flops / seconds_of(device, work, 3));  // more rows are not slower
+    best = std::max(best, product_flops_per_second(device, dtype, rows));  // more rows are not slower
     profile.matrix.push_back({rows, best});
   }
   profile.weight_gradient_flops_per_second = named(rates, "add_linear_grad_weight").flops_per_second();

@@ -26,6 +26,9 @@ struct OperationRate {
 // long enough to be timed, at most as many as a wave has.
 std::vector<OperationRate> measure_operation_rates(Device& device, DType dtype, Progress& progress);
 
+// Floating-point operations a second of a matrix product with `rows` rows on a device.
+double product_flops_per_second(Device& device, DType dtype, std::int64_t rows);
+
 // The rates as a machine that steps can be planned for (plan --machine FILE).
 MachineProfile profile_of_rates(Device& device, DType dtype, const std::vector<OperationRate>& rates);
 

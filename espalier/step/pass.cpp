@@ -9,7 +9,6 @@
 #include "espalier/device/scalar_type.h"
 #include "espalier/execute/stage.h"
 #include "espalier/gradient/reduction.h"
-#include "espalier/observe/memory.h"
 #include "espalier/step/over_ranks.h"
 #include "espalier/step/planning.h"
 #include "espalier/step/step_path.h"
@@ -96,7 +95,7 @@ PassReport run_gradient_pass(Learner& learner, std::span<const Rollout> rollouts
     report.profile->collectives = {timer.began(), *log, result.last_backward_began, result.last_backward_ended};
   }
   report.arena_bytes = result.arena_bytes;
-  report.peak_bytes = result.arena_bytes.above(resident_bytes() - arena.touched());
+  report.peak_bytes = result.arena_bytes.above(decoder.device().held_bytes() - arena.touched());
   return joined(mesh, std::move(report));
 }
 

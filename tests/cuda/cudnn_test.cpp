@@ -196,7 +196,7 @@ OperationCheck checked(const OperationCase& each, DType dtype) {
     return changed;
   }();
   std::vector<at::Tensor> arguments, results;
-  for (const auto& [value, kind, result] : each.arguments) {
+  for (const auto& [value, kind, result, least] : each.arguments) {
     const at::ScalarType type = scalar_type(dtype);
     arguments.push_back(kind == OperationCase::Kind::fixed ? value
                         : kind == OperationCase::Kind::sum ? value.to(accumulator_type(type), false, true)

@@ -119,6 +119,7 @@ void unmap_page(Page page, std::byte* at) {
   streams().memory.remove(at);
 }
 std::int64_t free_memory() { return available_bytes(); }
+std::int64_t held_memory() { return streams().memory.bytes(); }
 bool on_device(const void* address) { return streams().memory.holds(address); }
 
 Stream stream() { return nullptr; }

@@ -41,6 +41,12 @@ bool DeviceMemory::holds(const void* address) const {
   return at < block->first + block->second;
 }
 
+std::int64_t DeviceMemory::bytes() const {
+  std::int64_t sum = 0;
+  for (const auto& [begin, bytes] : blocks_) sum += static_cast<std::int64_t>(bytes);
+  return sum;
+}
+
 void DeviceMemory::open(bool opens) {
   open_ = opens;
   for (auto block = blocks_.begin(); block != blocks_.end();) {

@@ -21,6 +21,7 @@ class DeviceMemory {
   void add(std::byte* begin, std::size_t bytes);
   void remove(std::byte* begin);
   bool holds(const void* address) const;
+  std::int64_t bytes() const;
   // Blocks behind each other are opened and closed together.
   void open(bool opens);
 

@@ -66,6 +66,7 @@ void GuardedDevice::synchronize() {
 }
 
 std::int64_t GuardedDevice::free_bytes() { return available_bytes(); }
+std::int64_t GuardedDevice::held_bytes() { return resident_bytes(); }
 
 double GuardedDevice::seconds() {
   synchronize();

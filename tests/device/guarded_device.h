@@ -22,6 +22,7 @@ class GuardedDevice : public Device {
   std::string_view name() const override { return "guarded"; }
   void synchronize() override;
   std::int64_t free_bytes() override;
+  std::int64_t held_bytes() override;
   double seconds() override;
   std::byte* reserve(std::int64_t bytes) override;
   void release(std::byte* memory, std::int64_t bytes) override;

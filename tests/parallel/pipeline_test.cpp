@@ -181,6 +181,7 @@ class ClockedDevice : public Device {
   std::string_view name() const override { return "clocked"; }
   void synchronize() override {}
   std::int64_t free_bytes() override { return cpu_device().free_bytes(); }
+  std::int64_t held_bytes() override { return cpu_device().held_bytes(); }
   double seconds() override { return cpu_device().seconds(); }
   std::byte* reserve(std::int64_t bytes) override { return cpu_device().reserve(bytes); }
   void release(std::byte* memory, std::int64_t bytes) override { cpu_device().release(memory, bytes); }

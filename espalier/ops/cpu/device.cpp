@@ -23,6 +23,7 @@ class CpuDevice : public Device {
   std::string_view name() const override { return "cpu"; }
   void synchronize() override {}
   std::int64_t free_bytes() override { return available_bytes(); }
+  std::int64_t held_bytes() override { return resident_bytes(); }
   double seconds() override { return Timer::steady_seconds(); }
 
   std::byte* reserve(std::int64_t bytes) override {

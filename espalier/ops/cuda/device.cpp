@@ -71,6 +71,11 @@ std::int64_t CudaDevice::free_bytes() {
   return free_memory();
 }
 
+// Pages that are leaving belong to nobody.
+std::int64_t CudaDevice::held_bytes() {
+  return held_memory() - static_cast<std::int64_t>(leaving_.size()) * page_bytes();
+}
+
 double CudaDevice::seconds() {
   synchronize();
   return Timer::steady_seconds();

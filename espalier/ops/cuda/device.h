@@ -41,6 +41,7 @@ class CudaDevice : public Device {
   std::string_view name() const override { return name_; }
   void synchronize() override;
   std::int64_t free_bytes() override;
+  std::int64_t held_bytes() override;
   double seconds() override;
   Moment moment() override;
   double seconds_between(const Moment& begin, const Moment& end) override;

@@ -330,10 +330,12 @@ void backward(const BackwardCall& c) {
 
 }  // namespace grouped
 
-// Products from rows of M to 2 F, from F to M, and back.
+// Products from rows of M to 2 F, from F to M, and back. Weights stand behind other parameters, of any size: grouped
+// products take those that begin at a multiple of 16 bytes.
 bool runs_grouped(const at::Tensor& x_RM, const ExpertWeights& weights) {
-  const at::ScalarType dtype = x_RM.scalar_type();
-  return has_grouped_products(dtype, weights.down_EMF.size(1), weights.down_EMF.size(2));
+  const auto aligned = [](const at::Tensor& x) { return reinterpret_cast<std::uintptr_t>(x.data_ptr()) % 16 == 0; };
+  return has_grouped_products(x_RM.scalar_type(), weights.down_EMF.size(1), weights.down_EMF.size(2)) &&
+         aligned(weights.gate_up_EWM) && aligned(weights.down_EMF);
 }
 
 void add_experts(const SortedSlots& sorted, const ExpertWeights& weights, const at::Tensor& x_RM,

@@ -19,6 +19,7 @@ namespace {
 
 struct Work {
   int index = 0, capability = 0, most_shared_bytes = 0;
+  std::int64_t free_at_start = 0;
   std::vector<cudaStream_t> streams;  // by Queue
   std::vector<cudaEvent_t> events;
   std::vector<Event> free_events;
@@ -98,6 +99,7 @@ void start(int index, int capability) {
                     work().cublas,
                     static_cast<cublasMath_t>(CUBLAS_DEFAULT_MATH | CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION)),
                 "cublasSetMathMode");
+  work().free_at_start = free_memory();
 }
 
 Queue make_queue() {
@@ -182,6 +184,8 @@ std::int64_t free_memory() {
   expect_success(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
   return static_cast<std::int64_t>(free);
 }
+
+std::int64_t held_memory() { return work().free_at_start - free_memory(); }
 
 // Addresses that CUDA does not know are the host's.
 bool on_device(const void* address) {
