@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """The first minutes on a machine with a GPU: what works, how exact it is, how fast it is.
 
-    python3 first_hour.py [--out RESULTS] [--only STAGE,STAGE] [--device cuda] [--minutes 8]
+    python3 first_hour.py [--out RESULTS] [--only STAGE,STAGE] [--device cuda] [--minutes 10]
 
 Needs a Python with torch 2.11 and a GPU driver; no network and no compiler. It runs from the folder that `make gpu-bundle` makes, and
-from a source tree (`make gpu-check`). Every stage is a process of its own with a time limit of a minute at most; a stage that fails, hangs
-or crashes costs only itself. After --minutes no further stage starts, and the one that runs ends. RESULTS gets one JSON file for each
+from a source tree (`make gpu-check`). Every stage is a process of its own with a time limit; a stage that fails, hangs or crashes costs only
+itself. After --minutes no further stage starts, and the one that runs ends. RESULTS gets one JSON file for each
 stage at once, and RESULTS/first_hour.md, the page, whenever a stage is done. Exit code: 0; 6 if a stage failed; 8 if the GPU cannot be
 used at all.
 """
@@ -31,10 +31,19 @@ PACKAGE = ROOT if BUNDLE else ROOT / "python"
 PROGRAM = ROOT / ("espalier/bin/espalier" if BUNDLE else "build/espalier")
 CASES = ROOT / ("cases" if BUNDLE else "build/gpu_cases")
 EXAMPLES = ROOT / "examples"
+CHECKS = ROOT / ("checks" if BUNDLE else "tests/python")
 LIMIT = 60  # seconds of a stage
-MINUTES = 8  # of all stages
+MINUTES = 10  # of all stages
+PRINTED = 4000  # characters of a stage's output that are kept
+WIDE = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=4, num_attention_heads=32, num_key_value_heads=8, vocab_size=32768,
+            max_position_embeddings=131072)  # layers of Llama-3-8B
+TINY = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, vocab_size=64,
+            max_position_embeddings=512)
 SANITIZED = ("add_attention_backward", "add_norm_backward")  # operations, each a stage; attention's runs the forward as well
 TOOLKIT = ("/usr/local/cuda/lib64", "/usr/local/cuda/targets/x86_64-linux/lib")  # where a torch without packages of NVIDIA has its libraries
+KERNELS = ("own", "flash", "cudnn")
+NCU = [word for section in ("SpeedOfLight", "Occupancy", "LaunchStats", "WarpStateStats", "SchedulerStats", "InstructionStats", "ComputeWorkloadAnalysis",
+                            "MemoryWorkloadAnalysis") for word in ("--section", section)]
 NOT_THERE = 8  # exit code of the program: no such device or backend
 
 
@@ -50,6 +59,8 @@ class Stage:
     gpus: int = 1
     environment: dict = field(default_factory=dict)
     skips_on: tuple = (NOT_THERE,)
+    limit: float = LIMIT
+    printed: int = PRINTED
 
 
 def stages(device):
@@ -58,26 +69,36 @@ def stages(device):
     emulated = device == "emulate"
     model, rollouts = ("--model", str(CASES / "model")), ("--rollouts", str(CASES / "rollouts.jsonl"))
     torch_device = "cpu" if emulated else "cuda"
-    wide = ("--model", str(CASES / ("tiny.json" if emulated else "llama3_8b_4_layers.json")),
-            "--splits", "24/8" if emulated else "10240/2048", "--n", "2" if emulated else "32")
-    listed = [Stage("facts", "the machine, its driver and its packages", [sys.executable, __file__, "--facts"])]
+    shape, splits, n = ("tiny.json", "24/8", 2) if emulated else ("llama3_8b_4_layers.json", "10240/2048", 32)
+    wide = ("--model", str(CASES / shape))
+    this = [sys.executable, __file__]
+    models = [sys.executable, str(CHECKS / "device_models.py")]
+    listed = [Stage("facts", "the machine, its driver and its packages", [*this, "--facts"])]
     listed += [Stage(f"selftest-{kernels}", f"every operation against float64, then rates, attention {kernels}",
-                     [program, "selftest", *on, "--attention", kernels, "--json"]) for kernels in ("own", "flash", "cudnn")]
+                     [program, "selftest", *on, "--attention", kernels, "--json"]) for kernels in KERNELS]
     listed += [Stage(f"verify-{dtype}", f"a whole step, shared against dense, {dtype}",
                      [program, "verify", *on, "--dtype", dtype, *model, *rollouts, "--json"]) for dtype in ("float64", "float32", "bfloat16")]
     listed += [Stage(f"sanitizer-{operation.split('_')[1]}", f"accesses of the kernels of {operation} under compute-sanitizer",
                      ["compute-sanitizer", "--error-exitcode", "6", program, "selftest", *on, "--attention", "own", "--only", operation], json=False,
                      needs="compute-sanitizer") for operation in SANITIZED]
     listed += [
-        Stage("hf", "espalier.hf: one step of a transformers model, verified", [sys.executable, __file__, "--hf", torch_device],
-              packages=("transformers",)),
+        Stage("families", "every family: gradients against the CPU's in float64, verify in float32 and bfloat16",
+              [*models, "program", program, *on], packages=("transformers",), limit=120),
+        Stage("verbs", "training, sampling and scoring", [*this, "--verbs", device]),
+        Stage("hf", "espalier.hf: one step of a transformers model, verified", [*this, "--hf", torch_device], packages=("transformers",)),
         Stage("trl", "espalier.trl: examples/trl_grpo.py", [sys.executable, str(EXAMPLES / "trl_grpo.py"), "--steps", "1"], json=False,
               packages=("trl", "datasets"), environment={"CUDA_VISIBLE_DEVICES": ""} if emulated else {}),
-        Stage("llama", "layers of Llama-3-8B, 10k/2k, N = 32: dense against shared", [
-            program, "bench", *on, "--dtype", "bfloat16", *wide, "--repetitions", "1", "--json"]),
-        Stage("ncu", "three kernels of the attention under ncu",
-              ["ncu", "--kernel-name", "regex:tiles", "--launch-count", "3", "--set", "basic", program, "selftest", *on,
-               "--attention", "own", "--only", "add_attention_backward"], json=False, needs="ncu"),
+        Stage("hf-llama", f"espalier.hf: layers of Llama-3-8B, {splits}, N = {n}: dense against shared", [*this, "--hf-wide", torch_device],
+              packages=("transformers",), limit=90)]
+    listed += [Stage(f"llama-{kernels}", f"layers of Llama-3-8B, {splits}, N = {n}: dense against shared, attention {kernels}",
+                     [program, "bench", *on, "--attention", kernels, "--dtype", "bfloat16", *wide, "--splits", splits, "--n", str(n),
+                      "--repetitions", "1", "--json"], limit=90) for kernels in KERNELS]
+    listed += [
+        Stage("ncu", "kernels of the attention under ncu",
+              ["ncu", "--kernel-name", "regex:tiles_kernel", "--launch-count", "3", *NCU, program, "bench", *on, "--attention", "own", "--dtype",
+               "bfloat16", "--model", str(CASES / "llama3_8b_1_layer.json"), "--splits", "8192/1024", "--n", "2", "--repetitions", "1"], json=False, needs="ncu", printed=20000),
+        Stage("models", "models of transformers that espalier.hf calls exact, against dense calls in float64, verified in bfloat16",
+              [*models, "transformers", "--device", torch_device, "--seconds", "200"], packages=("transformers",), limit=240),
         Stage("nccl", "two GPUs: dp 2 with NCCL against one process",
               [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python", program, "train", *on, "--dp", "2", *model,
                *rollouts, "--out", "DIRECTORY/nccl", "--json"], gpus=2),
@@ -142,11 +163,13 @@ def run(stage, out, limit):
         try:
             result["result"] = json.loads(printed)
         except json.JSONDecodeError:
-            result["stdout"] = printed[-4000:]
+            result["stdout"] = printed[-stage.printed:]
     else:
-        result["stdout"] = printed[-4000:]
+        result["stdout"] = printed[-stage.printed:]
+    if status == "passed" and result.get("result", {}).get("gradient_norm") == 0:
+        result["status"], result["reason"] = "failed", "the gradient is zero: nothing was compared"
     if status != "passed":
-        result["stderr"] = errors[-4000:]
+        result["stderr"] = errors[-PRINTED:]
         result["reason"] = reason_of(status, errors, process.returncode, limit)
     return result
 
@@ -223,11 +246,97 @@ def hf(device):
     return 0
 
 
+def hf_wide(device):
+    """Layers of Llama-3-8B as transformers runs them, in bfloat16: a dense step and shared ones."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import espalier.hf
+    on_gpu = device == "cuda"
+    prefix, suffix, n = (10240, 2048, 32) if on_gpu else (24, 8, 2)
+    torch.manual_seed(0)
+    config = LlamaConfig(**(WIDE if on_gpu else TINY), tie_word_embeddings=False)
+    with torch.device(device):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    draw = lambda count: torch.randint(0, config.vocab_size, (count,)).tolist()
+    group = lambda prefix, suffix, n: (lambda prompt: [{"prompt_ids": prompt, "response_ids": draw(suffix)} for _ in range(n)])(draw(prefix))
+    weights = torch.randn(n, device=device)
+    loss = lambda wave: -(wave.logprobs * weights[wave.rollout]).sum() / (n * suffix)
+    rollouts, steps, dense = group(prefix, suffix, n), {}, None
+    for trunk_state in (None, "keep", "recompute", *(["offload"] if on_gpu else [])):
+        name = f"shared, {trunk_state}" if trunk_state else "dense"
+        how = dict(schedule="shared", trunk_state=trunk_state) if trunk_state else dict(schedule="dense")
+        # Kernels are chosen in a first call; pinned memory is taken in the first step that offloads.
+        sizes = [group(64 if on_gpu else 8, 16 if on_gpu else 4, 2), *([rollouts] if trunk_state == "offload" else []), rollouts]
+        try:
+            for each in sizes:
+                model.zero_grad(set_to_none=True)
+                if on_gpu:
+                    torch.cuda.reset_peak_memory_stats()
+                result = espalier.hf.phased_step(model, each, loss, **how)
+        except Exception as error:  # the other steps say something, too
+            steps[name] = {"error": f"{type(error).__name__}: {error}"[:400]}
+            continue
+        gradient = [p.grad.cpu() for p in model.parameters()]
+        dense = gradient if dense is None else dense
+        norm = lambda parts: sum(float(x.float().square().sum()) for x in parts) ** .5
+        steps[name] = {"seconds": result.seconds, "rows": result.rows, "waves": result.waves, "peak_bytes": result.peak_bytes,
+                       "from_dense": norm(a.float() - b.float() for a, b in zip(gradient, dense, strict=True)) / norm(dense)}
+    print(json.dumps({"prefix": prefix, "suffix": suffix, "n": n, "steps": steps}))
+    return 6 if any("error" in step for step in steps.values()) else 0
+
+
+def verbs(device):
+    """Verbs in the order in which a user meets them, and scores against the CPU's."""
+    folder = Path.cwd() / "verbs"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    on, model, rollouts = ("--device", device), ("--model", CASES / "model"), ("--rollouts", CASES / "rollouts.jsonl")
+    prompts = {json.dumps(json.loads(line)["prompt_ids"]) for line in (CASES / "rollouts.jsonl").read_text().splitlines()}
+    (folder / "prompts.jsonl").write_text("".join(f'{{"prompt_ids": {ids}}}\n' for ids in sorted(prompts)))
+    calls = {
+        "grpo": ("grpo", *on, "--out", folder / "run", "--prompt-length", 64, "--max-response-length", 8, "--train-batch-size", 4, "--n", 4,
+                 "--steps", 2, "--warm-start-steps", 2),
+        "grpo --resume": ("grpo", *on, "--resume", folder / "run", "--steps", 3),
+        "generate": ("generate", *on, *model, "--prompts", folder / "prompts.jsonl", "--out", folder / "answers.jsonl", "--n", 2, "--max-response-length", 8),
+        "score": ("score", *on, "--dtype", "float64", *model, *rollouts, "--out", folder / "scored.jsonl"),
+        "score on the CPU": ("score", "--dtype", "float64", *model, *rollouts, "--out", folder / "scored_cpu.jsonl"),
+        "train": ("train", *on, "--dtype", "bfloat16", *model, *rollouts, "--out", folder / "trained", "--steps", 2),
+        "train --lora-rank": ("train", *on, "--dtype", "bfloat16", "--lora-rank", 4, *model, *rollouts, "--out", folder / "adapter"),
+        "train, offloaded": ("train", *on, "--schedule", "phased", "--trunk-state", "offload", *model, *rollouts, "--out", folder / "offloaded"),
+        "train, recomputed": ("train", *on, "--schedule", "phased", "--trunk-state", "recompute", "--wave-state", "recompute", *model, *rollouts,
+                              "--out", folder / "recomputed")}
+    told, wrong = {}, []
+    for name, words in calls.items():
+        start = time.monotonic()
+        done = subprocess.run([PROGRAM, *map(str, words), "--quiet"], capture_output=True, text=True)
+        told[name] = {"exit_code": done.returncode, "seconds": round(time.monotonic() - start, 2)}
+        if done.returncode != 0:
+            wrong.append(f"{name}: {done.stderr.strip()[-400:]}")
+    if not wrong:
+        here, there = ([json.loads(line)["logprobs"] for line in (folder / name).read_text().splitlines()] for name in ("scored.jsonl", "scored_cpu.jsonl"))
+        told["log-probs from the CPU's"] = far = max(abs(a - b) for x, y in zip(here, there, strict=True) for a, b in zip(x, y, strict=True))
+        if not far < 1e-10:
+            wrong.append(f"log-probs are {far} from the CPU's")
+    print(json.dumps({"verbs": told, "wrong": {what.split(":")[0]: what for what in wrong}}))
+    print("\n".join(wrong), file=sys.stderr)
+    return 6 if wrong else 0
+
+
 # ---- the page ----
 
 def line_of(result):
     """What the page says of a stage beside its status."""
     told = result.get("result") or {}
+    if "steps" in told:
+        return "; ".join(f"{name}: {step['seconds']:.2f} s, peak {step['peak_bytes'] / 2**30:.1f} GiB" if "seconds" in step else f"{name}: {step['error']}"
+                         for name, step in told["steps"].items())
+    if "models" in told:
+        return f"{len(told['models']) - len(told['wrong']) - len(told['refused'])} exact, {len(told['refused'])} refused, {len(told['wrong'])} wrong" + (
+            f", {len(told['left'])} not reached" if told.get("left") else "")
+    if "verdict" in told and result["status"] == "failed" and told.get("checks"):
+        wrong = [check for check in told["checks"] if not check["pass"]]
+        return f"{len(wrong)} of {len(told['checks'])} checks failed" + (f": {wrong[0]['operation']}, {wrong[0]['sizes']}, {wrong[0]['dtype']}" if wrong else "")
     if result["status"] != "passed":
         return result.get("reason", "")
     if "checks" in told:
@@ -259,15 +368,21 @@ def main():
     parser.add_argument("--out", type=Path, default=Path("first_hour"), help="folder for the results")
     parser.add_argument("--only", default="", help="stages to run, separated by commas")
     parser.add_argument("--device", default="cuda", choices=("cuda", "emulate"), help="emulate: a rehearsal on a CPU")
-    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds of a stage")
+    parser.add_argument("--limit", type=float, default=0, help="seconds of a stage; 0: its own limit, most of them 60")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="of all stages")
     parser.add_argument("--facts", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--hf", help=argparse.SUPPRESS)
+    parser.add_argument("--hf-wide", help=argparse.SUPPRESS)
+    parser.add_argument("--verbs", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.facts:
         return facts()
     if arguments.hf:
         return hf(arguments.hf)
+    if arguments.hf_wide:
+        return hf_wide(arguments.hf_wide)
+    if arguments.verbs:
+        return verbs(arguments.verbs)
     listed = stages(arguments.device)
     wanted = set(filter(None, arguments.only.split(",")))
     unknown = wanted - {stage.name for stage in listed}
@@ -285,7 +400,7 @@ def main():
         if not reason and left < 1:
             reason = f"{arguments.minutes:g} minutes are over: --only {stage.name} runs it"
         result = ({"stage": stage.name, "about": stage.about, "status": "skipped", "seconds": 0.0, "reason": reason} if reason
-                  else run(stage, out, min(arguments.limit, left)))
+                  else run(stage, out, min(arguments.limit or stage.limit, left)))
         results.append(result)
         (out / f"{number:02d}-{stage.name}.json").write_text(json.dumps(result, indent=1) + "\n")
         print(f"{stage.name:22} {result['status']:9} {result['seconds']:6.1f} s  {line_of(result)}", flush=True)

@@ -17,13 +17,13 @@
 namespace espalier {
 namespace {
 
-// Published peaks; sources in docs/machines.md, which a test compares with this table.
+// Published peaks and measured rates; sources in docs/machines.md, which a test compares with this table.
 struct Gpu {
   const char* name;
   const char* title;
   double bfloat16, float32, float64;  // FLOP/s of matrix products
-  // FLOP/s of forward and backward together in bfloat16, by kernels: this library's, counted from what was compiled;
-  // FlashAttention-2's and cuDNN's, as measured by their writers. 0: they do not run there.
+  // FLOP/s of forward and backward together in bfloat16, by kernels: this library's, FlashAttention-2's and cuDNN's.
+  // 0: they do not run there.
   double attention_own, attention_flash, attention_cudnn;
   double bytes_per_second;
   std::int64_t memory_bytes;
@@ -31,9 +31,9 @@ struct Gpu {
   double link, network;          // that one GPU sends, to a neighbour and to another machine
 };
 constexpr Gpu kGpus[] = {
-    {"h100", "NVIDIA H100 SXM", 989e12, 67e12, 67e12, 150e12, 320e12, 500e12, 3.35e12, std::int64_t{79} << 30, 64e9,
+    {"h100", "NVIDIA H100 SXM", 989e12, 67e12, 67e12, 220e12, 168e12, 300e12, 3.35e12, std::int64_t{79} << 30, 64e9,
      450e9, 50e9},
-    {"h200", "NVIDIA H200 SXM", 989e12, 67e12, 67e12, 150e12, 320e12, 500e12, 4.8e12, std::int64_t{139} << 30, 64e9,
+    {"h200", "NVIDIA H200 SXM", 989e12, 67e12, 67e12, 220e12, 168e12, 300e12, 4.8e12, std::int64_t{139} << 30, 64e9,
      450e9, 50e9},
     {"a100", "NVIDIA A100 SXM 80 GB", 312e12, 19.5e12, 19.5e12, 100e12, 180e12, 0, 2.04e12, std::int64_t{79} << 30,
      32e9, 300e9, 25e9},

@@ -83,12 +83,12 @@ def batch(seed=3, groups=((53, (17, 5, 0, 12)), (21, (7, 1))), stem=9):
     return out
 
 
-def loss_of(rollouts, seed=5):
+def loss_of(rollouts, seed=5, device="cpu"):
     """A clipped ratio with old log-probs and advantages drawn, and an entropy term: sums over tokens, so it adds up over waves."""
     generator = torch.Generator().manual_seed(seed)
     longest = max(len(r["response_ids"]) for r in rollouts)
-    advantages = torch.randn(len(rollouts), generator=generator, dtype=torch.float64)
-    old = -4.5 + torch.randn(len(rollouts), longest, generator=generator, dtype=torch.float64) * .3
+    advantages = torch.randn(len(rollouts), generator=generator, dtype=torch.float64).to(device)
+    old = (-4.5 + torch.randn(len(rollouts), longest, generator=generator, dtype=torch.float64) * .3).to(device)
 
     def loss(wave):
         at = advantages[wave.rollout].to(wave.logprobs.dtype)

@@ -81,12 +81,13 @@ def rehearsed(bundle, out, *arguments):
 
 
 def test_the_bundle_runs_without_the_tree_and_without_a_network(bundle, tmp_path):
-    done = rehearsed(bundle, tmp_path / "out", "--only", "facts,hf,llama,nccl,selftest-flash", "--limit", "300")
+    done = rehearsed(bundle, tmp_path / "out", "--only", "facts,hf,hf-llama,llama-own,verbs,nccl,selftest-flash", "--limit", "300")
     assert done.returncode == 0, done.stdout + done.stderr
     results = {found["stage"]: found for found in (json.loads(path.read_text()) for path in (tmp_path / "out").glob("[0-9]*.json"))}
     assert {name: found["status"] for name, found in results.items()} == {
-        "facts": "passed", "hf": "passed", "llama": "passed", "nccl": "skipped", "selftest-flash": "skipped"}
-    assert results["llama"]["result"]["cells"] and results["hf"]["result"]["rows"] < results["hf"]["result"]["rows_without_sharing"]
+        "facts": "passed", "hf": "passed", "hf-llama": "passed", "llama-own": "passed", "verbs": "passed",
+        "nccl": "skipped", "selftest-flash": "skipped"}
+    assert results["llama-own"]["result"]["cells"] and results["hf"]["result"]["rows"] < results["hf"]["result"]["rows_without_sharing"]
     assert "2 GPUs needed" in results["nccl"]["reason"] and "FlashAttention" in results["selftest-flash"]["reason"]
     page = (tmp_path / "out/first_hour.md").read_text()
     assert all(name in page for name in results)
@@ -105,19 +106,19 @@ def broken_bundle(bundle, folder, cases):
 
 def test_a_stage_that_crashes_or_hangs_costs_only_itself(bundle, tmp_path):
     broken = broken_bundle(bundle, tmp_path, '*"--attention own"*) kill -9 $$;; *"--attention flash"*) sleep 100;;')
-    done = rehearsed(broken, tmp_path / "out", "--only", "facts,selftest-own,selftest-flash,llama", "--limit", "20")
+    done = rehearsed(broken, tmp_path / "out", "--only", "facts,selftest-own,selftest-flash,llama-own", "--limit", "20")
     assert done.returncode == 6
     status = {found["stage"]: found["status"] for found in (json.loads(path.read_text()) for path in (tmp_path / "out").glob("[0-9]*.json"))}
-    assert status == {"facts": "passed", "selftest-own": "failed", "selftest-flash": "timed out", "llama": "passed"}
+    assert status == {"facts": "passed", "selftest-own": "failed", "selftest-flash": "timed out", "llama-own": "passed"}
 
 
 def test_all_stages_together_end_after_so_many_minutes(bundle, tmp_path):
     slow = broken_bundle(bundle, tmp_path, '*"--attention own"*) sleep 100;;')
-    done = rehearsed(slow, tmp_path / "out", "--only", "facts,selftest-own,llama", "--minutes", "0.2")
+    done = rehearsed(slow, tmp_path / "out", "--only", "facts,selftest-own,llama-own", "--minutes", "0.2")
     results = [json.loads(path.read_text()) for path in sorted((tmp_path / "out").glob("[0-9]*.json"))]
-    assert done.returncode == 6 and [found["stage"] for found in results] == ["facts", "selftest-own", "llama"]
-    assert results[-1]["status"] == "skipped" and "--only llama runs it" in results[-1]["reason"]
-    assert "--only llama runs it" in (tmp_path / "out/first_hour.md").read_text()
+    assert done.returncode == 6 and [found["stage"] for found in results] == ["facts", "selftest-own", "llama-own"]
+    assert results[-1]["status"] == "skipped" and "--only llama-own runs it" in results[-1]["reason"]
+    assert "--only llama-own runs it" in (tmp_path / "out/first_hour.md").read_text()
     assert sum(found["seconds"] for found in results) < 60
 
 

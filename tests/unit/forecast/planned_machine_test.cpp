@@ -66,7 +66,7 @@ TEST(PlannedMachine, AttentionHasTheRateOfItsKernels) {
       else
         EXPECT_NEAR(planned_machine(name, DType::bfloat16, kKernels[i]).attention_flops_per_second, rate, 1) << name;
     }
-    EXPECT_LT(row[6], row[7]) << "own kernels are not taken where faster ones are there";
+    EXPECT_LT(row[6], std::max(row[7], row[8])) << "own kernels are not taken where faster ones are there";
   }
 }
 
