@@ -301,10 +301,13 @@ void add_router_cases(std::vector<OperationCase>& cases, const ExpertSize& size,
                      8 * terms * root(R)});
 }
 
-void add_sorted_cases(std::vector<OperationCase>& cases, const ExpertSize& size, std::int64_t width) {
+// `inner`: elements between an expert's products. `behind`: elements that stand before each weight in its memory.
+void add_sorted_cases(std::vector<OperationCase>& cases, const ExpertSize& size, std::int64_t width, std::int64_t inner,
+                      std::int64_t behind = 0) {
   const auto [R, E, k, renormalise] = size;
-  const std::string sizes = text_of(R, " x ", width, ", ", k, " of ", E, " experts");
-  const std::int64_t S = R * k, F = width / 2 + 1;
+  const std::string sizes =
+      text_of(R, " x ", width, ", ", k, " of ", E, " experts", behind > 0 ? ", weights not aligned" : "");
+  const std::int64_t S = R * k, F = inner;
   const auto indices = [](std::int64_t count) {
     return OperationCase::Argument{at::full({count}, 7, at::kInt), Kind::fixed, true};
   };
@@ -342,17 +345,21 @@ void add_sorted_cases(std::vector<OperationCase>& cases, const ExpertSize& size,
   // Two products in a row: the sums of the second are of values rounded twice.
   const double products = 8 * root(width) * (static_cast<double>(width) + static_cast<double>(R));
   OperationCase experts{"add_experts", sizes, sorted, {}, 12, products};
-  experts.arguments.push_back({normal({E, 2 * F, width}, 86, 0.2)});
-  experts.arguments.push_back({normal({E, width, F}, 87, 0.2)});
+  experts.arguments.push_back({normal({behind + E * 2 * F * width}, 86, 0.2)});
+  experts.arguments.push_back({normal({behind + E * width * F}, 87, 0.2)});
   experts.arguments.push_back({normal({R, width}, 88)});
   experts.arguments.push_back({normal({R, k}, 89), Kind::sum});
   experts.arguments.push_back({at::zeros({S, 2 * F}, at::kDouble), Kind::activation, true});
   experts.arguments.push_back({normal({R, width}, 90), Kind::sum, true});
   experts.arguments.push_back({at::zeros({R, width}, at::kDouble)});
   experts.arguments.push_back({at::zeros({R, F}, at::kDouble)});
+  const auto weights = [=](const Tensors& t) {
+    const auto of = [&](const at::Tensor& flat) { return flat.narrow(0, behind, flat.size(0) - behind); };
+    return ExpertWeights{of(t[4]).view({E, 2 * F, width}), of(t[5]).view({E, width, F})};
+  };
   experts.call = [=](const Ops& o, const Tensors& t) {
     o.sort_by_expert(t[0], slots(t));
-    o.add_experts(slots(t), {t[4], t[5]}, t[6], t[7], t[8], t[9], {t[10], t[11], {}, {}});
+    o.add_experts(slots(t), weights(t), t[6], t[7], t[8], t[9], {t[10], t[11], {}, {}});
   };
   cases.push_back(experts);
   OperationCase backward = experts;
@@ -367,8 +374,8 @@ void add_sorted_cases(std::vector<OperationCase>& cases, const ExpertSize& size,
   backward.arguments.push_back({at::zeros({2 * F * width}, at::kDouble)});
   backward.call = [=](const Ops& o, const Tensors& t) {
     o.sort_by_expert(t[0], slots(t));
-    o.add_experts(slots(t), {t[4], t[5]}, t[6], t[7], t[8], t[9], {t[10], t[11], {}, {}});
-    o.add_experts_backward(slots(t), {t[4], t[5]}, t[6], t[7], t[8], t[12], {t[13], t[14]}, t[15], t[16],
+    o.add_experts(slots(t), weights(t), t[6], t[7], t[8], t[9], {t[10], t[11], {}, {}});
+    o.add_experts_backward(slots(t), weights(t), t[6], t[7], t[8], t[12], {t[13], t[14]}, t[15], t[16],
                            {t[10], t[11], t[17], t[18]});
   };
   cases.push_back(backward);
@@ -376,8 +383,8 @@ void add_sorted_cases(std::vector<OperationCase>& cases, const ExpertSize& size,
     backward.sizes = experts.sizes + (down ? ", gate and up held" : ", down held");
     backward.call = [=](const Ops& o, const Tensors& t) {
       o.sort_by_expert(t[0], slots(t));
-      o.add_experts(slots(t), {t[4], t[5]}, t[6], t[7], t[8], t[9], {t[10], t[11], {}, {}});
-      o.add_experts_backward(slots(t), {t[4], t[5]}, t[6], t[7], t[8], t[12],
+      o.add_experts(slots(t), weights(t), t[6], t[7], t[8], t[9], {t[10], t[11], {}, {}});
+      o.add_experts_backward(slots(t), weights(t), t[6], t[7], t[8], t[12],
                              {down ? at::Tensor() : t[13], down ? t[14] : at::Tensor()}, t[15], t[16],
                              {t[10], t[11], t[17], t[18]});
     };
@@ -537,14 +544,17 @@ std::vector<OperationCase> expert_cases() {
                                  ExpertSize{3, 128, 8, true}, ExpertSize{5, 70, 40, true}})
     add_router_cases(cases, size);
   add_router_cases(cases, {6, 100, 12, false}, true);
-  add_sorted_cases(cases, {1, 1, 1, false}, 4);
-  add_sorted_cases(cases, {7, 6, 2, true}, 24);
-  add_sorted_cases(cases, {140, 5, 2, true}, 10);
-  add_sorted_cases(cases, {3, 45, 40, false}, 8);
-  add_sorted_cases(cases, {16, 4, 2, false}, 9);
-  add_sorted_cases(cases, {2, 2, 1, false}, 530);
-  add_sorted_cases(cases, {0, 7, 2, false}, 0);
-  add_sorted_cases(cases, {1100, 128, 2, false}, 0);
+  add_sorted_cases(cases, {1, 1, 1, false}, 4, 3);
+  add_sorted_cases(cases, {7, 6, 2, true}, 24, 13);
+  add_sorted_cases(cases, {140, 5, 2, true}, 10, 6);
+  add_sorted_cases(cases, {3, 45, 40, false}, 8, 5);
+  add_sorted_cases(cases, {16, 4, 2, false}, 9, 5);
+  add_sorted_cases(cases, {2, 2, 1, false}, 530, 266);
+  add_sorted_cases(cases, {0, 7, 2, false}, 0, 0);
+  add_sorted_cases(cases, {1100, 128, 2, false}, 0, 0);
+  // Sizes of grouped products in bfloat16, and weights that those do not take.
+  add_sorted_cases(cases, {13, 5, 2, true}, 24, 16);
+  add_sorted_cases(cases, {13, 5, 2, true}, 24, 16, 3);
   return cases;
 }
 

@@ -196,6 +196,9 @@ static void grouped_product(const at::Tensor& out_RN, const at::Tensor& a_RK, co
 }
 void multiply_grouped(const at::Tensor& out_RN, const at::Tensor& a_RK, const at::Tensor& b_EKN,
                       const at::Tensor& end_E) {
+  for (const at::Tensor& each : {a_RK, b_EKN})  // as ATen does on a GPU
+    ESPALIER_INTERNAL(reinterpret_cast<std::uintptr_t>(each.data_ptr()) % 16 == 0,
+                      "a grouped product's operand, aligned");
   testing::give_to_compute([=] { grouped_product(out_RN, a_RK, b_EKN, end_E); });
 }
 

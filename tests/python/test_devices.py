@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from make_model import make_rollouts, write_records
 from test_parallel import torchrun
+from text_model import byte_level_tokenizer, make_text_model
 
 SEED = 47
 
@@ -50,6 +51,19 @@ def test_processes_with_a_device_each_give_the_gradients_of_one(degrees, espalie
     assert want.keys() == got.keys()
     for name, value in want.items():
         assert (got[name] - value).norm() <= 1e-10 * value.norm(), name
+
+
+def test_a_run_continues_on_a_device(espalier, program, tmp_path):
+    if not (program.parent / "libespalier_emulated.so").exists():
+        pytest.skip("libespalier_emulated.so is not beside the program: the C++ tests are not built")
+    prompts, reward = tmp_path / "prompts.jsonl", tmp_path / "reward.py"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("one", "two and three")))
+    reward.write_text("def compute_score(solution_str, **_):\n    return float(len(solution_str))\n")
+    model = make_text_model(tmp_path / "model", byte_level_tokenizer(["one two three four"], 300))
+    espalier("grpo", "--device", "emulate", "--model", model, "--prompts", prompts, "--reward", reward,
+             "--out", tmp_path / "run", "--steps", 1, "--max-response-length", 4, "--train-batch-size", 2, "--n", 2)
+    espalier("grpo", "--device", "emulate", "--resume", tmp_path / "run", "--steps", 2)
+    assert max(json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 2
 
 
 def test_a_missing_library_of_the_device_is_named(espalier, program, model_of, tmp_path):
