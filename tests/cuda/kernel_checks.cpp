@@ -29,7 +29,7 @@ std::string answer_problem(const OperationCase& each, DType dtype, Tensors& answ
 
 std::string orders_problem(const OperationCase& each, DType dtype) {
   const Tensors forward = results_in_order(each, dtype, 0);
-  for (const unsigned seed : {1u, 2u, 3u})
+  for (const unsigned seed : {1u, 2u})
     if (!same_bits(forward, results_in_order(each, dtype, seed))) return text_of("other bits with seed ", seed);
   return "";
 }

@@ -42,8 +42,8 @@ UNBUILT = {  # what this transformers cannot build tiny, or at all, in this envi
 }
 
 
-def outcome(name, **changes):
-    """"exact", or the reason of the refusal."""
+def outcome(name, in_bfloat16=False, **changes):
+    """"exact", or the reason of the refusal. `in_bfloat16`: verify=True has to agree in bfloat16, too."""
     torch.manual_seed(1)
     model = tiny.build(name, **changes)
     try:
@@ -52,6 +52,9 @@ def outcome(name, **changes):
         assert all(p.grad is None for p in model.parameters()), "refused after numbers appeared"
         return reason_of(str(refusal))
     assert max(found.values()) <= tiny.BOUND, found
+    if in_bfloat16:
+        result = tiny.shared_step(model.to(torch.bfloat16), tiny.ROLLOUTS, tiny.LOSS, verify=True)
+        assert result.verification.verdict == "pass"
     return "exact"
 
 
@@ -69,7 +72,7 @@ def expected():
 
 @pytest.mark.parametrize("name", sorted(set(CLASSES) - set(UNBUILT)))
 def test_exact_or_refused(name):
-    assert outcome(name) == expected().get(name, "not in the table: python tests/python/test_hf_sweep.py --write")
+    assert outcome(name, in_bfloat16=True) == expected().get(name, "not in the table: python tests/python/test_hf_sweep.py --write")
 
 
 @pytest.mark.parametrize("name", table()["exact"])
