@@ -45,6 +45,11 @@ def texts(count=8):
     return Dataset.from_dict({"text": [a + b for a, b in zip(rows["prompt"], rows["completion"])]})
 
 
+def stories(count=8):
+    """Texts in a field of another name."""
+    return texts(count).rename_column("text", "story")
+
+
 def prompts(count=8):
     return answers(count).select_columns(["prompt"])
 
@@ -65,6 +70,21 @@ def answering(trainer_class):
     return Answering
 
 
+def sampling(trainer_class):
+    """A GKD trainer whose models answer by the prompt alone, where it has them answer at all."""
+
+    class Sampling(trainer_class):
+        @staticmethod
+        def generate_on_policy_outputs(model, inputs, generation_config):
+            ids, mask = inputs["prompts"], inputs["prompt_attention_mask"]
+            answers = 3 + ((ids * mask).sum(1, keepdim=True) + 7 * torch.arange(6)) % 90
+            tokens = torch.cat([ids, answers], 1)
+            labels = torch.cat([torch.full_like(ids, -100), answers], 1)
+            return tokens, torch.cat([mask, torch.ones_like(answers)], 1), labels
+
+    return Sampling
+
+
 def teacher():
     """A wider model than the student."""
     config = copy.deepcopy(example.small_model().config)
@@ -74,8 +94,10 @@ def teacher():
 
 
 def chat_tokenizer():
+    """Its template marks what an assistant says."""
     tokenizer = example.tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    tokenizer.chat_template = ("{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] | trim }}{% endgeneration %} "
+                               "{% else %}{{ m['content'] }} {% endif %}{% endfor %}")
     return tokenizer
 
 
