@@ -96,7 +96,8 @@ def stages(device):
     listed += [
         Stage("ncu", "kernels of the attention under ncu",
               ["ncu", "--kernel-name", "regex:tiles_kernel", "--launch-count", "3", *NCU, program, "bench", *on, "--attention", "own", "--dtype",
-               "bfloat16", "--model", str(CASES / "llama3_8b_1_layer.json"), "--splits", "8192/1024", "--n", "2", "--repetitions", "1"], json=False, needs="ncu", printed=20000),
+               "bfloat16", "--model", str(CASES / ("tiny.json" if emulated else "llama3_8b_1_layer.json")), "--splits", "24/8" if emulated else "8192/1024",
+               "--n", "2", "--repetitions", "1"], json=False, needs="ncu", printed=20000),
         Stage("models", "models of transformers that espalier.hf calls exact, against dense calls in float64, verified in bfloat16",
               [*models, "transformers", "--device", torch_device, "--seconds", "200"], packages=("transformers",), limit=240),
         Stage("nccl", "two GPUs: dp 2 with NCCL against one process",
@@ -292,11 +293,12 @@ def verbs(device):
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     on, model, rollouts = ("--device", device), ("--model", CASES / "model"), ("--rollouts", CASES / "rollouts.jsonl")
-    prompts = {json.dumps(json.loads(line)["prompt_ids"]) for line in (CASES / "rollouts.jsonl").read_text().splitlines()}
-    (folder / "prompts.jsonl").write_text("".join(f'{{"prompt_ids": {ids}}}\n' for ids in sorted(prompts)))
+    texts = sorted({json.loads(line)["prompt"] for line in (CASES / "rollouts.jsonl").read_text().splitlines()})
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    (folder / "reward.py").write_text("def compute_score(solution_str, **_):\n    return float(len(solution_str))\n")
     calls = {
-        "grpo": ("grpo", *on, "--out", folder / "run", "--prompt-length", 64, "--max-response-length", 8, "--train-batch-size", 4, "--n", 4,
-                 "--steps", 2, "--warm-start-steps", 2),
+        "grpo": ("grpo", *on, *model, "--prompts", folder / "prompts.jsonl", "--reward", folder / "reward.py", "--out", folder / "run",
+                 "--max-response-length", 8, "--train-batch-size", 4, "--n", 4, "--steps", 2),
         "grpo --resume": ("grpo", *on, "--resume", folder / "run", "--steps", 3),
         "generate": ("generate", *on, *model, "--prompts", folder / "prompts.jsonl", "--out", folder / "answers.jsonl", "--n", 2, "--max-response-length", 8),
         "score": ("score", *on, "--dtype", "float64", *model, *rollouts, "--out", folder / "scored.jsonl"),
