@@ -1,7 +1,7 @@
-"""Espalier from Python. Importing the package imports nothing heavy: each part is loaded where it is first used.
+"""Espalier's Python package. Importing it is cheap: each part is imported on first use.
 
 espalier.train(...), plan, verify, score, ...   the program's verbs (keyword arguments are its options)
-espalier.texts     the program's tokenizer and reward processes (tokenizers and jinja2, where prompts are text)
+espalier.texts     the program's tokenizer and reward processes (need tokenizers, and jinja2 for chat templates)
 espalier.hf        shared prompts around an unmodified transformers model (torch >= 2.6, transformers)
 espalier.trl       TRL's GRPO, RLOO, DPO, KTO, reward and SFT trainers with shared prompts
 espalier.verl      verl's FSDP2 engine with shared prompts

@@ -1,4 +1,4 @@
-"""The torch-free C++ core as a library (espalier/binding/core_interface.h). The standard library alone loads it: no NumPy, no torch."""
+"""Loads the torch-free C++ core (espalier/binding/core_interface.h) with ctypes. Needs neither NumPy nor torch."""
 
 import ctypes
 import functools
@@ -13,7 +13,11 @@ _NAME = "libespalier_core.so"
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The core library: in the package where a wheel put it, else in the build folder of the source tree."""
+    """The core library, loaded once: ESPALIER_CORE_LIBRARY if set, else from the installed package, else from the source tree's build
+    folder.
+
+    Errors: `Error` (exit code 8) if no library is found or the system cannot load it.
+    """
     named = os.environ.get("ESPALIER_CORE_LIBRARY")
     places = [Path(named)] if named else [_PACKAGE / "bin" / _NAME, _PACKAGE.parents[1] / "build" / _NAME]
     path = next((place for place in places if place.is_file()), None)

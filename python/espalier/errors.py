@@ -5,9 +5,9 @@ from typing import Any
 
 
 class Error(Exception):
-    """An error with place (`where`), expectation, finding (`got`) and remedy; `kind` and `exit_code` are the program's.
+    """An error: the place (`where`), what was `expected`, what was found (`got`) and a `remedy`. `kind` and `exit_code` are the program's.
 
-    `result`: if a verdict failed, the verb's JSON object.
+    `result`: the verb's JSON object. It is set only if a verb returned a result and a nonzero exit code, for example a failed verdict.
     """
 
     result: dict[str, Any]
@@ -20,7 +20,7 @@ class Error(Exception):
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], exit_code: int = 70) -> "Error":
-        """From the JSON object of an error. The kind "unsupported" gives an `Unsupported`."""
+        """Builds an error from its JSON object: an `Unsupported` if its kind is "unsupported". `exit_code` is used if the object has none."""
         chosen: type[Error] = Unsupported if fields["kind"] == "unsupported" else Error
         made = chosen.__new__(chosen)
         Error.__init__(made, fields["kind"], fields["where"], fields["expected"], fields["got"], fields.get("remedy", ""),

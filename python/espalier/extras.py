@@ -1,4 +1,4 @@
-"""The packages that parts of this one need beside torch-free Python: the extras of pyproject.toml."""
+"""Optional dependencies of the package's parts: the extras of pyproject.toml."""
 
 import importlib.util
 import sys
@@ -8,7 +8,9 @@ EXTRAS = {"hf": ("torch>=2.6", "transformers>=5"), "trl": ("torch>=2.6", "transf
 
 
 def require(part: str, extra: str) -> None:
-    """Refuses to import `part` where a package of its extra is missing: names all of them and the command that installs them."""
+    """Raises ModuleNotFoundError if `part` lacks a package of its extra. The message names all missing packages and the command that
+    installs them.
+    """
     missing = [wanted for wanted in (NUMPY, *EXTRAS[extra]) if importlib.util.find_spec(wanted.split(">")[0]) is None]
     if not missing:
         return

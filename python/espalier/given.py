@@ -1,7 +1,8 @@
-"""Python objects as inputs of the program: records as lists of dicts, a reward as a function of this process.
+"""Passes Python objects to the program: records as lists of dicts, a reward as a function of this process.
 
-Lists become JSON Lines in a folder of their own. A run that can be continued (`grpo`) keeps the folder as OUT/.given; other runs delete it at
-the end. A function runs in this process: the program's reward process imports a generated file, which asks this process over a socket.
+Lists are written as JSON Lines to a temporary folder that is deleted after the run. A `grpo` run can be resumed, so it keeps the folder as
+OUT/.given. A reward function runs in this process: the program's reward process imports a generated file, which calls the function over a
+Unix socket.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ def _is_records(value):
 
 
 def _plain(value):
-    """Tensors and arrays as lists, their scalars as numbers."""
+    """Converts tensors and arrays to lists, and their scalars to numbers, for `json.dumps`. Raises TypeError for other types."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"a {type(value).__name__}")
@@ -45,9 +46,10 @@ def _written(records, path, name):
 
 
 class Given:
-    """A context in which `files` and `options` of a verb have the form that the program reads.
+    """Context manager that converts a verb's `files` and `options` to the form that the program reads.
 
-    `variables`: added to the program's environment. `raised`: the exception of the reward function, if it raised one."""
+    `variables`: environment variables for the program. `raised`: the exception that the reward function raised, or None.
+    """
 
     def __init__(self, verb, files, options):
         self.files, self.options, self.variables, self.raised = list(files), dict(options), {}, None
@@ -76,12 +78,12 @@ class Given:
             shutil.rmtree(self._folder, ignore_errors=True)
             if self._made:
                 try:
-                    out.rmdir()  # the program has refused: nothing stands there
+                    out.rmdir()  # the program refused to start and left the folder empty
                 except OSError:
                     pass
 
     def placed(self, error):
-        """The error with `rollouts[2]` in place of line 3 of a file that was made here."""
+        """The error with its place in the caller's list: `rollouts[2]` instead of line 3 of a generated file."""
         for path, name in self._names.items():
             if error.where.startswith(f"{path}:"):
                 line, *rest = error.where[len(path) + 1:].split(":", 1)
@@ -95,7 +97,7 @@ class Given:
         return error
 
     def _kept_in(self):
-        """The run folder of `grpo`, whose prompts and reward --resume reads again."""
+        """The run folder of `grpo`, None for other verbs. --resume reads the prompts and the reward from it again."""
         out = self.options.get("out") if self._verb == "grpo" else None
         return Path(out) if out is not None else None
 
@@ -125,7 +127,7 @@ class Given:
         self._calls = _Calls(function, names if form == "trl" else None, self)
         self.variables[SOCKET] = self._calls.address
         if self.options.get("resume"):
-            del self.options["reward"]  # the run knows its file, which asks whoever continues it
+            del self.options["reward"]  # the run has its reward.py, which calls the process that resumes the run
             return
         path = self._place() / "reward.py"
         path.write_text(source_for(form))
@@ -133,8 +135,10 @@ class Given:
 
 
 class _Calls:
-    """Calls the function for each request for a score, in a thread of its own, and sends its result. `names`: the function's arguments;
-    None: all."""
+    """Serves score requests on a Unix socket, in threads: calls the function and sends back its value or its error.
+
+    `names`: the arguments that the function takes; None: all.
+    """
 
     def __init__(self, function, names, given):
         self._function, self._names, self._given = function, names, given

@@ -1,7 +1,7 @@
-"""The program as `espalier` on the path: finds the one beside this file, and for it the torch that this Python has.
+"""The `espalier` command: finds the program and this Python's torch, then runs the program.
 
-A wheel's program looks for libtorch in the same site-packages. Where torch lies elsewhere (a .pth file, PYTHONPATH, the user's own
-site-packages) its folder goes onto LD_LIBRARY_PATH. torch is never imported for that.
+An installed program looks for libtorch in its own site-packages. If torch is elsewhere (a .pth file, PYTHONPATH, the user's site-packages),
+its lib folder is added to LD_LIBRARY_PATH. torch is never imported.
 """
 
 import importlib.util
@@ -19,7 +19,10 @@ _INSTALLED, _BUILT = _PACKAGE / "bin" / "espalier", _PACKAGE.parents[1] / "build
 
 
 def program() -> Path:
-    """The program: what ESPALIER_BINARY names, else in the package where a wheel put it, else in the build folder of the source tree."""
+    """Path of the program: ESPALIER_BINARY if set, else in the installed package, else in the source tree's build folder.
+
+    Errors: `Error` (exit code 8) if the file does not exist.
+    """
     named = os.environ.get("ESPALIER_BINARY")
     places = [Path(named)] if named else [_INSTALLED, _BUILT]
     for place in places:
@@ -30,14 +33,14 @@ def program() -> Path:
 
 
 def environment() -> dict[str, str]:
-    """The environment of the program. Errors: `Error` where an installed program has no torch that it can link."""
+    """Environment variables for the program. Errors: `Error` (exit code 8) if an installed program finds no torch of its version."""
     out = dict(os.environ)
     if program() != _INSTALLED:
-        return out  # built here, linked to the torch that it was built with
+        return out  # a build of the source tree finds the torch that it was linked to
     folder = _torch_folder()
     if folder.parent != _PACKAGE.parent:
         out["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, [str(folder / "lib"), out.get("LD_LIBRARY_PATH")]))
-    out.setdefault("ESPALIER_PYTHON", sys.executable)  # reads dumps, text and rewards, with this same package
+    out.setdefault("ESPALIER_PYTHON", sys.executable)  # the Python that reads dumps, tokenizes and computes rewards
     out.setdefault("ESPALIER_PYTHON_PACKAGE", "")
     return out
 
@@ -57,7 +60,7 @@ def _torch_folder() -> Path:
 
 
 def main() -> None:
-    """Replaces this process by the program. If the program cannot start, prints the reason in the form of the program's errors."""
+    """Replaces this process with the program. If the program cannot start, prints an error in the program's format and exits with its code."""
     try:
         binary, its = program(), environment()
     except Error as error:

@@ -1,6 +1,6 @@
-"""The torch-free C++ core makes all prefix trees and plans (espalier/binding/core_interface.h).
+"""Bindings of the torch-free C++ core, which builds all prefix trees and plans (espalier/binding/core_interface.h).
 
-Arguments are NumPy buffers of int32 and int64. ctypes releases the interpreter's lock during every call.
+Arguments are NumPy buffers of int32 and int64. ctypes releases the GIL during every call.
 """
 
 import ctypes
@@ -37,7 +37,7 @@ def _failed() -> Error:
 
 
 class _Buffers:
-    """Rollouts end to end, as the core reads them; `prompts` and `responses` are lists of id sequences."""
+    """Concatenated rollouts in the core's layout. `prompts` and `responses` are lists of token id sequences."""
 
     def __init__(self, prompts: Sequence[Any], responses: Sequence[Any]) -> None:
         parts = [token_ids(ids, f"rollout {i // 2}") for i, ids in enumerate(part for pair in zip(prompts, responses) for part in pair)]
@@ -49,7 +49,7 @@ class _Buffers:
 
 
 def token_ids(ids: Any, where: str) -> np.ndarray:
-    """A flat sequence of token ids (list, array or tensor) as int32."""
+    """Token ids (a flat list, array or tensor) as int32. Raises `Error` at place `where` for nested sequences and for ids outside 0 to 2**31 - 1."""
     if hasattr(ids, "detach"):
         ids = ids.detach().cpu()
     try:
@@ -66,7 +66,7 @@ def token_ids(ids: Any, where: str) -> np.ndarray:
 
 
 def group(prompts: Sequence[Any]) -> np.ndarray:
-    """The group of each prompt, numbered from 0 in order of first appearance: equal tokens, equal group."""
+    """The group of each prompt, [N] int32, numbered from 0 in order of first appearance. Prompts with equal tokens share a group."""
     buffers = _Buffers(prompts, [()] * len(prompts))
     groups = np.zeros(len(prompts), np.int32)
     if library().espalier_group(ctypes.byref(buffers.struct), ctypes.c_void_p(groups.ctypes.data)) != 0:
@@ -76,7 +76,7 @@ def group(prompts: Sequence[Any]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Item:
-    """A wave or a trunk. `segments` [S, 8] and `edges` [E, 4] have the columns of core_interface.h."""
+    """A wave or a trunk. `segments` [S, 8] and `edges` [E, 4] have the columns documented in core_interface.h."""
     trunk: bool
     recompute: bool
     parent: int
@@ -88,7 +88,9 @@ class Item:
 
 
 class Plan:
-    """One step over all rollouts: items depth first, a trunk before the items below it."""
+    """The plan of one step over all rollouts. `items` are in depth-first order: a trunk precedes the items below it. Raises `Error` if the
+    core cannot plan the step.
+    """
 
     def __init__(self, prompts: Sequence[Any], responses: Sequence[Any], shape: Mapping[str, int], *, wave_tokens: int, schedule: str = "auto",
                  share: str = "auto", trunk_state: str = "keep", dtype: str = "float32", device: str = "cpu", threads: int = 1,
@@ -96,7 +98,7 @@ class Plan:
         buffers = _Buffers(prompts, responses)
         request = _Request(wave_tokens, threads, seconds_per_call, gradients, *(s.encode() for s in (schedule, share, trunk_state, dtype, device)))
         self._handle = library().espalier_plan_new(ctypes.byref(buffers.struct), ctypes.byref(_Shape(**shape)), ctypes.byref(request))
-        self._delete = library().espalier_plan_delete  # still there when the interpreter ends
+        self._delete = library().espalier_plan_delete  # __del__ may run at interpreter exit, after `library` is gone
         if not self._handle:
             raise _failed()
         self.items = [self._item(i) for i in range(library().espalier_plan_items(self._handle))]
@@ -120,7 +122,7 @@ class Plan:
                     self._table(i, "rollouts")[:, 0], self._table(i, "finished")[:, 0])
 
     def edges(self, item: int) -> np.ndarray:
-        """Loss edges (row, target, rollout, position) of an item, made when it runs."""
+        """Loss edges of an item, [E, 4]: row, target, rollout, position. Copied from the core on each call."""
         return self._table(item, "edges")
 
     @property

@@ -1,4 +1,4 @@
-"""The program's option table as Python sees it: names with `_` for `-`, and the text that `help(espalier.train)` shows."""
+"""The program's option table in Python: option names with `_` for `-`, and the text of `help(espalier.train)`."""
 
 import functools
 import json
@@ -12,7 +12,7 @@ from espalier.core_library import library
 
 TRL_SECTION = "TRL's formulas"
 
-# Options of every verb beside the table.
+# Options that every verb takes and the table does not list.
 PROGRAM_OPTIONS = {
     "config": "options from a TOML file; arguments win",
     "quiet": "no progress and no notes on stderr",
@@ -28,32 +28,34 @@ def option_table() -> dict[str, Any]:
 
 
 def options_of(verb: str) -> dict[str, dict[str, Any]]:
-    """The rows of the table that a verb takes, by Python name."""
+    """Rows of the options that a verb takes, by Python name."""
     letter = option_table()["verbs"][verb]
     takes = lambda row: row["verbs"].startswith("*") or letter in row["verbs"] or letter.upper() in row["verbs"]
     return {python_name(row["name"]): row for row in option_table()["options"] if takes(row)}
 
 
 def main_options_of(verb: str) -> dict[str, dict[str, Any]]:
-    """The rows that the program's short help shows: a capital letter in the table."""
+    """Rows of a verb's most used options, which the program's short help shows. The table marks them with a capital verb letter."""
     letter = option_table()["verbs"][verb].upper()
     return {name: row for name, row in options_of(verb).items() if letter in row["verbs"]}
 
 
 def names_of_trl(verb: str) -> dict[str, list[str]]:
-    """TRL's names that a verb takes: those that set one of its options. Where one is given the update is TRL's."""
+    """TRL's names that a verb accepts, with the options that they set. If a call gives one, the update follows TRL's formulas."""
     taken = {row["name"] for row in options_of(verb).values()}
     return {name: targets for name, targets in option_table()["aliases"].items() if taken.intersection(targets)}
 
 
 def python_name(option: str) -> str:
-    """`_` for `-`, and one more after a word that is Python's own: `as_`."""
+    """The Python name of an option: `_` for `-`, and a trailing `_` if it is a Python keyword (`as_`)."""
     name = option.replace("-", "_")
     return name + "_" if keyword.iskeyword(name) else name
 
 
 def help_of(row: Mapping[str, Any], verb: str) -> str:
-    """A row's help for one verb. "{tr|the file}{l|each batch}" in the table is "the file" for train and replay, "each batch" for grpo."""
+    """A row's help for one verb. In the table, letters mark text for certain verbs: "{tr|the file}{l|each batch}" becomes "the file" for
+    train and replay and "each batch" for grpo.
+    """
     letter = option_table()["verbs"][verb]
     text = re.sub(r"\{(\w+)\|([^}]*)\}", lambda part: part[2] if letter in part[1] else "", row["help"])
     return re.sub(r"--([a-z][a-z-]*)", lambda option: python_name(option[1]), text)
@@ -70,7 +72,7 @@ def _entries(rows: Mapping[str, Mapping[str, Any]], verb: str) -> list[str]:
 
 
 def arguments_text(verb: str) -> str:
-    """The keyword arguments of a verb as text: the most used first, then the others by section, then TRL's names."""
+    """The keyword arguments of a verb as text: the most used ones, the others by section, then TRL's names."""
     main, rows = main_options_of(verb), options_of(verb)
     out = ["Most used arguments (defaults in brackets):", *_entries(main, verb)]
     for section in sorted(dict.fromkeys(row["section"] for row in rows.values()), key=lambda section: section == TRL_SECTION):

@@ -1,9 +1,10 @@
-"""The program's verbs as functions: `espalier.train(model="m", rollouts="r.jsonl", out="o")` is `espalier train --model m ...`.
+"""The program's verbs as functions: `espalier.train(model="m", rollouts="r.jsonl", out="o")` runs `espalier train --model m ...`.
 
-Keyword arguments are the program's options with `_` for `-`, and the names of TRL that it takes; names, types and help come from its
-option table. `rollouts`, `prompts` and `val_prompts` may be lists of dicts, `reward` may be a function of this process
-(docs/rewards.md has its forms). The program runs beside Python with `--json`: its progress goes to stderr, the JSON object comes back
-as a dict, an error as `espalier.Error`. The first Ctrl-C lets `train` and `grpo` finish the step and save, the second stops at once.
+Keyword arguments are the program's options with `_` for `-`, and the TRL names that the verb accepts. Names, types and help come from the
+option table. `rollouts`, `prompts` and `val_prompts` may be lists of dicts; `reward` may be a Python function (docs/rewards.md).
+
+A verb runs the program as a child process with `--json`. Progress goes to stderr, the JSON object is returned as a dict, and errors are
+raised as `espalier.Error`. The first Ctrl-C lets `train` and `grpo` finish the step and save; the second stops at once.
 """
 
 import difflib
@@ -18,9 +19,9 @@ from espalier.given import Given
 from espalier.launch import environment, program
 from espalier.option_help import PROGRAM_OPTIONS, arguments_text, main_options_of, names_of_trl, options_of
 
-POSITIONAL = {"inspect": "rollouts", "replay": "trace", "report": "run_folder"}  # verbs whose files come without an option's name
+POSITIONAL = {"inspect": "rollouts", "replay": "trace", "report": "run_folder"}  # verbs that take files as positional arguments
 _DEGREES = ("tp", "cp", "pp", "dp")
-# Where a launcher says of how many processes this one is: a verb without degrees runs in one, whoever calls it.
+# Variables in which launchers give the number of processes. A verb without degrees runs in one process and does not see them.
 _LAUNCHER_SIZES = {"WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"}
 NAMES = ("inspect", "plan", "train", "score", "verify", "replay", "bench", "generate", "grpo", "report")
 
@@ -51,7 +52,7 @@ def _arguments(verb, given):
 
 
 def run(verb, *files, **options):
-    """Runs a verb. Returns its JSON object; raises `espalier.Error` with the program's fields and exit code."""
+    """Runs a verb and returns its JSON object. Raises `espalier.Error` with the program's fields and exit code."""
     with Given(verb, files, options) as given:
         command = [str(program()), verb, *map(os.fspath, given.files), *_arguments(verb, given.options), "--json"]
         return _ran(verb, command, given)
@@ -61,7 +62,7 @@ def _ran(verb, command, given):
     options = given.options
     alone = not any(options.get(degree) for degree in _DEGREES)
     variables = {name: value for name, value in environment().items() if not (alone and name in _LAUNCHER_SIZES)}
-    variables |= {"ESPALIER_ERRORS": "object", **given.variables}  # an error is told once, as the exception
+    variables |= {"ESPALIER_ERRORS": "object", **given.variables}  # the program puts errors into its JSON object only
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=variables)
     interrupted = False
     while True:
@@ -99,9 +100,9 @@ def _result(verb, status, output):
 
 
 def _verb(function):
-    """Adds the arguments of the option table to a verb's documentation and the most used ones to its signature.
+    """Adds all options of a verb to its docstring and the most used ones to its signature.
 
-    Without a core library there is no table; the verb then says so when it is called.
+    Without the core library there is no option table: the verb stays as it is, and a call raises the error.
     """
     try:
         text, main = arguments_text(function.__name__), main_options_of(function.__name__)
@@ -117,7 +118,7 @@ def _verb(function):
 
 @_verb
 def inspect(*rollouts, **options):
-    """Sizes of recorded rollouts, the rows that sharing could save, and every anomaly. Returns a dict.
+    """Reports the sizes of recorded rollouts, the rows that sharing could save, and every anomaly. Returns a dict.
 
         espalier.inspect("a.jsonl", "b.jsonl")["tokens"]
     """
@@ -126,7 +127,7 @@ def inspect(*rollouts, **options):
 
 @_verb
 def plan(**options):
-    """The schedule that an update would run, with predicted seconds and bytes. Needs no weights. Returns a dict.
+    """Plans the schedule of an update and predicts its seconds and bytes. Needs no weights. Returns a dict.
 
         espalier.plan(model="config.json", rollouts="step12.jsonl", machine="h100", dtype="bfloat16")["predicted"]
     """
@@ -135,7 +136,7 @@ def plan(**options):
 
 @_verb
 def train(**options):
-    """Updates a model from recorded rollouts. Returns a dict; its "steps" has one entry a step.
+    """Updates a model from recorded rollouts. Returns a dict; its "steps" has one entry per step.
 
         espalier.train(model="Qwen3-0.6B", rollouts="step12.jsonl", out="TRAINED", lr=1e-6)
     """
@@ -182,7 +183,7 @@ def bench(**options):
 
 @_verb
 def generate(**options):
-    """Samples responses to prompts, computes each prompt once, and scores them if there is a reward. Returns a dict.
+    """Samples responses to prompts and scores them if a reward is given. Each prompt is computed once. Returns a dict.
 
         espalier.generate(model="Qwen3-0.6B", prompts="prompts.jsonl", reward=my_reward, n=8, out="rollouts.jsonl")
     """
@@ -191,7 +192,7 @@ def generate(**options):
 
 @_verb
 def grpo(**options):
-    """The closed loop: samples, rewards, updates, evaluates, saves. Returns a dict.
+    """Runs the closed loop: samples, rewards, updates, evaluates, saves. Returns a dict.
 
         espalier.grpo(model="Qwen3-0.6B", prompts="prompts.jsonl", reward=my_reward, out="RUN", steps=100)
     """

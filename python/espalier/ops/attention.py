@@ -1,11 +1,11 @@
-"""Attention of one set of rows over a path above them and, tree-causally, over each other.
+"""Attention of a row set over the path above it and, tree-causally, over itself.
 
     S_ij = scale q_i . k_j;  row i sees every path row, and own row j iff j <= i < subtree_end_j
     out_i = sum_j softmax_j(S_i)_j v_j;  lse_i = log sum_j exp S_ij
 
-Shapes: T own rows, P path rows, H query heads, J key/value heads (H a multiple of J; query head h reads key/value head
-h // (H // J)), D head size. Several responses of one prompt stand end to end: `subtree_end` of a row is the end of its
-response. Derivation: docs/mathematics.md, sections 1, 4 and 5.
+Shapes: T own rows, P path rows, H query heads, J key/value heads (H a multiple of J; query head h reads key/value head h // (H // J)), D
+head size. The responses of one prompt are concatenated: `subtree_end` of a row is the end of its response (exclusive). Derivation:
+docs/mathematics.md, sections 1, 4 and 5.
 """
 
 from typing import Optional
@@ -53,11 +53,14 @@ def _on_kernels(q):
 def shared_prefix_attention(q: Tensor, k: Tensor, v: Tensor, path_k: Tensor, path_v: Tensor, subtree_end: Tensor,
                             path_grad_k: Optional[Tensor] = None, path_grad_v: Optional[Tensor] = None,
                             scale: Optional[float] = None) -> tuple[Tensor, Tensor]:
-    """Returns out [T, H, D] in q's dtype and lse [H, T] (natural log, float32; float64 in float64), which has no gradient.
+    """Returns out [T, H, D] in q's dtype and lse [H, T] (natural log, float32; float64 for float64 inputs). lse has no gradient.
 
-    q [T, H, D]; k, v [T, J, D]; path_k, path_v [P, J, D], P may be 0; subtree_end [T] int32; scale: 1 / sqrt(D) if None.
-    The backward adds the path's gradients to path_grad_k, path_grad_v [P, J, D] (float32; float64 in float64), summed
-    over all calls that were given them, and path_k, path_v then get no gradient by autograd. Without buffers they do.
+    q [T, H, D]; k, v [T, J, D]; path_k, path_v [P, J, D], P may be 0; subtree_end [T] int32; scale: None means 1 / sqrt(D).
+
+    path_grad_k, path_grad_v [P, J, D], contiguous, in lse's dtype: if given, the backward adds the path's gradients to them, over all calls
+    that get the same buffers, and autograd gives path_k and path_v no gradient. Without buffers, autograd does.
+
+    Raises `Error` for wrong shapes, dtypes or devices.
     """
     _check(q, k, v, path_k, path_v, subtree_end, path_grad_k, path_grad_v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -74,7 +77,7 @@ def _(q, k, v, path_k, path_v, subtree_end, path_grad_k=None, path_grad_v=None, 
 @torch.library.custom_op("espalier::add_shared_prefix_attention_backward", mutates_args=("path_grad_k", "path_grad_v"))
 def _backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, path_k: Tensor, path_v: Tensor, subtree_end: Tensor,
               out: Tensor, lse: Tensor, path_grad_k: Tensor, path_grad_v: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of q, k and v; adds those of the path to path_grad_k and path_grad_v."""
+    """Returns the gradients of q, k and v. Adds the path's gradients to path_grad_k and path_grad_v."""
     backward = kernels.add_attention_backward if _on_kernels(q) else regions.add_attention_backward
     return backward(grad_out, q, k, v, path_k, path_v, subtree_end, out, lse, path_grad_k, path_grad_v, scale)
 
@@ -89,7 +92,7 @@ def _save(ctx, inputs, output):
     out, lse = output
     ctx.mark_non_differentiable(lse)
     ctx.save_for_backward(q, k, v, path_k, path_v, subtree_end, out, lse)
-    # Buffers are the caller's own: they change between forward and backward, which saved tensors may not.
+    # The caller changes the buffers between forward and backward, which autograd forbids for saved tensors.
     ctx.path_grads, ctx.scale = (path_grad_k, path_grad_v), q.shape[-1] ** -0.5 if scale is None else scale
 
 

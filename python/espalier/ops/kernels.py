@@ -1,4 +1,4 @@
-"""The engine's kernels on host tensors, through the C interface (espalier/binding/kernel_interface.h)."""
+"""Calls the engine's kernels on host tensors through the C interface (espalier/binding/kernel_interface.h)."""
 
 import ctypes
 import json
@@ -23,13 +23,13 @@ class _Inputs(ctypes.Structure):
 
 
 def serves(tensor):
-    """True where the kernels take tensors like this one."""
+    """True if the kernels support the tensor's device and dtype."""
     return tensor.device.type == "cpu" and tensor.dtype in _NAMES
 
 
 def _call(function, *arguments):
     core = native.library()
-    core.omp_set_num_threads(torch.get_num_threads())  # torch may have brought an OpenMP of its own
+    core.omp_set_num_threads(torch.get_num_threads())  # the core and torch may use separate OpenMP runtimes
     if getattr(core, function)(*arguments) != 0:
         raise Error.of(json.loads(core.espalier_last_error()))
 
@@ -39,12 +39,12 @@ def _pointer(tensor):
 
 
 def _rows(x):
-    """x [N, heads, D] with heads and elements contiguous, which is all the kernels ask for."""
+    """x [N, heads, D] with contiguous heads and elements, copied only if needed. Rows may have any stride."""
     return x if x.stride(2) == 1 and (x.shape[1] == 1 or x.stride(1) == x.shape[2]) else x.contiguous()
 
 
 class _Attention:
-    """Shape and operands of one call. The object keeps the operands alive until the kernels have read them."""
+    """Shape and operands of one kernel call. Keeps the operands alive until the kernel has read them."""
 
     def __init__(self, q, k, v, path_k, path_v, subtree_end, scale):
         self.operands = [_rows(x) for x in (q, k, v, path_k, path_v)]
@@ -58,12 +58,12 @@ class _Attention:
 
 
 def accumulator(dtype):
-    """The type sums are kept in: float64 in float64, else float32."""
+    """The dtype of sums: float64 for float64, float32 for all others."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def attention_forward(q, k, v, path_k, path_v, subtree_end, scale):
-    """out [T, H, D] and lse [H, T]."""
+    """Returns out [T, H, D] and lse [H, T]."""
     out = q.new_empty(q.shape)
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=accumulator(q.dtype))
     _Attention(q, k, v, path_k, path_v, subtree_end, scale).call("espalier_attention_forward", out, lse)
@@ -71,7 +71,7 @@ def attention_forward(q, k, v, path_k, path_v, subtree_end, scale):
 
 
 def add_attention_backward(grad_out, q, k, v, path_k, path_v, subtree_end, out, lse, path_grad_k, path_grad_v, scale):
-    """Gradients of q, k and v; adds to the path's, which are contiguous and of the sums' dtype."""
+    """Returns the gradients of q, k and v. Adds the path's gradients to path_grad_k and path_grad_v, contiguous and of the accumulator's dtype."""
     grad_q = q.new_empty(q.shape)
     own_k, own_v = (x.new_zeros(x.shape, dtype=path_grad_k.dtype) for x in (k, v))
     grad_out, out, lse = grad_out.contiguous(), out.contiguous(), lse.contiguous()
@@ -81,7 +81,9 @@ def add_attention_backward(grad_out, q, k, v, path_k, path_v, subtree_end, out, 
 
 
 def head_row_sums(logits, inverse):
-    """logits [R, V] contiguous, inverse temperatures [R] float64 -> [R, 3] float64 (logprob.py)."""
+    """Returns [R, 3] float64 for contiguous logits [R, V] and inverse temperatures [R] float64. With z = logit * inverse, the columns are
+    the largest logit, log sum exp(z - max z), and the entropy of softmax(z).
+    """
     inverse = inverse.contiguous()
     sums = torch.empty((logits.shape[0], 3), dtype=torch.float64)
     _call("espalier_head_row_sums", _NAMES[logits.dtype], _pointer(logits), ctypes.c_int64(logits.shape[0]),
@@ -90,7 +92,7 @@ def head_row_sums(logits, inverse):
 
 
 def compute_head_row_gradient(logits, inverse, sums, grad_logprob, grad_entropy):
-    """Overwrites logits [R, V] with their gradient, without the term of the targets."""
+    """Overwrites logits [R, V] with their gradient, except the term at each row's target, which the caller adds."""
     held = [x.contiguous() for x in (inverse, sums, grad_logprob, grad_entropy)]
     _call("espalier_compute_head_row_gradient", _NAMES[logits.dtype], _pointer(logits), ctypes.c_int64(logits.shape[0]),
           ctypes.c_int64(logits.shape[1]), *map(_pointer, held))

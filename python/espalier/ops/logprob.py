@@ -1,15 +1,17 @@
-"""Log-probs and entropies of targets under a linear head, block by block: all logits never exist at once.
+"""Log-probs and entropies of targets under a linear head, computed block by block without the full logits.
 
     z_rv = (h_r . w_v) / temperature_r;  p_rv = softmax_v(z_r)_v
     logprob_r = log p_{r, target_r};  entropy_r = -sum_v p_rv log p_rv
 
-Backward, with a_r and b_r the gradients of logprob_r and entropy_r:
-    dL/dz_rv = a_r (1[v = target_r] - p_rv) - b_r p_rv (log p_rv + entropy_r)
-and logits of a block are computed again. Shapes: R rows, M width, V vocabulary. Source: docs/mathematics.md.
+The backward recomputes the logits of each block. With a_r and b_r the gradients of logprob_r and entropy_r:
 
-On a CPU blocks are rows and the engine's kernels run them. Elsewhere (GPUs) blocks are columns: the products' operands stay in bfloat16 and their
-sums in float32, neither the head nor its gradient has a float32 copy, and every element of the head's gradient is one sum over all rows that is
-rounded once. The host waits for nothing.
+    dL/dz_rv = a_r (1[v = target_r] - p_rv) - b_r p_rv (log p_rv + entropy_r)
+
+Shapes: R rows, M width, V vocabulary. Source: docs/mathematics.md.
+
+On a CPU a block is a range of rows and runs in the engine's kernels. On other devices (GPUs) it is a range of vocabulary columns. There,
+products read bfloat16 operands and sum in float32, and neither the head nor its gradient has a float32 copy. Every element of the head's
+gradient is summed over all rows and rounded once. The host never waits for the device.
 """
 
 import torch
@@ -18,10 +20,10 @@ from torch import Tensor
 from espalier.errors import Error
 from espalier.ops import kernels
 
-BLOCK_BYTES = 64 << 20  # of logits that exist at once on a CPU
+BLOCK_BYTES = 64 << 20  # bytes of a block's logits on a CPU
 BLOCK_ROWS = 256
-BLOCK_LOGITS = 1 << 26  # logits that exist at once elsewhere
-LARGE_BLOCK_ROWS = 1 << 15  # rows of these: at least 2,048 columns of the head stand beside them
+BLOCK_LOGITS = 1 << 26  # logits of a block on other devices
+LARGE_BLOCK_ROWS = 1 << 15  # rows of such a block at most: it then has at least 2,048 columns
 
 
 def _check(hidden, weight, targets, temperature):
@@ -39,14 +41,14 @@ def _check(hidden, weight, targets, temperature):
 
 
 def _check_targets(targets, vocabulary):
-    if targets.device.type != "cpu":  # the device stops at a wrong id, and nobody waits for the right ones
+    if targets.device.type != "cpu":  # asserted on the device: the host does not wait for the result
         torch._assert_async(((targets >= 0) & (targets < vocabulary)).all(), f"linear_logprob: targets: token ids from 0 to {vocabulary - 1}")
     elif targets.numel() and (int(targets.min()) < 0 or int(targets.max()) >= vocabulary):
         raise Error("input", "linear_logprob: targets", f"token ids from 0 to {vocabulary - 1}", f"{int(targets.min())} to {int(targets.max())}", "", 3)
 
 
 def _blocks(hidden, weight):
-    """Slices of rows whose logits take at most BLOCK_BYTES."""
+    """Row slices of at most BLOCK_ROWS rows, whose logits take at most BLOCK_BYTES."""
     bytes_a_row = weight.shape[0] * torch.empty((), dtype=kernels.accumulator(weight.dtype)).element_size()
     rows = max(1, min(BLOCK_ROWS, BLOCK_BYTES // bytes_a_row))
     return [slice(first, min(first + rows, hidden.shape[0])) for first in range(0, hidden.shape[0], rows)]
@@ -57,13 +59,13 @@ def _slices(count, most):
 
 
 def _rows_and_columns(hidden, weight):
-    """Slices of rows and of columns, whose blocks have at most BLOCK_LOGITS logits."""
+    """Row slices and column slices. A block, one slice of each, has at most BLOCK_LOGITS logits."""
     rows = min(hidden.shape[0], LARGE_BLOCK_ROWS)
     return _slices(hidden.shape[0], LARGE_BLOCK_ROWS), _slices(weight.shape[0], max(1, BLOCK_LOGITS // max(1, rows)))
 
 
 def product(a, b):
-    """a b with sums in the accumulator's type: of bfloat16 operands as they are where torch has such a product, else of widened ones."""
+    """a @ b, summed and returned in the accumulator's dtype. On CUDA, bfloat16 operands are not widened if torch.bmm has `out_dtype`."""
     wide = kernels.accumulator(a.dtype)
     if a.dtype == torch.bfloat16 and a.device.type == "cuda" and "dtype" in torch.ops.aten.bmm.overloads():
         return torch.bmm(a[None], b[None], out_dtype=wide)[0]
@@ -71,13 +73,15 @@ def product(a, b):
 
 
 def _at_targets(targets, columns):
-    """Places of the targets within a slice of columns [R, 1], and which targets lie in it."""
+    """Indices of the targets in a slice of columns, [R, 1], clamped to the slice, and a mask [R] of the targets that lie in it."""
     at = targets - columns.start
     return at.clamp(0, columns.stop - columns.start - 1)[:, None], (at >= 0) & (at < columns.stop - columns.start)
 
 
 def _forward_by_columns(hidden, weight, targets, temperature):
-    """With y = z - m for the largest z so far, m: sums over columns of exp y and of y exp y, moved to the new m where it grows."""
+    """Online softmax over blocks of columns: with m the largest z so far and y = z - m, keeps the sums of exp y and of y exp y, and
+    rescales them when m grows.
+    """
     wide = kernels.accumulator(hidden.dtype)
     parts = []
     blocks, slices = _rows_and_columns(hidden, weight)
@@ -105,7 +109,7 @@ def _forward_by_columns(hidden, weight, targets, temperature):
 
 
 def _backward_by_columns(grad_logprob, grad_entropy, hidden, weight, targets, temperature, logprob, entropy):
-    """The normalizer of a row is its target's logit less its log-prob."""
+    """Returns the gradients of hidden and weight. The log normalizer of a row is recovered as its target's logit minus its log-prob."""
     wide, narrow = kernels.accumulator(hidden.dtype), hidden.dtype == torch.bfloat16
     inverse = temperature.reciprocal().to(wide)[:, None]
     blocks, slices = _rows_and_columns(hidden, weight)
@@ -203,9 +207,10 @@ _library.define("linear_logprob(Tensor hidden, Tensor weight, Tensor targets, Te
 
 
 def linear_logprob(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Returns logprob [R] and entropy [R], float32 (float64 in float64), both differentiable.
+    """Returns logprob [R] and entropy [R], float32 (float64 for float64 inputs), both differentiable.
 
-    hidden [R, M], weight [V, M] of one dtype; targets [R] int64; temperature: None (1), or [R] of positive numbers.
+    hidden [R, M] and weight [V, M] of one dtype; targets [R] int64; temperature [R], positive, or None for 1. Raises `Error` for wrong
+    shapes, dtypes or target ids. On a GPU a wrong target id fails as a device-side assertion.
     """
     if temperature is None:
         temperature = hidden.new_ones(hidden.shape[0], dtype=torch.float64)

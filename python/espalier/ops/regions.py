@@ -1,25 +1,25 @@
-"""Shared-prefix attention from torch's own attention kernels, where the engine's do not run.
+"""Shared-prefix attention on torch's own attention kernels, for tensors that the engine's kernels do not support.
 
-The rows are cut into nodes, maximal runs in which every row sees all rows of the run before it. The visible pairs are then
-one rectangle for the path (all rows over it, no mask), and for every node one causal square (its rows over themselves)
-and one rectangle (the rows below it over its own). The parts of a row are merged by log-sum-exp:
+The rows are cut into nodes: maximal runs in which every row sees all earlier rows of the run. The visible (row, key) pairs are then one
+rectangle for the path (all rows, no mask) and, for every node, one causal square (its rows over themselves) and one rectangle (the rows
+below it over its rows). A row's parts are merged by log-sum-exp:
 
     lse = log sum_r exp lse_r;  out = sum_r exp(lse_r - lse) out_r
 
-The backward runs every part with the merged out and lse, which makes each part's share of the softmax the final one:
-nothing differentiates through the merge. Shapes: attention.py; B = 1, G = H / J query heads a key/value head, N rows of a part.
+The backward runs every part with the merged out and lse. Each part then has its final softmax weights, and the merge needs no backward of
+its own. Shapes: attention.py; B = 1, G = H / J query heads per key/value head, N rows of a part.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-BLOCK_ROWS = 512  # query rows whose scores exist at once in the plain form
+BLOCK_ROWS = 512  # query rows per block of scores in the unfused form
 
 
 @dataclass(frozen=True)
 class Region:
-    """Rows [first_row, last_row) over keys [first_key, last_key) of the path or of the own rows; `causal`: a square."""
+    """Rows [first_row, last_row) over keys [first_key, last_key), of the path if `path`, else of the own rows. `causal`: a causal square."""
     path: bool
     first_row: int
     last_row: int
@@ -29,7 +29,7 @@ class Region:
 
 
 def regions_of(subtree_end, path_rows):
-    """The parts that cover what every row sees, each pair once. subtree_end: list of ints."""
+    """Regions that cover every visible (row, key) pair exactly once. subtree_end: list of ints."""
     rows = len(subtree_end)
     parts = [Region(True, 0, rows, 0, path_rows, False)] if rows and path_rows else []
     begin = 0
@@ -45,7 +45,7 @@ def regions_of(subtree_end, path_rows):
 
 
 def _plain(device, dtype):
-    """True where torch has no fused kernel that gives lse and takes merged values back."""
+    """True if torch has no fused kernel that returns lse and whose backward accepts merged out and lse."""
     if device.type == "cuda":
         return dtype == torch.float64
     return device.type != "cpu"
@@ -103,7 +103,7 @@ def _part_backward(grad_out, q, k, v, out, lse, causal, scale):
 
 
 def _folded(x_THD, kv_heads):
-    """[T, H, D] -> [1, J, G*T, D]: without a mask the query heads of one key/value head are rows like any others."""
+    """[T, H, D] -> [1, J, G*T, D]. Without a mask, the query heads of a key/value head can run as additional rows."""
     rows, heads, size = x_THD.shape
     return x_THD.view(rows, kv_heads, heads // kv_heads, size).permute(1, 2, 0, 3).reshape(1, kv_heads, -1, size)
 
@@ -115,7 +115,7 @@ def _unfolded(x, rows):
 
 
 class _Part:
-    """The operands of one region in the form of torch's kernels, and their results back."""
+    """One region's operands in the layout of torch's kernels, and the conversion of results back."""
 
     def __init__(self, region, q, k, v, path_k, path_v):
         self.region, self.heads, self.kv_heads = region, q.shape[1], k.shape[1]
