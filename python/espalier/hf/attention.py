@@ -33,7 +33,7 @@ told_by_context: weakref.WeakSet = weakref.WeakSet()  # attention layers that we
 class Trunk:
     """Keys and values of shared rows by layer, [1, J, P, D], and the sums of their gradients, [P, J, D] (float32; float64 in float64).
 
-    Likewise the states at the end of its rows, by what makes them (mixers), and the keys of indexers, which have no gradient (indexed.py).
+    It also holds the state behind its last row, one for each mixer, and the keys of indexers, which get no gradient (indexed.py).
     """
 
     def __init__(self, rows):
@@ -43,14 +43,15 @@ class Trunk:
         self.index_keys = {}
 
     def take(self, layer, k, v):
-        """Keeps the values of the first forward. Tensors with a graph are `live` until the trunk's own backward."""
+        """Stores detached keys and values of a layer, those of the first forward. Under autograd, `live` holds the tensors with their graph, those of
+        the latest forward, for the trunk's backward."""
         if layer not in self.k:
             self.k[layer], self.v[layer] = k.detach(), v.detach()
         if torch.is_grad_enabled():
             self.live[layer] = (k, v)
 
     def sums(self, layer):
-        """dk and dv of a layer. They start at zero, and gradients are added to them."""
+        """The sums dk and dv of a layer, zero before anything is added to them."""
         if layer not in self.dk:
             for x, sums in ((self.k[layer], self.dk), (self.v[layer], self.dv)):
                 _, j, p, d = x.shape
@@ -58,7 +59,7 @@ class Trunk:
         return self.dk[layer], self.dv[layer]
 
     def take_state(self, key, state):
-        """As `take`."""
+        """The same as `take`, for the state of a mixer."""
         if key not in self.states:
             self.states[key] = state.detach()
         if torch.is_grad_enabled():
@@ -71,7 +72,7 @@ class Trunk:
         self.dstates[key] += gradient
 
     def gathered(self):
-        """Tensors with a graph and the gradients gathered for them, alternately."""
+        """[tensor, gradient, tensor, gradient, ...] for a Seed: live tensors that require a gradient, and the sums gathered for them."""
         states = [part for key, live in self.live_states.items() if key in self.dstates and live.requires_grad
                   for part in (live, self.dstates[key].to(live.dtype))]
         return states + [part for layer, live in self.live.items() if layer in self.dk for x, sums in zip(live, (self.dk[layer], self.dv[layer]))
@@ -80,8 +81,8 @@ class Trunk:
 
 @dataclass
 class RowSet:
-    """Rows [begin, end) below the same trunks, all of whose rows they see. `runs`: (begin, length, subtree end), causal runs that cover
-    the set once; a run's rows are also seen by all later rows below its subtree's end."""
+    """Rows [begin, end) of a call that stand below the same trunks and see all of their rows. `runs`: (begin, length, subtree end) of the causal
+    runs that make up the set. Rows of a run are visible to later rows of the run, and to all rows behind it before its subtree end."""
     begin: int
     trunks: tuple
     runs: list = field(default_factory=list)
@@ -93,7 +94,8 @@ class RowSet:
 
     @functools.cached_property
     def segments(self):
-        """(begin, length, parent, depth) of every run: the run that its first row follows (-1: the last trunk), and that row's depth."""
+        """(begin, length, parent, depth) of every run. `parent`: the run that its first row continues, -1 for the last trunk; `depth`: that row's
+        position in its rollout."""
         out, open_runs = [], []
         for begin, length, _ in self.runs:
             while open_runs and self.runs[open_runs[-1]][2] <= begin:
@@ -111,9 +113,9 @@ class RowSet:
 
 
 class Phase:
-    """The rows that each row of a call sees: `sets`, one after the other. `longest`: tokens up to and including the last position. `regime`: the
-    length that rotary tables made for each call take for it (rotary.py); None: the call's own. `mutual`: (begin, end) of rows that also see the
-    later ones among them, as those of an image may."""
+    """Which rows each row of a call sees. `sets`: the RowSets of the call, in order. `longest`: the call's largest position plus one. `regime`: the
+    length by which models that make rotary tables in each call choose them (rotary.py); None: the call's own length. `mutual`: (begin, end) of
+    rows that also see later rows among themselves, such as those of an image."""
 
     def __init__(self, sets, longest, captures=None, regime=None, mutual=()):
         self.sets, self.longest, self.captures, self.regime, self.mutual = sets, longest, captures, regime, mutual
@@ -121,20 +123,20 @@ class Phase:
         self.rules, self.masks = {}, set()  # of this call: each layer's Rule, and the windows and chunks of the masks that the model asked for
 
     def visible(self, device):
-        """Which keys each row sees, as a mask of the call: bool [1, 1, T, S] (indexed.py)."""
+        """The call's mask, bool [1, 1, T, S]: true where row t sees key s (indexed.py)."""
         if self.mask is None:
             self.mask = indexed.visible(self.sets, device)
         return self.mask
 
     @classmethod
     def of_segments(cls, segments, trunks, longest, captures=None, regime=None, mutual=()):
-        """From an item's segments (core_interface.h)."""
+        """A phase of one RowSet, made from the segments of an item (core_interface.h)."""
         return cls([RowSet(0, tuple(trunks), _runs(segments))], longest, captures, regime, mutual)
 
     @contextlib.contextmanager
     def forward(self, model=None):
-        """Around the model's call: keys and values are taken, masks are not built. Every attention layer of `model` must see the phase
-        once, else `Unsupported` is raised."""
+        """Context manager for a call of the model: its attention layers run in this phase, and transformers builds no masks. If `captures` is a
+        Trunk, it stores keys and values. Raises `Unsupported` if an attention layer of `model` did not see the phase exactly once."""
         self.capturing = self.captures is not None
         self.checkpointed = model is not None and any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
         for found in (self.seen, self.rules, self.masks):
@@ -158,7 +160,8 @@ class Phase:
         self._check_masks(layers)
 
     def _check_masks(self, layers):
-        """Layers have the windows and chunks of the model's masks, and no others. A model may make a mask that none of its layers is listed for."""
+        """Raises `Unsupported` if the windows and chunks of the layers differ from those of the masks that the model asked for. A mask may be unused
+        in a model whose layers all have full attention."""
         if not self.masks:  # a model without masks of transformers' making, or a compiled one, whose probe ran eagerly
             return
         wanted = {size for rule in self.rules.values() for size in (rule.window, rule.chunk) if size}

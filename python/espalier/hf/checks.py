@@ -1,4 +1,4 @@
-"""Refuses, by name and before anything runs, models and wrappers that would be silently wrong."""
+"""Refuses models and wrappers that would give wrong gradients without an error: by name, before anything runs."""
 
 import functools
 import inspect
@@ -15,7 +15,7 @@ _LAYER_KINDS = _STATELESS | {"full_attention", "attention", "sliding_attention",
 
 
 def unwrapped(model):
-    """The module under DistributedDataParallel, FSDP1 and torch.compile; FSDP2 and PEFT change a module in place."""
+    """The module inside DistributedDataParallel, FSDP1 and torch.compile. (FSDP2 and PEFT change a module in place.)"""
     while True:
         if isinstance(model, torch.nn.parallel.DistributedDataParallel) or is_fsdp1(model):
             model = model.module
@@ -31,7 +31,7 @@ def is_fsdp1(module):
 
 
 def base_model(model):
-    """The transformers model itself, below PEFT too."""
+    """The transformers model inside all wrappers, PEFT's included."""
     model = unwrapped(model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
@@ -42,7 +42,7 @@ def decoder_config(model):
 
 
 def attention_layers(model):
-    """The attention modules by layer index: those whose keys and values a trunk must hold."""
+    """{layer index: (name, module)} of the attention modules, whose keys and values a trunk holds."""
     found = {}
     for name, module in base_model(model).named_modules():
         index = getattr(module, "layer_idx", None)
@@ -145,7 +145,7 @@ def _check_dropout(inner, base):
 
 
 def _check_adapters(inner):
-    """peft's adapters that add rows of their own to every call, or look for tokens in it: a call here is no whole rollout."""
+    """Refuses PEFT adapters that add rows to every call or search a call for tokens: a call of a phase is not a whole rollout."""
     for name, adapter in active_adapters(inner).items():
         if getattr(adapter, "is_prompt_learning", False):
             raise Unsupported(f"adapter {name}", "adapters inside of layers, such as LoRA", f"{type(adapter).__name__}: virtual tokens before every call")
@@ -175,7 +175,7 @@ def _check_checkpointing(base):
 
 
 def _check_sequence_parallel():
-    """verl's Ulysses splits the heads of a sequence over ranks inside its own attention."""
+    """Refuses verl's Ulysses, which divides a sequence over ranks inside its own attention."""
     ulysses = sys.modules.get("verl.utils.ulysses")
     if ulysses is not None and ulysses.get_ulysses_sequence_parallel_world_size() > 1:
         raise Unsupported("verl.utils.ulysses", "sequence parallel size 1", str(ulysses.get_ulysses_sequence_parallel_world_size()),
@@ -183,7 +183,7 @@ def _check_sequence_parallel():
 
 
 def check_captured(model, trunk):
-    """Every layer's keys and values, and every mixer's states, are held, and have a graph unless what makes them is frozen."""
+    """Raises `Unsupported` unless the trunk holds keys and values of every attention layer and the state of every mixer."""
     missing = [layer for layer in sorted(attention_layers(model)) if layer not in trunk.k]
     if missing:
         raise Unsupported("attention", "keys and values of every layer", f"none from layers {missing}",
@@ -195,8 +195,8 @@ def check_captured(model, trunk):
 
 
 def check_live(model, trunk):
-    """From the first layer on whose keys, values or states have a graph, all have one; none at all only where nothing below is
-    trained."""
+    """Raises `Unsupported` if no keys, values or states have an autograd graph although something below the head is trained, or if those of a layer
+    have none behind a layer whose have one."""
     modules = mixers(base_model(model)) if trunk.live_states else {}
     found = [(layer, f"attention layer {layer}", "keys and values", live) for layer, live in trunk.live.items()]
     found += [(modules[key[0]].layer_idx, key[0], "states", (live,)) for key, live in trunk.live_states.items()]

@@ -1,9 +1,9 @@
 """Bytes of a step before it runs, from a few rows of the same model on the same device.
 
-A small step of one prompt and two responses runs four times, with more rows of the prompt, more rows of the responses, and more of them scored.
-Between these, the bytes that exist after each operation grow linearly with each of the three; the largest of these lines, at the step's own
-numbers, is the estimate. It covers whatever the model does, LoRA, autocast and checkpointing included, and gradients of parameters that have none
-yet. It does not cover an allocator's rounding, memory inside of an operation, or what `loss` holds.
+A small step of one prompt and two responses runs four times: as it is, with more prompt rows, with more response rows, and with more scored rows.
+The bytes after each operation are linear in these three numbers. The estimate is the largest of them at the numbers of the real step. It covers
+whatever the model does (LoRA, autocast, checkpointing) and gradients that do not exist yet. It does not cover rounding by the allocator, memory
+inside an operation, or what `loss` holds.
 """
 
 import logging
@@ -62,7 +62,7 @@ def estimate(model, parts, run, trunk_states, entropies=False):
 
 
 def note_if_too_large(model, parts, run, trunk_state):
-    """Before a model's first step on a GPU: one line where it will not fit, with what to switch on."""
+    """Before a model's first step on a GPU: logs one line if the step will not fit, with the setting that helps."""
     if model in _noted or not _notes(model):
         return
     _noted.add(model)
@@ -76,12 +76,12 @@ def note_if_too_large(model, parts, run, trunk_state):
 
 
 def _notes(model):
-    """Whether the device of a model has memory of its own, which torch can tell."""
+    """True for a model on a GPU that FSDP does not shard."""
     return ranks.device_of(model).type == "cuda" and torch.cuda.is_available() and not ranks.sharded(model)
 
 
 def advice(others):
-    """Words that name what to switch on, from the estimate of the other states."""
+    """Names a trunk state that would make the step fit; if none does, advises smaller waves. `others`: an Estimate of the other states."""
     better = [state for state, size in others.step.items() if others.fits(state)]
     if better:
         return f"trunk_state={better[0]!r} fits"
@@ -95,7 +95,7 @@ def _free(device):
 
 
 def _bytes(model, run, trunk_state, chunks, entropies, device, sizes):
-    """The most bytes that exist at once, for each of `sizes`: (rows of open trunks, rows of a wave, scored rows)."""
+    """The peak in bytes for each of `sizes`: (rows of open trunks, rows of a wave, scored rows)."""
     scored = max(_LEAST, chunks)
     base = np.array([_PROMPT, 2 * scored, scored])
     lines = [_timeline(model, run, trunk_state, at, chunks, entropies, device)
@@ -108,7 +108,7 @@ def _bytes(model, run, trunk_state, chunks, entropies, device, sizes):
 
 
 def _timeline(model, run, trunk_state, sizes, chunks, entropies, device):
-    """Bytes after each operation of a small step. Gradients of before are as they were afterwards."""
+    """Bytes after each operation of a small step. Restores earlier gradients."""
     path, rows, scored = (int(size) for size in sizes)
     few = _Few(path, rows, scored, trunk_state == "recompute")
     loss = lambda wave: wave.logprobs.sum() + wave.entropies.sum() if entropies else wave.logprobs.sum()

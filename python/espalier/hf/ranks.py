@@ -13,26 +13,26 @@ _BUCKET = 25 << 20  # bytes of gradients reduced at once, DDP's own size
 
 
 def replicas(model):
-    """The DistributedDataParallel around a model that would reduce now, else None (`no_sync()`: the caller does it later)."""
+    """The model's DistributedDataParallel wrapper if it would reduce gradients in the next backward, else None (within `no_sync()`)."""
     while hasattr(model, "_orig_mod"):
         model = model._orig_mod
     return model if isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync else None
 
 
 def sharded(model):
-    """Whether calls of the model are collective (FSDP shards its parameters)."""
+    """True if FSDP shards the model's parameters, so that every call of it is a collective."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     return alternating(model) or (kind is not None and any(isinstance(module, kind) for module in unwrapped(model).modules()))
 
 
 def alternating(model):
-    """Whether a forward with a graph must be followed by its backward before the next one: FSDP1 arms its hooks, which gather the
-    parameters and reduce their gradients, in a forward, and the next backward disarms all of them."""
+    """True if every forward with a graph needs its backward before the next forward. So under FSDP1: a forward arms the hooks that gather
+    parameters and reduce gradients, and the next backward disarms all of them."""
     return any(is_fsdp1(module) for module in model.modules())
 
 
 def device_of(model):
-    """Where a model computes, also while FSDP keeps its shards in the memory of the host."""
+    """The device that the model computes on, even if FSDP holds its shards in host memory."""
     if is_fsdp1(model):
         return model.compute_device
     weight = base_model(model).get_input_embeddings().weight
@@ -41,8 +41,7 @@ def device_of(model):
 
 
 def group_of(model):
-    """The process group of the ranks whose calls of the model are collective: those of its device mesh under FSDP2 and of its process
-    group under FSDP1; None: all ranks."""
+    """The process group of the ranks that call the model together: of its device mesh under FSDP2, its process group under FSDP1. None: all ranks."""
     mesh = next((p.device_mesh for p in unwrapped(model).parameters() if hasattr(p, "device_mesh")), None)
     if mesh is not None:
         return mesh.get_group() if mesh.ndim == 1 else _group(tuple(sorted(mesh.mesh.flatten().tolist())))
@@ -54,13 +53,14 @@ def group_of(model):
 
 @functools.cache
 def _group(members):
-    """A group of these ranks alone. Other ranks do not call this."""
+    """A new process group of these ranks. Only they call this."""
     return None if len(members) == dist.get_world_size() else dist.new_group(list(members), use_local_synchronization=True)
 
 
 @torch.no_grad()
 def reduce_gradients(ddp):
-    """Leaves what DDP's own backward leaves: the mean over ranks, in whole buckets. A parameter that no rank reached stays without."""
+    """Replaces gradients with their mean over ranks, bucket by bucket, as DDP's backward does. A parameter without a gradient on every rank gets
+    none."""
     group, world = ddp.process_group, dist.get_world_size(ddp.process_group)
     if world == 1:
         return
@@ -94,7 +94,7 @@ def _reduce(bucket, group, world):
 
 
 def told_by_all(model, what):
-    """The answers of all ranks of a sharded model, in rank order."""
+    """Gathers `what` from all ranks of a sharded model, in rank order."""
     if not dist.is_initialized():
         return [what]
     group = group_of(model)
@@ -104,7 +104,7 @@ def told_by_all(model, what):
 
 
 def inside(model, base, function):
-    """`function()` as a call of the model, so that the hooks of what wraps it fire. `base`: the model without wrappers."""
+    """Calls `function()` in place of the model's forward, so that the hooks of its wrappers fire. `base`: the model without wrappers."""
     had = base.__dict__.get("forward")
     base.forward = lambda *_, **__: function()
     try:
@@ -117,7 +117,8 @@ def inside(model, base, function):
 
 
 def run(model, program, device):
-    """Runs a program of (letter, action). Ranks that share layers first agree on one order and fill their gaps with empty calls."""
+    """Runs a program of (letter, action). Ranks of a sharded model first agree on one sequence of letters; where a rank has no action of its own it
+    makes an empty call."""
     if alternating(model):
         program = in_pairs(program)
     group = group_of(model) if sharded(model) and dist.is_initialized() else None
@@ -150,7 +151,7 @@ def run(model, program, device):
 
 
 def in_pairs(program):
-    """A program whose every forward with a graph precedes its backward at once, with the two as one step: P. N: a forward without."""
+    """The same program with each forward and its backward as one step, P. A forward without a backward is N."""
     out = []
     for letter, action in program:
         if letter == "B":
@@ -162,10 +163,10 @@ def in_pairs(program):
 
 
 def common_order(everyone):
-    """One sequence of (letter, ranks that do it for real) that holds every rank's own sequence: of F and B, or of N and P.
+    """One sequence of (letter, ranks with an action) that contains the sequence of every rank, of the letters F and B, or N and P.
 
-    Forwards go first, so that a rank without a backward of its own has an empty forward to send one through; where it has none left,
-    all make one.
+    Forwards come first: a rank without a backward of its own then has an empty forward to run one through. If it has none left, all ranks make an
+    empty forward.
     """
     at = [0] * len(everyone)
     empty = [0] * len(everyone)
@@ -186,7 +187,7 @@ def common_order(everyone):
 
 
 def without_replicas(model):
-    """The module that DDP holds; others as they are."""
+    """The module inside DistributedDataParallel; any other module unchanged."""
     inner = model
     while hasattr(inner, "_orig_mod"):
         inner = inner._orig_mod

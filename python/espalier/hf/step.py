@@ -1,7 +1,7 @@
 """The phases of one step: trunks forward, everything below them, trunks backward.
 
-A plan's items come depth first. A trunk's rows run once; their keys, values and log-probs stay, with sums of the gradients that
-the items below send back; when all below is done, one backward through the trunk's own graph (kept, or made again) spends them.
+Items of a plan are in depth-first order. A trunk runs forward once. Its keys, values and log-probs stay readable while the items below it
+run, and the gradients of those items are summed for it. Then one backward through the trunk's graph (kept, or rebuilt) uses the sums.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from espalier.hf.transfer import Total, to_device
 class Wave:
     """Whole responses of some rollouts, with the log-probs and entropies of their tokens.
 
-    `rollouts`: indices into the step's list, ascending. `rollout`, `position` [E]: which token of which response each value belongs
-    to. `logprobs`, `entropies` [E]: natural logarithms, differentiable.
+    `rollouts`: indices into the step's list, ascending. `rollout`, `position` [E]: the rollout of each value, and the token's index in that
+    rollout's response. `logprobs`, `entropies` [E]: in nats, differentiable.
     """
 
     def __init__(self, rollouts: Sequence[int], rollout: torch.Tensor, position: torch.Tensor, logprobs: torch.Tensor,
@@ -43,7 +43,7 @@ class Wave:
 
 
 class Seed(torch.autograd.Function):
-    """A scalar 0 whose backward gives each tensor the gradient that was gathered for it. Tensors and gradients alternate."""
+    """A scalar 0. Its backward hands each tensor the gradient gathered for it. Arguments: tensor, gradient, tensor, gradient, ..."""
 
     @staticmethod
     def forward(ctx, *pairs):
@@ -72,11 +72,12 @@ class OpenTrunk:
 
 
 class Executor:
-    """Runs a plan on a model. `loss(wave)` once for each wave with finished responses; None: forward only, `seen(wave)` gets it.
+    """Runs a plan on a model. Calls `loss(wave)` once for each wave with finished responses and adds the gradients of what it returns. Without
+    `loss` it runs forward only and calls `seen(wave)`.
 
-    `trunk_state`: what a trunk's forward leaves for its backward (trunk_state.py).
-    `router`: a RouterLoss, which is counted where there is no `loss`, else its terms are added. `through_everything`: a trunk's backward also passes every layer and the head with zeros, so that hooks of a sharding wrapper
-    fire in every module.
+    `trunk_state`: what a trunk keeps for its backward (trunk_state.py). `router`: a RouterLoss; with `loss` its terms are added, without `loss` its
+    counts are taken. `through_everything`: a trunk's backward also passes every layer and the head, with zeros, so that the hooks of a sharding
+    wrapper fire in every module.
     """
 
     def __init__(self, model, rollouts, plan, *, loss=None, seen=None, temperature=1.0, through_everything=False, router=None,
@@ -96,8 +97,8 @@ class Executor:
         return float(self.losses)
 
     def program(self, with_towers=False):
-        """(letter, action) in order: F a forward, B a backward. Ranks that share layers run the same letters (ranks.py). `with_towers`:
-        somebody else runs the vision tower behind the program (images.ShardedTower)."""
+        """The step as a list of (letter, action): "F" for a forward, "B" for a backward, "" for work without a call of the model. Ranks that share
+        layers run equal sequences of letters (ranks.py). `with_towers`: the caller runs the vision tower after the program (images.ShardedTower)."""
         out, above = [], []
         gradients = self.loss is not None
         last = {} if with_towers else self._last_with_images()

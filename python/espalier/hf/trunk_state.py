@@ -26,9 +26,9 @@ _SMALL = 1 << 12  # bytes; smaller tensors stay on the device
 
 
 def by_layers(model):
-    """Whether "recompute" checkpoints layers. Not under FSDP, whose hooks count forwards; not of compiled layers, of layers with a state, of
-    layers that drop keyword arguments, choose their keys or make a rotary table of `rotary.limits` themselves, which would not know their phase when
-    they run again; and not where the user checkpoints them already."""
+    """True if "recompute" can checkpoint the model layer by layer. False under FSDP, whose hooks count forwards; for compiled layers; if the user
+    already checkpoints layers; and for layers that would not know their phase when they run again: those with a state, those that drop keyword
+    arguments or choose their keys, and those that make a rotary table of `rotary.limits` themselves."""
     base = base_model(model)
     if ranks.sharded(model) or hasattr(model, "_orig_mod") or mixers(base) or indexed.indexers(base) or not decoder_layers(base):
         return False
@@ -44,7 +44,7 @@ def by_layers(model):
 
 @contextlib.contextmanager
 def layers_checkpointed(model):
-    """Around a call of the model."""
+    """Context manager: within it, every decoder layer is a checkpoint."""
     undo = [_checkpoint(layer) for layer in decoder_layers(base_model(model))]
     try:
         yield
@@ -67,7 +67,7 @@ def _checkpoint(layer):
 
 
 def _contexts():
-    """Around a layer's first run nothing, around its second the function modes of the first, which a backward has not."""
+    """Contexts of a layer's two runs: none for the first; for the second the function modes of the first, which are not active in a backward."""
     modes = contextlib.ExitStack()
     return contextlib.nullcontext(), _Entered(modes, _get_current_function_mode_stack())
 
@@ -94,8 +94,8 @@ def check_offload(model):
 
 
 class Offload(torch.autograd.graph.saved_tensors_hooks):
-    """Around a call of the model: what autograd saves waits in the host's memory. Parameters and buffers stay, and so does what is in use anyway
-    (`held`, a Trunk's keys and values). `bytes`: on the host."""
+    """Context manager for a call of the model: tensors that autograd saves move to host memory. Parameters and buffers stay on the device, and so do
+    the keys and values that `held`, a Trunk, holds anyway. `bytes`: moved so far."""
 
     def __init__(self, model, held):
         self.stays = {_storage(x) for x in (*model.parameters(), *model.buffers())}
@@ -119,7 +119,7 @@ class Offload(torch.autograd.graph.saved_tensors_hooks):
 
 
 class _Copy:
-    """A tensor in the host's memory, and on the device again as long as somebody of the backward has it."""
+    """A saved tensor in host memory. While the backward uses it, all users share one copy on the device."""
 
     def __init__(self, x):
         self.device, self.back = x.device, lambda: None
