@@ -33,11 +33,11 @@ class RLOOTrainer(SharedPrompts, trl.RLOOTrainer):
 
 
 class DPOTrainer(SharedReference, trl.DPOTrainer):
-    """`trl.DPOTrainer` with shared prompts, those of the reference's pass, too."""
+    """`trl.DPOTrainer` with shared prompts, in the reference's pass too."""
 
 
 class KTOTrainer(SharedReference, trl.KTOTrainer):
-    """`trl.KTOTrainer` with shared prompts, those of the reference's passes, too."""
+    """`trl.KTOTrainer` with shared prompts, in the reference's passes too."""
 
 
 class RewardTrainer(SharedBatches, trl.RewardTrainer):
@@ -45,15 +45,15 @@ class RewardTrainer(SharedBatches, trl.RewardTrainer):
 
 
 class SFTTrainer(SharedBatches, trl.SFTTrainer):
-    """`trl.SFTTrainer` with shared beginnings, such as a long system prompt."""
+    """`trl.SFTTrainer` with shared prefixes, such as a long system prompt."""
 
 
 class DistillationTrainer(SharedBatches, trl.DistillationTrainer):
-    """`trl.DistillationTrainer` with shared prompts, those of the teacher's pass, too."""
+    """`trl.DistillationTrainer` with shared prompts, in the teacher's pass too."""
 
 
 def __getattr__(name: str) -> Any:
-    """Makes GKDTrainer at its first use, because TRL warns of its experimental part on import."""
+    """Creates GKDTrainer on first use: importing TRL's experimental package logs a warning."""
     if name != "GKDTrainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from trl.experimental.gkd import GKDTrainer as plain

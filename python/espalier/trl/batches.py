@@ -1,8 +1,8 @@
 """Trainers whose loss couples only rows of one batch: the backbone runs once, over the batch's unique rows.
 
-TRL calls a model on a padded batch. Inside `compute_loss` the backbone (the model below its head) runs the tree of the batch instead,
-and hands back hidden states, and a mixture's router logits, of every token of the padded batch. Head, pooling and loss are TRL's own and
-see nothing else. All is one graph, so DDP, accumulation and clipping are as they were.
+TRL calls a model on a padded batch. Within `compute_loss`, the backbone (the model below its head) runs the batch's tree instead. It returns
+hidden states, and router logits of a mixture of experts, for every token of the padded batch. Head, pooling and loss stay TRL's. Everything is
+one autograd graph, so DDP, accumulation and clipping work as before.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ _PASSED_ON = {"output_router_logits", "return_dict", "margin", "logits_to_keep"}
 
 
 class SharedBatches(Sharing):
-    """Mixin in front of a trainer with `compute_loss`."""
+    """Mixin for a trainer with `compute_loss`; precedes it among the bases."""
 
     def compute_loss(self, *args, **kwargs):
         with self._shared_backbones():
@@ -29,7 +29,7 @@ class SharedBatches(Sharing):
 
     @contextlib.contextmanager
     def _shared_backbones(self):
-        """Within, the policy's, the reference's and the teacher's backbones share."""
+        """Context manager: within it, the backbones of policy, reference and teacher run unique rows."""
         if not self.shared_prompts:
             yield
             return
@@ -40,7 +40,7 @@ class SharedBatches(Sharing):
             yield
 
     def _backbone_forward(self, base, forward, *args, **kwargs):
-        """`forward(*args, **kwargs)` of the backbone, over unique rows where the batch allows it."""
+        """The backbone's forward: over unique rows if the batch can be shared, else `forward(*args, **kwargs)`."""
         if "espalier" in kwargs:  # our own call, below
             return forward(*args, **kwargs)
         batch = self._batch(base, args, kwargs)
@@ -61,7 +61,7 @@ class SharedBatches(Sharing):
         return out
 
     def _compare_backbone(self, base, plain, tree, more):
-        """With TRL's padded call: hidden states, and router logits, of every token that is no padding."""
+        """Compares with TRL's padded call: hidden states, and router logits, of every token that is not padding."""
         def values(out):
             routers = [x.view(*tree.live.shape, -1) for x in getattr(out, "router_logits", None) or ()]
             return [x[tree.live] for x in (out.last_hidden_state, *routers)]
@@ -98,7 +98,7 @@ class SharedBatches(Sharing):
 
 
 def _run(base, tree, more):
-    """The backbone's output over the tree's rows, of every token of the padded batch."""
+    """Runs the backbone on the tree's rows. Returns its output for every token of the padded batch."""
     seen = Trunk(tree.rows)
     phase = Phase([RowSet(0, (), tree.runs)], tree.longest, captures=seen)
     with phase.forward():
@@ -111,7 +111,7 @@ def _run(base, tree, more):
 
 
 class SharedReference(SharedBatches):
-    """Mixin, also in front of a trainer that computes a reference's log-probs before training."""
+    """Mixin for a trainer that can also compute a reference's log-probs before training."""
 
     def compute_ref_log_probs(self, *args, **kwargs):
         with self._shared_backbones():
@@ -120,7 +120,7 @@ class SharedReference(SharedBatches):
 
 @contextlib.contextmanager
 def _replaced_forward(module, forward):
-    """Within, calls of this module run `forward(the one it has, ...)`."""
+    """Context manager: calls of the module run `forward(original, ...)`, where `original` is the module's own forward."""
     own = module.__dict__.get("forward")
     module.forward = functools.partial(forward, module.forward)
     try:

@@ -21,7 +21,7 @@ from espalier.trl.sharing import Sharing
 
 
 class SharedPrompts(Sharing):
-    """Mixin in front of a trainer with TRL's `_get_per_token_logps_and_entropies`."""
+    """Mixin for a trainer with TRL's `_get_per_token_logps_and_entropies`; precedes it among the bases."""
 
     def __init__(self, *args, **kwargs):
         self._prompts = {}  # of the open accumulation window: prompt tokens -> _Prompt
@@ -65,7 +65,7 @@ class SharedPrompts(Sharing):
         return plain()
 
     def _compare(self, model, rows, plain, shared):
-        """With TRL's own call: log-probs and entropies of every response token, and the router's loss."""
+        """Compares with TRL's own call: log-probs and entropies of every response token, and the router's loss."""
         live = torch.arange(rows.shape[1], device=rows.ids.device) < torch.as_tensor(rows.live, device=rows.ids.device)[:, None]
         values = lambda logprobs, entropies, aux_loss=None: [x[live] for x in (logprobs, entropies) if x is not None] + (
             [aux_loss.reshape(1)] if aux_loss is not None else [])
@@ -210,7 +210,7 @@ class _Prompt:
         self.leaf = router and router.sums.detach().requires_grad_(router.sums.requires_grad)
 
     def gathered(self):
-        """Tensors with a graph and the gradients gathered for them, alternately."""
+        """[tensor, gradient, tensor, gradient, ...] for a Seed: tensors with a graph and the gradients gathered for them."""
         pairs = self.trunk.gathered()
         if self.router and self.leaf.grad is not None:
             pairs += [self.router.sums, self.leaf.grad]
@@ -235,7 +235,7 @@ class _Pictures:
 
 
 class _router_logits:
-    """Context around a call of the model. Keeps the logits of its routers, which TRL's head does not return."""
+    """Context manager for a call of the model: collects the logits of its routers, which TRL's head does not return."""
 
     def __init__(self, model, on):
         self.model, self.on, self.seen = model, on, []

@@ -1,4 +1,4 @@
-"""Common parts of all trainers: whether a model shares, one note if it does not, and the choice between our attention and the user's."""
+"""The part that all trainers have in common: whether a model shares, one note if it does not, and when Espalier's attention replaces the user's."""
 
 import contextlib
 import logging
@@ -13,8 +13,8 @@ _log = logging.getLogger("espalier")
 
 
 class Sharing:
-    """Mixin in front of a trainer. `shared_rows` counts the token rows of all shared passes: those that ran, and those that plain passes
-    have without their padding.
+    """Mixin for a trainer. `shared_rows` counts token rows of all shared passes: "run", those that ran, and "without_sharing", those of plain passes
+    without padding.
     """
 
     def __init__(self, *args, shared_prompts=True, verify=False, **kwargs):
@@ -32,7 +32,7 @@ class Sharing:
                     self._sharing(model, None, probing=True)
 
     def _models(self):
-        """The policy, and the reference and the teacher where the trainer has them."""
+        """The policy, and the trainer's reference and teacher if it has them."""
         return [model for model in (self.model, getattr(self, "ref_model", None), getattr(self, "teacher_model", None)) if model is not None]
 
     def _to_verify(self, model):
@@ -50,8 +50,8 @@ class Sharing:
             _log.warning("prompts are not shared: %s", reason)
 
     def _sharing(self, model, longest, probing=False):
-        """Whether this model shares rows of up to `longest` tokens. It is probed once, before the first step: a probe's calls within a
-        step would run the trainer's own wrapped forward."""
+        """True if this model can share rows of up to `longest` tokens. The model is probed once, before the first step: within a step, the probe's
+        calls would run the trainer's wrapped forward."""
         if not self.shared_prompts or probe.running() or id(base_model(model)) in self._refused:
             return False
         if ranks.sharded(model):
@@ -72,8 +72,8 @@ class Sharing:
 
     @contextlib.contextmanager
     def _our_layers(self, model):
-        """Our attention and mixers, around a call of the model. With gradients they stay until the step's backward is done, in which
-        checkpointed layers run again; everywhere else the model has the user's."""
+        """Context manager for a call of the model: it runs with Espalier's attention and mixers. With gradients they stay until the step's backward,
+        in which checkpointed layers run again. Everywhere else the model has the user's."""
         base = base_model(model)
         if id(base) in self._ours:
             yield
@@ -106,4 +106,4 @@ class Sharing:
             self._give_layers_back()
 
     def _step_done(self, model):
-        """After a micro-batch's backward."""
+        """Called after a micro-batch's backward: gives the model the user's attention back."""

@@ -1,7 +1,7 @@
 """The rows of a padded batch as a tree: tokens that sequences have in common, from the first one on, are one row each.
 
-Sequences in lexical order are the tree's paths depth first, and what one adds to those before it begins where it leaves its
-neighbour. So the tree's rows are those parts, one after the other.
+Sorted sequences visit the tree's paths in depth-first order. Each sequence adds rows from the first token in which it differs from its
+predecessor. The tree's rows are these additions, one after the other.
 """
 
 import numpy as np
@@ -59,7 +59,7 @@ def _common(a, b):
 
 
 def _close(open_runs, runs, depth, rows):
-    """Closes the runs that the next sequence does not see. It leaves the path at `depth`; no row from `rows` on is below these runs."""
+    """Closes the runs that the next sequence, which leaves the path at `depth`, does not see: their subtrees end at row `rows`."""
     while open_runs:
         begin, at, length = open_runs[-1]
         if at + length <= depth:

@@ -16,9 +16,9 @@ _log = logging.getLogger("espalier")
 
 
 def compare(model, plain, shared, finish=lambda: None):
-    """The table of gradients, or of values in a pass without gradients. `plain()` and `shared()` return a list of tensors, the same values of
-    the same shapes. `finish()`: the rest of the shared pass's backward. Raises `Error` of kind `verification` where shared is too far away.
-    `.grad` stays as it was."""
+    """Returns the table of gradients, or of values for a pass without gradients. `plain()` and `shared()` compute the same list of tensors in two
+    ways. `finish()`: the rest of the shared pass's backward. Raises `Error` of kind `verification` if shared is too far from plain. Restores
+    `.grad`."""
     named = [(name, p) for name, p in unwrapped(model).named_parameters() if p.requires_grad]
     held = [p.grad for _, p in named]
     latest = {}  # gradients of one run at a time

@@ -25,7 +25,7 @@ class MiniBatch:
         return [{name: x for name, x in (row or {}).items() if x is not None} or None for row in rows] or [None] * len(self.lengths)
 
     def rollouts(self, replayed: bool = False) -> list[dict[str, Any]]:
-        """With their images, and with `replayed` their recorded experts, too. verl leaves zeros where nothing was recorded."""
+        """The rows as rollouts, with their images and, if `replayed`, their recorded experts. verl writes zeros where nothing was recorded."""
         tokens = self.data["input_ids"].values().cpu().numpy()
         ends = self.lengths.cumsum(0).tolist()
         out = [{"prompt_ids": tokens[end - n:end - n + p], "response_ids": tokens[end - n + p:end]}
@@ -44,7 +44,7 @@ class MiniBatch:
 
     @property
     def temperature(self) -> float:
-        """As verl's engine rounds it."""
+        """The temperature, rounded as in verl's engine."""
         value = self.data["temperature"]
         value = value.flatten()[0] if isinstance(value, torch.Tensor) else torch.tensor(value)
         return float(value.to(torch.float32).clamp(min=1e-8))
@@ -69,7 +69,7 @@ class MiniBatch:
 
 
 def _lengths(data: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens of each prompt and of each response."""
+    """Lengths in tokens of each prompt and of each response."""
     prompts, responses = data["prompts"], data["responses"]
     if prompts.is_nested:
         return prompts.offsets().diff().cpu(), responses.offsets().diff().cpu()

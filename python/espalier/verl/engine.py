@@ -50,7 +50,7 @@ class SharedPromptsEngine(FSDPEngineWithLMHead):
         return self._log_probs(batch, loss_function) if forward_only else self._update(batch, loss_function)
 
     def _batch(self, data: Any, loss_function: Callable[..., Any] | None) -> tuple[MiniBatch | None, str]:
-        """The mini-batch, or None and why it cannot be shared; the same on every rank, whose calls of the model are collective."""
+        """(mini-batch, "") or (None, the reason why it cannot be shared). All ranks get the same answer, because their calls of the model are collective."""
         batch: MiniBatch | None = None
         reason, longest = refusals.of_engine(self), 0
         if not reason:
@@ -80,7 +80,7 @@ class SharedPromptsEngine(FSDPEngineWithLMHead):
         return contextlib.nullcontext() if wide else torch.autocast(get_device_name(), self._autocast_dtype)
 
     def _wave_tokens(self, batch: MiniBatch) -> int:
-        """The rows that verl would run at once."""
+        """The number of rows that verl would run at once."""
         data = batch.data
         if tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True):
             return int(data["max_token_len_per_gpu"])
@@ -177,7 +177,7 @@ def _one_by_one(data: Any) -> Any:
 
 
 def _in_order(outputs: list[tuple[Sequence[int], dict[str, torch.Tensor]]]) -> dict[str, torch.Tensor]:
-    """Rows of all waves, by their place in the mini-batch."""
+    """Rows of all waves in the order of the mini-batch."""
     found: dict[str, dict[int, torch.Tensor]] = {}
     for rows, output in outputs:
         for name, values in output.items():

@@ -19,7 +19,7 @@ _own: dict[Any, Callable] = {}  # the forward of each class
 
 
 def remember() -> None:
-    """Before verl makes an engine: it patches classes then."""
+    """Stores transformers' own forwards. Called before verl makes an engine, which patches the classes."""
     for name in _MODULES:
         try:
             module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
@@ -32,7 +32,7 @@ def remember() -> None:
 
 
 def replaced(model: torch.nn.Module) -> list[Any]:
-    """The classes of a model's modules whose forward is verl's."""
+    """The classes among a model's modules whose forward verl has replaced."""
     kinds = {kind for module in base_model(model).modules() for kind in type(module).__mro__}
     return [kind for kind in kinds if getattr(vars(kind).get("forward"), "__module__", "").startswith("verl.models.transformers.")]
 
