@@ -148,7 +148,7 @@ def estimate(model: torch.nn.Module, rollouts: Iterable[Mapping[str, Any]], *, w
 
 
 def _waves(parts, schedule, wave_tokens):
-    """The rollouts that finish together, as places in the step: a dense run's batches, or those of the plans' items."""
+    """Lists of rollouts that finish together, as indices into the step's list: the batches of a dense run, or the plans' items."""
     if schedule == "dense" and any(part.images is not None for part, _ in parts):
         return [[int(i)] for part, _ in parts for i in part.places(np.arange(len(part)))]
     if schedule == "dense":
@@ -157,20 +157,20 @@ def _waves(parts, schedule, wave_tokens):
 
 
 def _prepared(model, rollouts):
-    """Rollouts, with their images and recorded experts."""
+    """Returns the records as `Rollouts`, with their images and recorded experts."""
     prepared = Rollouts(rollouts, decoder_config(model).vocab_size)
     prepared = prepared.with_images(images.of(model, prepared))
     return prepared.with_routes(routes.of(model, prepared))
 
 
 def _any_images(model, prepared):
-    """Whether a rank that shares the model's layers has images."""
+    """True if any rank that shares the model's layers has images."""
     own = prepared.images is not None
     return any(ranks.told_by_all(model, own)) if images.takes(model) and ranks.sharded(model) else own
 
 
 def check_images(model, prepared, wave_tokens):
-    """Once for each model with images: images.check."""
+    """Runs images.check, once for each model with images."""
     if not images.takes(model) or images.checked(model):
         return
     prompt = images.shortest(prepared)
@@ -202,7 +202,7 @@ def _check_arguments(model, loss, schedule, router_aux_loss_coef):
 
 
 def _parts(model, prepared, **how):
-    """(rollouts, their plan) of each set of rollouts that has the same rotary tables: mostly one (rotary.py)."""
+    """[(rollouts, their plan)], one entry for all rollouts with the same rotary tables; usually there is one entry (rotary.py)."""
     parts = [prepared.part(members) for members in rotary.regimes(base_model(model), prepared.lengths)]
     return [(part, part.plan(unwrapped(model), **how)) for part in parts]
 
@@ -216,7 +216,7 @@ def _schedule(model, asked, parts, wave_tokens):
 
 
 def _shared(model, parts, router=None, **how):
-    """The executors of all parts, run."""
+    """Runs all parts. Returns their executors."""
     replaying = any(part.routes is not None for part, _ in parts)
     with implementation.in_use(model), rotary.installed(base_model(model), attention.current), routes.installed(model, replaying):
         if router:
@@ -229,7 +229,7 @@ def _shared(model, parts, router=None, **how):
 
 
 def _towers(model, executors):
-    """The vision tower's calls on all ranks of a sharded model, where any rank has images."""
+    """The ShardedTower of a sharded model if any of its ranks has images, else None."""
     if not (ranks.sharded(model) and images.takes(model)):
         return None
     towers = images.ShardedTower(model, [e.tower for e in executors if e.tower is not None], any(e.loss is not None for e in executors))
@@ -247,10 +247,10 @@ def _run(model, executors, towers=None):
 
 @torch.no_grad()
 def _whole_sets(model, rollouts, loss, sets, waves, temperature, wave_tokens):
-    """(the loss of a wave, rows run for it): where `waves` cut a set, its log-probs are computed first."""
+    """(the function that computes a wave's loss, rows run to make it). If `waves` cut a set, the log-probs of the set are computed first."""
     split = coupled.cut(sets, waves)
     members = sorted(i for one in split for i in one)
-    if not members and not (sets and ranks.sharded(model)):  # ranks that share layers come here together
+    if not members and not (sets and ranks.sharded(model)):  # ranks that share layers must all run the pass below
         return loss, 0
     values = {}
     rows = _score([rollouts[i] for i in members], model, temperature, wave_tokens, lambda i, *of_it: values.update({members[i]: of_it}))
@@ -258,14 +258,14 @@ def _whole_sets(model, rollouts, loss, sets, waves, temperature, wave_tokens):
 
 
 def _score(rollouts, model, temperature, wave_tokens, add):
-    """Calls add(rollout, log-probs, entropies) for each; returns the rows that ran."""
+    """Calls add(rollout, log-probs, entropies) for each rollout. Returns the number of rows that ran."""
     if not rollouts:
         _run(model, [], _towers(model, []))
         return 0
     prepared = _prepared(model, rollouts)
     empty = torch.zeros(0, device=ranks.device_of(model))
     for i, response in enumerate(prepared.responses):
-        if not len(response):  # of no wave
+        if not len(response):  # no wave has it
             add(i, empty, empty)
 
     def seen(wave):

@@ -52,7 +52,7 @@ def coefficient(value: Any) -> Any:
 
 
 def model(given: Any) -> None:
-    """A transformers model whose weights are in memory."""
+    """Checks that the argument is a transformers model whose weights are in memory."""
     if not isinstance(given, torch.nn.Module) or not hasattr(_base(given), "config"):
         raise Error("input", "model", "a transformers causal language model", type(given).__name__, "Load it with AutoModelForCausalLM", 2)
     empty = next((name for name, p in unwrapped(given).named_parameters() if p.is_meta), None)
@@ -68,7 +68,7 @@ def _base(given: Any) -> Any:
 
 
 def gradients_wanted(given: torch.nn.Module) -> None:
-    """A step needs autograd, a trained parameter, and gradients that nothing reads before the end of the step."""
+    """Checks that autograd is on, that a parameter is trained, and that nothing reads gradients before the end of the step."""
     if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
         mode = "torch.inference_mode()" if torch.is_inference_mode_enabled() else "torch.no_grad()"
         raise Error("input", "phased_step", "a call with gradients enabled", mode, "Call it outside, or use espalier.hf.score", 2)

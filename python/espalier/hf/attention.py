@@ -1,11 +1,11 @@
 """Rows that see [open trunks | own tree], as an attention function of transformers' `AttentionInterface`.
 
 A call of the model runs the rows of one item as a batch of one, [1, T]. Its keyword argument `espalier=Phase(...)` reaches
-every attention layer; a layer that is not handed keyword arguments takes it from a context variable. Without a phase the function is
+every attention layer; a layer that gets no keyword arguments reads the phase from a context variable. Without a phase the function is
 the user's own (implementation.py), so that the same model still generates and evaluates.
-On a CPU the rows run in the engine's kernels (rows_by_kernel.py), on a GPU in FlashAttention's (rows_by_flash.py; under a window or in chunks
-rows_by_gather.py) or torch's memory-efficient one (rows_by_efficient.py), and what these do not serve in torch's own, block by block
-(rows_by_blocks.py). Layers that choose their keys run in rows_by_choice.py.
+On a CPU the rows run in the engine's kernels (rows_by_kernel.py). On a GPU they run in FlashAttention's (rows_by_flash.py; with a window or
+chunks rows_by_gather.py) or in torch's memory-efficient kernel (rows_by_efficient.py). All other cases run in torch's operations, block by
+block (rows_by_blocks.py). Layers that choose their keys run in rows_by_choice.py.
 """
 
 import collections
@@ -190,7 +190,7 @@ def kernels_for(q, v=None):
 
 
 def calls_of(segments, trunks, kernels):
-    """How many calls of an attention kernel one layer takes for an item below so many trunks, in one of these modules."""
+    """The number of attention kernel calls that one layer makes for an item below `trunks` trunks. `kernels`: the module that runs it."""
     return kernels.count(_runs(segments), trunks)
 
 
@@ -247,7 +247,7 @@ class _RowAttention(torch.autograd.Function):
 
 
 def attention(module, query, key, value, attention_mask=None, espalier=None, **kwargs):
-    """The function registered as "espalier"."""
+    """The attention function that transformers knows as "espalier"."""
     if espalier is None and current() is None:
         return implementation.attend(module, query, key, value, attention_mask, **kwargs)
     return _within(module, query, key, value, attention_mask, espalier, **kwargs)
@@ -297,7 +297,8 @@ def _phase_attention(module, query, key, value, scaling, dropout, sliding_window
 
 
 def _without_packing(find):
-    """transformers looks for packed sequences in the position ids of every call, for its masks, and waits for the answer. A phase has no mask."""
+    """Skips transformers' search for packed sequences during a phase. The search reads every call's position ids on the host and serves the masks
+    only, which a phase does not have."""
     @functools.wraps(find)
     def found(*args, **kwargs):
         if not torch.compiler.is_compiling() and _current.get() is not None:

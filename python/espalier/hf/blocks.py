@@ -5,8 +5,8 @@ the G query heads of a group; out, go [B, G, R, E]; lse [B, G, R]. The backward 
 
     P = exp(scale q k^T - lse)      dV = P^T dO      dS = P * (dO V^T - sum_d(dO * out))      dQ = scale dS K    dK = scale dS^T Q
 
-so that the gradients of blocks add up exactly. Kernels are torch's own; the plain formula stands where torch has none, and where a
-block has `limits`.
+so that the gradients of blocks add up exactly. Kernels are torch's own. The plain formula runs where torch has no kernel, and for
+blocks with `limits`.
 """
 
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ from espalier.ops.kernels import accumulator
 
 _FEW_KEYS = 8  # below, two thin products are cheaper than a fused kernel's set-up
 _CHUNK = 1 << 24  # scores that the plain formula holds at once
-_BAND_ROWS = 128  # queries at once where each sees keys from its own first one on: of the others' keys few are cut from every product
+_BAND_ROWS = 128  # queries in one product if each has a first key of its own: a product then has few keys that some of its queries do not see
 
 
 @dataclass(frozen=True)
 class Limits:
-    """`first` [R] int64 on the host, never falling: the first key that a query sees; None: all. `softcap` c: scores s become
-    c tanh(s / c), with the derivative 1 - (capped s / c)^2; 0: as they are."""
+    """`first` [R], int64 on the host, non-decreasing: the first key that each query sees; None: queries see all keys. `softcap` c: scores s
+    become c tanh(s / c), with the derivative 1 - (capped s / c)^2; 0: scores stay unchanged."""
     first: "np.ndarray | None" = None
     softcap: float = 0.0
 
@@ -53,7 +53,7 @@ def forward(q, k, v, scale, causal, limits=None):
 
 
 def backward(go, q, k, v, out, lse, scale, causal, limits=None):
-    """Returns dq [B, G, R, D], dk [B, C, D] and dv [B, C, E]; out and lse are those of the merged softmax."""
+    """Returns dq [B, G, R, D], dk [B, C, D] and dv [B, C, E]. `out` and `lse` belong to the merged softmax."""
     kernel = _kernel(q, k, v, limits)
     if kernel is None:
         return _plain_backward(go, q, k, v, out, lse, scale, causal, limits or Limits())
@@ -87,13 +87,13 @@ class _cuda:
 
     @staticmethod
     def backward(go, q, k, v, out, lse, scale, causal):
-        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout that is off
+        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # unused: dropout is off
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(
             go, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed[:0], scale=scale)
 
 
 def _run(kernel, q, k, v, scale, causal):
-    """Torch's kernels take heads of one size: the smaller operands are filled up with zeros, which changes no product."""
+    """Runs a kernel of torch. It needs heads of one size, so smaller operands are padded with zeros, which changes no product."""
     out, lse = kernel.forward(*_of_one_size(q, k, v), scale, causal)
     return out[..., :v.shape[-1]], lse
 
@@ -110,7 +110,7 @@ def _of_one_size(*tensors):
 
 
 def _chunks(q, k, causal, limits):
-    """(queries, keys that any of them sees), slices each."""
+    """Yields (slice of queries, slice of the keys that any of them sees)."""
     rows = max(1, _CHUNK // max(1, q.shape[0] * q.shape[1] * k.shape[1]))
     if limits.first is not None:
         rows = min(rows, _BAND_ROWS)

@@ -10,7 +10,7 @@ from espalier.errors import Unsupported
 from espalier.hf import indexed, rotary
 from espalier.hf.mixers import mixers
 
-_STATELESS = {"mlp", "moe"}  # layers of one row alone
+_STATELESS = {"mlp", "moe"}  # layers that read no other row
 _LAYER_KINDS = _STATELESS | {"full_attention", "attention", "sliding_attention", "chunked_attention", "dense", "sparse"}
 
 
@@ -85,7 +85,7 @@ def check(model: torch.nn.Module, *, longest: int | None = None, by_regime: bool
     _check_sequence_parallel()
     rotary.check(base, longest, by_regime)
     if longest != 0 and probing:
-        from espalier.hf import probe  # which calls the model with the phases of a step, and those import this file
+        from espalier.hf import probe  # imported here because probe imports this file
         probe.check(model)
 
 
@@ -159,7 +159,7 @@ def active_adapters(inner):
     configs = getattr(inner, "peft_config", None)
     if not isinstance(configs, dict):
         return {}
-    active = getattr(inner, "active_adapters", None)  # of transformers' own integration a method
+    active = getattr(inner, "active_adapters", None)  # a method in transformers' own PEFT integration
     return {name: config for name, config in configs.items() if callable(active) or active is None or name in active}
 
 

@@ -1,4 +1,4 @@
-"""A step by transformers alone: every rollout with its prompt, several padded to one length a call."""
+"""A step by transformers alone: every rollout with its prompt. A call runs several rollouts, padded to one length."""
 
 import contextlib
 
@@ -24,7 +24,7 @@ def run(model, rollouts, loss, temperature, batches, router=None):
 
 
 def batches_of(lengths, tokens):
-    """Rollouts of like length together, as many as `tokens` hold with their padding; each list ascending."""
+    """Batches of rollouts of similar length, each with at most `tokens` tokens including padding (a longer rollout alone); each list ascending."""
     out = []
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
         if out and (len(out[-1]) + 1) * int(lengths[i]) <= tokens:
@@ -48,8 +48,8 @@ class DenseRun:
         return float(self.losses)
 
     def _call(self, batch):
-        """Padded on the right; a causal model's earlier rows do not see the padding. Also the rows of each rollout, and from which
-        position on there are logits."""
+        """Calls the model on a batch that is padded on the right; a causal model's earlier rows do not see the padding. Returns the model's output,
+        (begin, end, [rollout]) of each rollout's rows, and the first position that has logits."""
         r = self.rollouts
         longest = max(int(r.lengths[i]) for i in batch)
         first = min(len(r.prompts[i]) for i in batch) - 1
@@ -57,7 +57,7 @@ class DenseRun:
         for row, i in enumerate(batch):
             ids[row, :int(r.lengths[i])] = r.tokens(i, 0, int(r.lengths[i]))
         more = {"output_router_logits": True} if self.router else {}
-        if r.images is not None:  # such a batch is one rollout
+        if r.images is not None:  # a batch with images is one rollout
             more.update(r.images.dense_inputs(batch[0], longest))
         record = None
         if r.routes is not None:
@@ -77,7 +77,7 @@ class DenseRun:
         result, runs, first = self._call(batch)
         self.rows += int(r.lengths[batch].sum())
         self.waves += 1
-        logits = result.logits[:, -(max(int(r.lengths[i]) for i in batch) - first):]  # some models return all
+        logits = result.logits[:, -(max(int(r.lengths[i]) for i in batch) - first):]  # some models return the logits of all positions
         members = [i for i in batch if len(r.responses[i])]
         place, target, owner, position = [], [], [], []
         for row, i in enumerate(batch):

@@ -11,7 +11,7 @@ import torch
 
 from espalier.ops.kernels import accumulator
 
-_CHUNK, _CHUNK_ON_A_GPU = 1 << 22, 1 << 26  # logits that stand in the accumulator type at once: few launches on a GPU, few bytes on a CPU
+_CHUNK, _CHUNK_ON_A_GPU = 1 << 22, 1 << 26  # logits converted to the accumulator type at once: few launches on a GPU, few bytes on a CPU
 
 
 _rows_at_once: contextvars.ContextVar = contextvars.ContextVar("espalier_chunk_rows", default=0)
@@ -19,7 +19,7 @@ _rows_at_once: contextvars.ContextVar = contextvars.ContextVar("espalier_chunk_r
 
 @contextlib.contextmanager
 def in_chunks(rows):
-    """Within, chunks have `rows` rows: a small step then has as many chunks as a large one (memory_estimate.py)."""
+    """Context manager that sets the rows of a chunk, so that a small step has as many chunks as a large one (memory_estimate.py)."""
     before = _rows_at_once.set(rows)
     try:
         yield
@@ -28,7 +28,7 @@ def in_chunks(rows):
 
 
 def chunk_rows(logits):
-    """Rows of logits in the accumulator type at once."""
+    """The number of rows whose logits are converted to the accumulator type at once."""
     return _rows_at_once.get() or max(1, (_CHUNK if logits.device.type == "cpu" else _CHUNK_ON_A_GPU) // logits.shape[1])
 
 

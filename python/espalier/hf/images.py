@@ -1,13 +1,13 @@
 """Images in prompts: the vision tower runs once for each prompt with images, and the prompt's image rows are rows of its trunk.
 
 A rollout's `images` is the dict that the model's processor gives for its prompt (`pixel_values`, `image_grid_thw`, `image_sizes`, ...).
-Rollouts whose dicts hold equal tensors share them. The planner sees tokens alone, so an image's placeholders get an id of their own for
-each such dict: prompts with equal tokens and other images share the rows before the first image.
+Rollouts whose dicts hold equal tensors share them. The planner sees token ids only, so each different dict gets its own id for image
+placeholders: prompts with equal tokens and different images share the rows before the first image.
 
-The tower's features are leaves of the language model's calls, which take them as transformers' `mm_encoder_outputs`; one backward of the
-tower, after the last item with rows of the prompt, spends their summed gradients. Under FSDP calls of the tower are collective: all ranks
-make them before their first item, without gradients, and again behind their last one, each with its backward (ShardedTower). Positions are those of the model's `get_rope_index`
-where it has one (M-RoPE: temporal, height, width); a response counts on from the prompt's largest.
+Calls of the language model take the tower's features as leaves, through transformers' argument `mm_encoder_outputs`. After the last item with
+rows of the prompt, one backward of the tower uses the summed gradients of its features. Under FSDP, calls of the tower are collective: all ranks
+run them before their first item, without gradients, and again after their last item, each with its backward (ShardedTower). If the model has
+`get_rope_index`, it gives the prompt's positions (M-RoPE: temporal, height, width), and a response continues after the largest of them.
 """
 
 import hashlib
@@ -23,23 +23,23 @@ from espalier.hf import ranks
 from espalier.hf.checks import base_model, decoder_config
 
 FIELD = "images"
-_OF_TOKENS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}  # made anew from the prompt's tokens
+_OF_TOKENS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}  # computed from the prompt's tokens instead
 _passed: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # base model: the modes (training or not) in which its images passed
 
 
 def takes(model):
-    """Whether a model may have images."""
+    """True if the model can take images."""
     return hasattr(base_model(model).base_model, "get_image_features")
 
 
 def of(model, prepared):
-    """The Images of these Rollouts, or None where no rollout has any."""
+    """The Images of these Rollouts, or None if no rollout has any."""
     return Images(model, prepared) if any(record.get(FIELD) for record in prepared.records) else None
 
 
 class Images:
-    """`inputs`: the different dicts of tensors. `which`: for each rollout the index into them, or None. `keys`: prompts as the planner
-    has them, int32."""
+    """`inputs`: the different dicts of tensors. `which`: each rollout's index into `inputs`, or None. `keys`: the prompts with the planner's
+    ids, int32."""
 
     def __init__(self, model, prepared):
         self.model, self.base, self.device = model, base_model(model), ranks.device_of(model)
@@ -51,7 +51,7 @@ class Images:
         self.taken = set(inspect.signature(type(self.backbone).get_image_features).parameters)
         self.forward_takes = {name for part in (self.base, self.backbone) for name in inspect.signature(type(part).forward).parameters}
         self.prompts, self.inputs, self.which, self._known, self._counted = prepared.prompts, [], [], {}, {}
-        self.names = []  # of `inputs`: equal for equal tensors, also in another step
+        self.names = []  # a digest of each of `inputs`: equal tensors have equal digests, in every step
         self.keys = [self._key(i, record, prompt) for i, (record, prompt) in enumerate(zip(prepared.records, prepared.prompts))]
         for i, response in enumerate(prepared.responses):
             if (response == self.token).any():
@@ -79,7 +79,7 @@ class Images:
         return np.where(at, decoder_config(self.model).vocab_size + self.which[-1], prompt).astype(np.int32)
 
     def positions(self, rollout, begin, end):
-        """[A, end - begin] position ids of tokens [begin, end) of a rollout: A = 3 where the model has M-RoPE, else 1."""
+        """[A, end - begin] position ids of tokens [begin, end) of a rollout. A = 3 for a model with M-RoPE, else 1."""
         prompt = self.prompts[rollout]
         if not self.by_axes:
             return np.arange(begin, end)[None]
@@ -106,8 +106,8 @@ class Images:
         return self.which[rollout], np.arange(before, before + among)
 
     def blocks(self, rollout, begin, end):
-        """[(begin, end)) of neighbouring image tokens among [begin, end) of a rollout, whose rows see each other; none in a model whose
-        image rows are causal."""
+        """[(begin, end)] of the runs of image tokens in [begin, end) of a rollout, whose rows see each other. Empty if the model's image rows are
+        causal. Raises `Unsupported` if [begin, end) cuts a run."""
         if not self.mutual:
             return []
         edges = np.flatnonzero(np.diff(np.concatenate([[False], self.prompts[rollout] == self.token, [False]])))
@@ -118,7 +118,7 @@ class Images:
         return found
 
     def dense_inputs(self, rollout, length):
-        """The keyword arguments of a plain call of this rollout alone, its first `length` tokens."""
+        """The image arguments for a plain call with the first `length` tokens of this rollout."""
         if self.which[rollout] is None:
             return {}
         kinds = torch.zeros(1, length, dtype=torch.long, device=self.device)
@@ -128,13 +128,13 @@ class Images:
 
 
 class Tower:
-    """The features of one executor's prompts: made when an item first needs them, spent by `finish`."""
+    """The image features of one executor's prompts. They are computed when an item first needs them and freed by `finish`."""
 
     def __init__(self, images, gradients):
         self.images, self.gradients, self.open = images, gradients, {}
 
     def of_rows(self, parts):
-        """`mm_encoder_outputs` of a call whose image rows are `parts`, (index, rows of its features) in order."""
+        """The argument `mm_encoder_outputs` for a call whose image rows are `parts`: (index into `inputs`, rows of its features), in order."""
         for index, _ in parts:
             if index not in self.open:
                 with torch.set_grad_enabled(self.gradients):
@@ -143,7 +143,7 @@ class Tower:
         return {"image": self.open[parts[0][0]][0](picked)}
 
     def _opened(self, made, features, index):
-        """(how a model's output holds such features, features with a graph, leaves)."""
+        """(function that wraps features in the model's output class, features with their graph, detached leaves)."""
         wanted = next(int((p == self.images.token).sum()) for p, which in zip(self.images.prompts, self.images.which) if which == index)
         if len(features[0]) != wanted:
             raise Error("input", FIELD, f"features for the prompt's {wanted} image tokens", f"{len(features[0])} of the vision tower", "", 3)
@@ -157,7 +157,8 @@ class Tower:
         return as_output, features, [x.detach().requires_grad_(x.requires_grad) for x in features]
 
     def finish(self, indices):
-        """(tensors with a graph and the gradients gathered for them, alternately) of these prompts, which no later item needs."""
+        """[tensor, gradient, tensor, gradient, ...] for a Seed: features with their graph, and the gradients of their leaves. Frees the features of
+        these prompts, which no later item needs."""
         pairs = []
         for index in indices:
             if index in self.open:
@@ -167,9 +168,9 @@ class Tower:
 
 
 class ShardedTower(Tower):
-    """The towers of all executors of a step, on every rank of a sharded model. `Tower.of_rows` finds what `begin` made.
+    """Runs the towers of all executors of a step, on every rank of a sharded model. `begin` computes the features that `Tower.of_rows` reads.
 
-    A rank with fewer prompts than another calls the tower with a stand-in, so that all call it equally often.
+    A rank with fewer prompts than another calls the tower with a stand-in, so that all ranks make the same number of calls.
     """
 
     def __init__(self, model, towers, gradients):
@@ -190,7 +191,7 @@ class ShardedTower(Tower):
                 tower.open[index] = tower._opened(made, [x.requires_grad_(self.trains) for x in features], index)
 
     def finish(self):
-        """The tower again with a graph, and its backward at once: FSDP1 allows nothing between the two."""
+        """Runs the tower again with a graph, each call directly followed by its backward: FSDP1 allows nothing between the two."""
         from espalier.hf.step import Seed, backward
         for place in range(self.calls if self.trains else 0):
             with torch.enable_grad():
@@ -222,7 +223,7 @@ class ShardedTower(Tower):
 
 
 def _outline(inputs):
-    """A dict of tensors without the values that do not matter."""
+    """A copy of the dict with shape and dtype in place of floating-point values."""
     return {name: x.cpu() if not x.is_floating_point() else (x.shape, x.dtype) for name, x in inputs.items()}
 
 
@@ -231,13 +232,13 @@ def _stand_in(outline, device):
 
 
 def _features(backbone, inputs):
-    """The output of get_image_features, and its features as tensors [rows, width]."""
+    """(output of get_image_features, list of its features as tensors [rows, width])."""
     made = backbone.get_image_features(**inputs, return_dict=True)
     return made, [_flat(made.pooler_output)] + [_flat(x) for x in getattr(made, "deepstack_features", None) or ()]
 
 
 def _flat(features):
-    """The result of a model's get_image_features as [rows, width]; models return one tensor for each image, or one for all."""
+    """The features as one tensor [rows, width]. Models return one tensor for each image, or one for all images."""
     parts = features if isinstance(features, (list, tuple)) else [features]
     return torch.cat([x.flatten(0, -2) for x in parts])
 
@@ -272,7 +273,7 @@ def _file_of(backbone):
 
 
 def _see_each_other(backbone):
-    """Whether a row of an image sees the later rows of that image, too (Gemma 3). `check` compares what comes of it."""
+    """True if a row of an image also sees the later rows of that image (Gemma 3). `check` compares the results."""
     return hasattr(_file_of(backbone), "get_block_sequence_ids_for_mask") and "token_type_ids" in inspect.signature(type(backbone).forward).parameters
 
 
@@ -282,7 +283,7 @@ def checked(model):
 
 
 def shortest(prepared):
-    """The shortest prompt with images, and these; None where there is none."""
+    """The shortest prompt that has images, with its images: {"prompt_ids", "images"}. None if no prompt has images."""
     which = prepared.images.which if prepared.images is not None else []
     places = [i for i, own in enumerate(which) if own is not None]
     if not places:
@@ -292,8 +293,9 @@ def shortest(prepared):
 
 
 def check(model, prompt, dense, shared):
-    """Once for each model: its own calls with a prompt with images, beside shared ones. `dense(rollouts, seen)` and
-    `shared(rollouts, seen)` run rollouts without gradients. Compared are log-probs and entropies of two continuations, as in probe.py."""
+    """Compares the model's own calls with shared ones, for a prompt with images and two continuations: their log-probs and entropies, with the
+    limit of probe.py. Raises `Unsupported` if they differ by more. `dense(rollouts, seen)` and `shared(rollouts, seen)` run rollouts without
+    gradients. Called once for each model."""
     from espalier.hf import probe
     base = base_model(model)
     records = [dict(prompt, response_ids=ids[probe.BEGINNING:]) for ids in probe.sequences(base, without=(_image_token(base),))]

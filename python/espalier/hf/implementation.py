@@ -20,13 +20,13 @@ from espalier.hf.checks import base_model
 NAME = "espalier"
 
 _lock = threading.Lock()
-_steps: dict = {}  # by id of a model's config: how many steps run, [(config, the user's name)] of all its parts, what takes our mixers out again
+_steps: dict = {}  # by id of a model's config: number of running steps, [(config, user's function name)] of all sub-configs, function that undoes _install
 _users: dict = {}  # by id of a config: the user's name, while a step runs
 
 
 @contextlib.contextmanager
 def in_use(model):
-    """Within, the model's attention layers run ours, and so do its mixers and indexers. Steps of several threads may overlap."""
+    """Context manager in which the model's attention layers, mixers and indexers run Espalier's. Steps of several threads may overlap."""
     base = base_model(model)
     with _lock:
         held = _steps.setdefault(id(base.config), [0, (), None])
@@ -50,7 +50,7 @@ def in_use(model):
 
 @contextlib.contextmanager
 def users_own(model):
-    """Within a step: the configs name the user's function again, for calls that belong to no phase."""
+    """Context manager within a step: the configs name the user's function again, for calls that belong to no phase."""
     configs = [(config, _users.get(id(config), _default(model))) for config in _configs(base_model(model)) if config._attn_implementation == NAME]
     for config, name in configs:
         config._attn_implementation_internal = name
@@ -62,8 +62,8 @@ def users_own(model):
 
 
 def _install(base):
-    """Mixers that pass states on, and indexers that choose among the rows of a phase. Returns what takes them out again."""
-    from espalier.hf import attention  # which imports this file
+    """Installs mixers that pass states on and indexers that choose among the rows of a phase. Returns a function that removes them."""
+    from espalier.hf import attention  # imported here because attention imports this file
     undo = [mixers.install(base), indexed.install(base, attention.current)]
     return lambda: [action() for action in undo]
 
@@ -79,7 +79,7 @@ def _give_back(configs):
 
 
 def _configs(base):
-    """Every config that a module of the model reads, with the configs inside."""
+    """Every config that a module of the model reads, with its sub-configs."""
     found, waiting = {}, [getattr(module, "config", None) for module in base.modules()]
     while waiting:
         config = waiting.pop()
@@ -90,7 +90,7 @@ def _configs(base):
 
 
 def attend(module, query, key, value, attention_mask, **kwargs):
-    """The user's attention function, with the arguments that transformers gives it; torch's own where the user's is not known."""
+    """Calls the user's attention function with transformers' arguments, or torch's if the user's is not known."""
     name = _users.get(id(getattr(module, "config", None)))
     if name == "eager":
         return _eager(module)(module, query, key, value, attention_mask, **kwargs)
@@ -101,12 +101,12 @@ def attend(module, query, key, value, attention_mask, **kwargs):
 
 
 def _eager(module):
-    """The plain formula of the model's own file."""
+    """`eager_attention_forward` of the model's own file."""
     return sys.modules[type(module).__module__].eager_attention_forward
 
 
 def _added(mask, query, key):
-    """torch's mask as the plain formula wants it: added to the scores."""
+    """Converts torch's mask to the one that `eager_attention_forward` adds to the scores."""
     if mask is None:
         at = torch.arange(key.shape[2], device=query.device)
         mask = at <= at[-query.shape[2]:, None]
@@ -116,7 +116,7 @@ def _added(mask, query, key):
 
 
 def mask(*args, config=None, **kwargs):
-    """The user's mask, as transformers makes it for that function."""
+    """The mask that transformers makes for the user's attention function."""
     name = _users.get(id(config), "sdpa")
     make = ALL_MASK_ATTENTION_FUNCTIONS[name] if name in ALL_MASK_ATTENTION_FUNCTIONS and name != NAME else sdpa_mask
     return make(*args, config=config, **kwargs)

@@ -4,8 +4,8 @@ An indexer scores the keys that a row may see, I_ts = sum_h w_th relu(q_th . k_s
 depends on the row and on its own path alone, so a shared row chooses the same keys in all its rollouts. It has no gradient. A `Trunk` keeps
 the indexer's keys of its rows beside its keys and values; rows below it score [keys of the trunks | own keys].
 
-The indexer's own forward does the arithmetic: it is handed the rows that each row sees as its mask, and, in place of transformers' cache, the
-keys of the trunks. Which of several equal scores are chosen is torch.topk's affair, here as in a call of the model alone.
+The indexer's own forward does the arithmetic. Its mask argument says which rows each row sees, and the keys of the trunks take the place of
+transformers' cache. Among equal scores torch.topk chooses, as in a call of the model alone.
 """
 
 import functools
@@ -19,11 +19,11 @@ from espalier.errors import Unsupported
 _ARGUMENTS = {"self", "hidden_states", "q_resid", "position_embeddings", "attention_mask", "position_ids", "past_key_values"}
 KIND = "indexed_attention"
 
-_configs: dict = {}  # by id of a config whose model runs in steps: how many
+_configs: dict = {}  # number of running steps, by the id of the model's config
 
 
 def indexers(base):
-    """{name: module} of the indexers of this form."""
+    """{name: module} of the model's indexers of this form."""
     return {name: module for name, module in base.named_modules() if _is_indexer(module)}
 
 
@@ -33,7 +33,7 @@ def _is_indexer(module):
 
 
 def serves(attention):
-    """Whether an attention layer takes its keys from such an indexer, its own or that of a layer below."""
+    """True if an attention layer takes its keys from such an indexer: its own, or that of an earlier layer."""
     if not hasattr(attention, "indexer"):
         return False
     return getattr(attention, "skip_topk", False) if attention.indexer is None else _is_indexer(attention.indexer)
@@ -47,7 +47,7 @@ def check(base):
 
 
 def install(base, current):
-    """Indexers of a model choose among the keys that rows of the running phase see. Returns what undoes it."""
+    """Makes a model's indexers choose among the keys that rows of the running phase see. Returns a function that undoes it."""
     found = indexers(base)
     handles = [module.register_forward_pre_hook(functools.partial(_with_keys, current), with_kwargs=True) for module in found.values()]
     configs = {id(module.config) for module in base.modules() if found and hasattr(module, "config")}
@@ -75,7 +75,7 @@ def _with_keys(current, module, args, kwargs):
 
 
 class _Keys:
-    """In an indexer's call, in place of transformers' cache."""
+    """Takes the place of transformers' cache in an indexer's call."""
 
     def __init__(self, phase):
         self.phase = phase
@@ -87,12 +87,12 @@ class _Keys:
 
 
 def trunks_of(sets):
-    """The trunks above the rows of a call, each once. Keys of a call stand in this order: those of the trunks, then the rows' own."""
+    """The trunks above the rows of a call, each once. The keys of a call are ordered so: the trunks' keys, then the rows' own."""
     return list({id(trunk): trunk for rows in sets for trunk in rows.trunks}.values())
 
 
 def visible(sets, device):
-    """Which keys each row of a call sees, bool [1, 1, T, S]."""
+    """bool [1, 1, T, S]: true where row t of a call sees key s."""
     trunks = trunks_of(sets)
     begins = dict(zip(map(id, trunks), np.cumsum([0, *(trunk.rows for trunk in trunks)])))
     above, t = sum(trunk.rows for trunk in trunks), sets[-1].end

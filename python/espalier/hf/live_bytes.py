@@ -1,7 +1,7 @@
 """Bytes of the tensors that operations make on one kind of device and that still exist, counted operation by operation.
 
-Counted are storages, once each, as torch hands them out: not what an operation takes and gives back inside, and not an allocator's rounding. Also
-tensors without memory count (FakeTensorMode), as if they had theirs.
+Each storage that torch returns counts once. Memory that an operation allocates and frees internally does not count, nor does an allocator's
+rounding. Tensors without memory (FakeTensorMode) count as if they had theirs.
 """
 
 import weakref
@@ -16,14 +16,14 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, kind="cpu"):
         super().__init__()
         self.kind, self.now, self.timeline = kind, 0, []
-        self._known = {}  # storages that exist, by address: what notices their end, and the bytes that count
+        self._known = {}  # storages that exist, by address: the finalizer that notices their end, and their bytes
 
     @property
     def peak(self):
         return max(self.timeline, default=0)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self._see(args, False)  # what was there before does not count
+        self._see(args, False)  # earlier tensors do not count
         if kwargs:
             self._see(kwargs.values(), False)
         out = function(*args, **(kwargs or {}))

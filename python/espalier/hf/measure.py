@@ -9,8 +9,9 @@ _STATUS = Path("/proc/self/status")
 
 
 class Peak:
-    """`bytes` after the block: the most memory allocated on the GPU, without one the most that the process held resident. The marks are
-    torch's and the kernel's own, which the trainer reads too: they are read and never reset, so memory held before the block counts."""
+    """Context manager. After the block, `bytes` is the peak of memory allocated on the GPU, or without a GPU the process's peak resident memory.
+    The peaks are torch's and the kernel's own. The trainer reads them too, so they are never reset here, and memory held before the block
+    counts."""
 
     def __enter__(self):
         self.bytes = 0

@@ -20,11 +20,11 @@ from espalier.hf.checks import unwrapped
 from espalier.hf.live_bytes import LiveBytes
 from espalier.hf.rollouts import Rollouts
 
-_PROMPT, _LEAST = 192, 96  # rows of the small steps' prompt, and the fewest that are scored: plain products have bands of 128 rows
+_PROMPT, _LEAST = 192, 96  # rows of the small steps' prompt, and the fewest scored rows: plain products have bands of 128 rows
 _GIB = 2**30
 
 _log = logging.getLogger("espalier")
-_noted: weakref.WeakSet = weakref.WeakSet()  # models whose first step was looked at
+_noted: weakref.WeakSet = weakref.WeakSet()  # models whose first step was estimated
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def estimate(model, parts, run, trunk_states, entropies=False):
 
 
 def note_if_too_large(model, parts, run, trunk_state):
-    """Before a model's first step on a GPU: logs one line if the step will not fit, with the setting that helps."""
+    """Called before every step; acts on a model's first step on a GPU: logs one line, with the setting that helps, if the step will not fit."""
     if model in _noted or not _notes(model):
         return
     _noted.add(model)
@@ -71,7 +71,7 @@ def note_if_too_large(model, parts, run, trunk_state):
         found = estimate(model, parts, run, (trunk_state,))
         if not found.fits(trunk_state):
             _log.warning("this step may not fit: %s\n%s", found, advice(estimate(model, parts, run, others)))
-    except Exception as problem:  # a step does not depend on its estimate
+    except Exception as problem:  # a failed estimate must not fail the step
         _log.warning("the bytes of this step could not be estimated: %s: %s", type(problem).__name__, problem)
 
 

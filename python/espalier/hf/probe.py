@@ -1,16 +1,16 @@
-"""A model's own forward beside shared calls of it, over two short sequences with a common beginning: once for each model.
+"""Compares a model's own forward with shared calls, for two short sequences with a common beginning. Runs once for each model.
 
-It finds what no list of names can: positions that the model counts itself and differently, layers that look at neighbouring rows,
-numbers that a forward draws.
+It finds faults that no list of names can: a model that counts positions in its own way, layers that look at neighbouring rows, random
+numbers in a forward.
 
     own      each sequence in a call of its own, without position ids
-    nudged   the same with every embedding moved by one rounding step: how far rounding alone moves the logits
+    nudged   the same with every embedding moved by one rounding step: the effect of rounding alone on the logits
     shared   the beginning as a trunk, then both continuations in one call
 
-Compared are ||logits - own|| / ||own - its mean|| of the rows of both continuations. Each of the L layers rounds its own rows once more where
-shared calls take another kernel, and the embeddings were moved once, so shared may differ by 2 sqrt(L + 1) times nudged. Twice: by the
-median over the rows, which leaves out a row whose router tips over; and where the same row of both continuations differs, which a
-router does by chance and a layer that reads neighbouring rows always does, by the largest that nudged has.
+The distance of a row is ||logits - own|| / ||own - its mean||, for the rows of both continuations. The embeddings were moved once, but each of
+the L layers may round its rows once more in another kernel, so shared may differ by 2 sqrt(L + 1) times nudged. Two distances are compared.
+The median over rows leaves out a row whose router tips over. The largest distance that the same row has in both continuations is compared
+with nudged's largest: a router tips over in both only by chance, a layer that reads neighbouring rows differs in both always.
 """
 
 import contextlib
@@ -27,12 +27,12 @@ from espalier.hf.checks import base_model, decoder_config
 
 BEGINNING, CONTINUATIONS = 7, (6, 5)
 
-_passed: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # base model: (training or not, its modules' types) of those that passed
+_passed: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # base model: the (training or not, hash of its modules' types) that passed
 _running: contextvars.ContextVar = contextvars.ContextVar("espalier_probe", default=False)
 
 
 def running():
-    """Whether a probe's own calls of a model run: a forward that a trainer has wrapped to share rows then stays plain."""
+    """True while a probe calls a model. A forward that a trainer has wrapped to share rows then runs without sharing."""
     return _running.get()
 
 
@@ -52,7 +52,7 @@ def check(model):
 
 @contextlib.contextmanager
 def quiet(model):
-    """Random numbers stay as they were; a compiled model runs as it was before."""
+    """Context manager: random number states are restored, and a compiled model runs eagerly."""
     device = ranks.device_of(model)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
@@ -61,8 +61,9 @@ def quiet(model):
 
 @contextlib.contextmanager
 def nudged(embedding, pattern=0):
-    """Every output of the look-up is one relative rounding step away, up or down by its place: a step of the model's type or of
-    autocast's, of float32 in a float64 model, whose norms and rotary tables transformers keeps in float32. `pattern`: which way each goes."""
+    """Context manager: outputs of the embedding are moved up or down by one relative rounding step, or left, by their index and `pattern`. The
+    step is that of the coarsest type among the model's, autocast's and float32: in a float64 model transformers keeps norms and rotary tables
+    in float32."""
 
     def move(_, __, out):
         signs = torch.arange(out.numel(), device=out.device).remainder_(3 + 2 * pattern).remainder_(3).sub_(1).view_as(out)
@@ -108,7 +109,7 @@ def _compare(model, base):
 
 @contextlib.contextmanager
 def named(name, wanted):
-    """Whatever a model raises when it is called so is a refusal; too little memory is not."""
+    """Context manager: turns any exception of the model's call into `Unsupported`, except `Error` and OutOfMemoryError."""
     try:
         yield
     except (Error, torch.OutOfMemoryError):
@@ -144,7 +145,7 @@ def _shared(model, sequences, device):
 
 
 def _distances(found, wanted):
-    """One for every row of each continuation."""
+    """The distance of every row, one tensor for each continuation."""
     size = lambda x: (x - x.mean(-1, keepdim=True)).norm(dim=-1)
     return [(a - b).norm(dim=-1) / size(b) for a, b in zip(found, wanted)]
 
@@ -158,7 +159,7 @@ def _largest(distances):
 
 
 def _of_both(distances):
-    """The largest distance that both continuations have at a row."""
+    """The largest distance that a row has in both continuations."""
     rows = min(map(len, distances))
     return float(torch.stack([each[:rows] for each in distances]).amin(0).max())
 

@@ -1,4 +1,4 @@
-"""Rollouts as the phases need them, and their plan from the C++ core."""
+"""A step's rollouts as arrays, and their plan from the C++ core."""
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,14 +12,14 @@ from espalier.errors import Error
 from espalier.hf.checks import decoder_config
 
 _DTYPES = {torch.float64: "float64", torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "bfloat16"}
-_SECONDS_PER_CALL = 40e-6  # eager PyTorch: a kernel with its module and its node of the graph, as measured of small models
+_SECONDS_PER_CALL = 40e-6  # eager PyTorch, measured on small models: a kernel with its module call and its graph node
 
 
 class Rollouts:
     """`prompts` and `responses` as int32 arrays; errors name the rollout."""
 
     def __init__(self, records: Iterable[Mapping[str, Any]], vocabulary: int) -> None:
-        self.members: np.ndarray | None = None  # of a part: the index of each rollout in the whole step
+        self.members: np.ndarray | None = None  # if this is a part of a step: the index of each rollout in the whole step
         self.records = listed = _listed(records)
         self.prompts: list[np.ndarray] = []
         self.responses: list[np.ndarray] = []
@@ -37,7 +37,7 @@ class Rollouts:
         self.lengths = np.array([len(p) + len(r) for p, r in zip(self.prompts, self.responses)])
         self.images: Any = None
         self.routes: Any = None
-        self.keys, self.response_keys = self.prompts, self.responses  # their ids for the planner (images.py, routes.py)
+        self.keys, self.response_keys = self.prompts, self.responses  # ids for the planner, which images.py and routes.py replace
 
     def part(self, members: Sequence[int]) -> "Rollouts":
         """The rollouts with these indices, as rollouts of their own."""
@@ -108,7 +108,7 @@ def shape_of(model: torch.nn.Module) -> dict[str, int]:
 
 
 def _size(config: Any, name: str) -> int | None:
-    """A size of the config; the largest, if layers differ; None, if the config has none, or none for all layers."""
+    """A size of the config, or the largest if layers differ. None if the config does not have it, or has no single value for all layers."""
     try:
         value = getattr(config, name, None)
     except Exception:  # transformers refuses to say what differs by layer

@@ -1,11 +1,11 @@
-"""Rotary tables that transformers makes anew for each call, from the largest position in it: `longrope` and `dynamic`.
+"""Rotary tables that transformers computes in each call, from the call's largest position: `longrope` and `dynamic`.
 
-A rollout alone has the table of its own length. A phase's calls are shorter, so they are told the length (`Phase.regime`): the
-rotary module gets that position besides, and its row of the table is dropped again.
+A rollout alone has the table of its own length. The calls of a phase are shorter, so `Phase.regime` gives the length: the rotary module gets
+its last position as one more position id, and that row of the table is dropped afterwards.
 
-    longrope    one table up to original_max_position_embeddings L tokens, another beyond: rollouts on both sides of L share no row,
+    longrope    one table up to original_max_position_embeddings L tokens, another beyond: rollouts on both sides of L share no row
                 and no padded call.
-    dynamic     a table for each length beyond L, and the longest since stays in use: refused from L tokens on.
+    dynamic     a table for each length beyond L, and the longest so far stays in use: refused from L tokens on.
 """
 
 import contextlib
@@ -26,13 +26,13 @@ def _kinds(module):
 
 
 def limits(base):
-    """[(name of the module, LONGROPE or DYNAMIC, original length L)] of tables that a call's longest position changes."""
+    """[(name of the module, LONGROPE or DYNAMIC, original length L)] of tables that depend on a call's largest position."""
     out = []
     for name, module in base.named_modules():
         for layer, kind in _kinds(module).items():
             parameters = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
             parameters = parameters if layer is None else parameters.get(layer) or {}
-            scaled = kind != "default" and "long_mscale" in parameters  # Phi-3.5-MoE's table, of any other type
+            scaled = kind != "default" and "long_mscale" in parameters  # Phi-3.5-MoE's table has another type name
             if not isinstance(kind, str) or not (kind == LONGROPE or scaled or DYNAMIC in kind):
                 continue
             if DYNAMIC not in kind:
@@ -43,15 +43,15 @@ def limits(base):
 
 
 def regimes(base, lengths):
-    """[indices of `lengths`, ascending] of rollouts with the same tables, the shorter ones first."""
+    """Lists of indices into `lengths`, ascending: one list for all rollouts with the same tables, shorter rollouts first."""
     bounds = [limit for _, kind, limit in limits(base) if kind == LONGROPE]
     passed = np.array([sum(length > bound for bound in bounds) for length in lengths])
     return [np.flatnonzero(passed == count) for count in np.unique(passed)]
 
 
 def check(base, longest, by_regime):
-    """Refuses rollouts of up to `longest` tokens whose tables shared calls could not have. `by_regime`: the caller runs rollouts of
-    different `regimes` apart and gives its phases the length."""
+    """Raises `Unsupported` if rollouts of up to `longest` tokens need tables that shared calls cannot have. `by_regime`: the caller runs
+    rollouts of different `regimes` apart and sets `Phase.regime`."""
     got = "any length" if longest is None else f"{longest} tokens"
     for name, kind, limit in limits(base):
         if kind == DYNAMIC and (longest is None or longest >= limit):
@@ -64,7 +64,7 @@ def check(base, longest, by_regime):
 
 @contextlib.contextmanager
 def installed(base, current):
-    """Within, rotary modules of `limits` make the table of the running phase's regime. `current()`: that phase, or None."""
+    """Context manager in which longrope modules make the table of the running phase's regime. `current()`: that phase, or None."""
     names = {name for name, kind, _ in limits(base) if kind == LONGROPE}
     handles = []
     for name, module in base.named_modules():
@@ -89,7 +89,7 @@ def _longer(current, module, args, kwargs):
 
 
 def _without_last(current, module, args, out):
-    """cos and sin, or complex rotations: [..., T + 1, D] -> [..., T, D]"""
+    """Drops the last row of cos and sin, or of complex rotations: [..., T + 1, D] -> [..., T, D]."""
     phase = current()
     if phase is None or phase.regime is None:
         return None

@@ -1,13 +1,13 @@
 """The load-balancing loss of a mixture of experts over logical tokens: a row that n rollouts share counts n times.
 
-transformers computes it of the rows of one call, which here are no rollouts. As there, over all layers together (its
-`load_balancing_loss_func`), with p_re the router's softmax of row r (a token in a layer), E experts, k of them chosen:
+transformers computes it over the rows of one call, which here are not whole rollouts. As in its `load_balancing_loss_func`, the loss is over all
+layers together. With p_re the router's softmax of row r (a token in a layer), E experts, and k chosen experts per row:
 
     A = E sum_e f_e P_e        f_e = (1/R) sum_r [e among the k largest of p_r]        P_e = (1/R) sum_r p_re
 
-scope "minibatch": R are all rows of the step; "rollout": the mean over rollouts of A over each one's own rows, as a dense trainer
-with one rollout a micro-batch has it. f has no gradient, so one pass without gradients counts it; then A is linear in p, and each item
-of the plan adds its rows' part.
+Scope "minibatch": R counts all rows of the step. Scope "rollout": A is computed over each rollout's own rows and averaged over rollouts, as in
+a dense trainer with one rollout per micro-batch. f has no gradient, so a pass without gradients counts it first. Then A is linear in p, and
+each item of the plan adds its rows' part.
 """
 
 import sys
@@ -24,7 +24,7 @@ SCOPES = ("rollout", "minibatch")
 
 
 def probabilities(layer, chosen):
-    """p and whether an expert is among the row's `chosen` largest (accumulator type), [R, E] each, of one layer's logits."""
+    """From one layer's logits: (p, 1 where an expert is among the row's `chosen` largest, else 0, in the accumulator type), [R, E] each."""
     p = layer.softmax(-1)
     return p, torch.zeros_like(p, dtype=accumulator(p.dtype)).scatter_(1, p.detach().topk(chosen, -1).indices, 1)
 
@@ -48,8 +48,8 @@ def logits_of(result):
 
 
 class RowSums:
-    """Some rows of all layers, one call of the model: `rows` L R; `counts` [E], how often each expert was chosen; `sums` [E], of p,
-    differentiable."""
+    """Sums over the rows of one call of the model, in all layers. `rows`: L R. `counts` [E]: how often each expert was chosen. `sums` [E]: the
+    sum of p, differentiable."""
 
     def __init__(self, logits, chosen):
         self.rows, self.counts, self.sums = 0, 0, 0
@@ -61,7 +61,7 @@ class RowSums:
 
 
 def load_balancing(parts):
-    """A over the rows of `parts`: (how often they count, RowSums, their sums or a leaf that stands for them)."""
+    """A over the rows of `parts`, a list of (how often its rows count, RowSums, its `sums` or a leaf that replaces them)."""
     total = lambda values: sum(times * value for (times, *_), value in zip(parts, values))
     rows = total(part.rows for _, part, _ in parts)
     f, p = total(part.counts for _, part, _ in parts) / rows, total(sums for *_, sums in parts) / rows
@@ -69,7 +69,7 @@ def load_balancing(parts):
 
 
 class RouterLoss:
-    """First `count` of every row, then `settle`, then `term` of every row; `value` is coef * A."""
+    """Call `count` for all rows, then `settle`, then `term` for all rows. `value`, set by `settle`, is coef * A."""
 
     def __init__(self, model, rollouts, coef, scope):
         if scope not in SCOPES:
@@ -82,7 +82,7 @@ class RouterLoss:
 
     @torch.no_grad()
     def count(self, logits, runs):
-        """`runs`: (begin, end, rollouts), rows [begin, end) that these rollouts run through."""
+        """Counts the rows of a call. `runs`: (begin, end, rollouts), the rollouts that run through rows [begin, end)."""
         wide = accumulator(logits[0].dtype)
         if self.counts is None:
             self.counts, self.sums = torch.zeros(2, len(self.lengths), logits[0].shape[-1], dtype=wide, device=logits[0].device)
@@ -109,7 +109,7 @@ class RouterLoss:
         self.value = self.coef * float((self.weights * self.sums).sum())
 
     def term(self, logits, runs):
-        """coef times the part of A of these rows, differentiable."""
+        """coef times the part of A that these rows contribute, differentiable."""
         wide, out = self.weights.dtype, 0.0
         weights = torch.zeros(logits[0].shape, dtype=wide, device=logits[0].device)
         for (begin, end, _), at in zip(runs, to_device(weights.device, *(rollouts for _, _, rollouts in runs))):
@@ -120,5 +120,5 @@ class RouterLoss:
 
 
 def runs_of(item):
-    """The rows of a plan's item, with the rollouts that run through them."""
+    """[(begin, end, rollouts)] for the rows of a plan's item: the rollouts that run through rows [begin, end)."""
     return [(row, row + end - begin, item.rollouts[first:last]) for _, begin, end, row, _, _, first, last in item.segments.tolist()]

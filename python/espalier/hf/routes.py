@@ -1,12 +1,12 @@
-"""Recorded expert choices: a token with a record goes to the experts that the inference engine chose for it.
+"""Recorded experts: a token with a record goes to the experts that the inference engine chose for it.
 
-A rollout's `routed_experts` [tokens][layers][k] are those of docs/rollout_format.md: for all layers or for those with experts alone,
-the last token may be missing; None in a token's place, or zeros throughout where k > 1, mean that it was not recorded, and it is
-routed freely. A token with another record is another token, so rows are shared where token and record are equal.
+A rollout's `routed_experts` [tokens][layers][k] follow docs/rollout_format.md. They cover all layers, or only those with experts. The last token
+may be missing. None in a token's place, or all zeros if k > 1, mean that the token was not recorded; its router chooses freely. Two rows are
+shared only if both token and record are equal.
 
-A router's forward stays the model's own. In its one call `topk(scores [R, E], k)` the record's indices replace the
-largest ones, and the scores there are the values: logits, normalisation and scaling follow from them as they do without a record. The record of a call's rows
-is the keyword argument `espalier_routes` of its layers, so that a checkpointed layer that runs again in the backward has it, too.
+A router's forward stays the model's own. In its one call `topk(scores [R, E], k)` the recorded indices replace the chosen ones, and the values
+are the scores at these indices; normalisation and scaling follow as without a record. A call's record is the keyword argument
+`espalier_routes` of its layers, so a checkpointed layer also has it when it runs again in the backward.
 """
 
 import collections
@@ -26,17 +26,17 @@ FIELD = "routed_experts"
 KEYWORD = "espalier_routes"
 
 _lock = threading.Lock()
-_replaced: dict = {}  # by id of a model: how many steps run, what gives its layers their own forwards back
+_replaced: dict = {}  # by id of a model: number of running steps, functions that restore its layers' forwards
 
 
 def of(model, prepared):
-    """The Routes of these Rollouts, or None where no rollout has a record."""
+    """The Routes of these Rollouts, or None if no rollout has a record."""
     return Routes(model, prepared) if any(record.get(FIELD) is not None for record in prepared.records) else None
 
 
 class Routes:
-    """`of_rollout`: [tokens, layers with experts, k] int16 of each rollout, ascending in k, -1 where nothing was recorded. `keys`,
-    `response_keys`: tokens as the planner has them, int32: an id of their own for each (token, record)."""
+    """`of_rollout`: each rollout's record, int16 [tokens, layers with experts, k], ascending along k, -1 where nothing was recorded. `keys`,
+    `response_keys`: the tokens' ids for the planner, int32, one id for each different (token, record)."""
 
     def __init__(self, model, prepared):
         config = decoder_config(model)
@@ -97,21 +97,21 @@ class Routes:
         return out
 
     def rows(self, parts, device):
-        """CallRoutes of rows that are, one after the other, `parts`: (rollout, begin, end), or (None, 0, n) for n rows of padding."""
+        """The CallRoutes of a call whose rows are `parts` end to end: (rollout, begin, end), or (None, begin, end) for padding."""
         nothing = lambda n: np.full((n, len(self.layers), self.chosen), -1, np.int16)
         found = [nothing(end - begin) if rollout is None else self.of_rollout[rollout][begin:end] for rollout, begin, end in parts]
         return CallRoutes(queued(torch.from_numpy(np.concatenate(found)), device), self.layers, self.experts)
 
 
 class CallRoutes:
-    """The records of a call's rows, [R, layers with experts, k], -1 where none."""
+    """The records of a call's rows, [R, layers with experts, k], -1 where nothing was recorded."""
 
     def __init__(self, chosen, layers, experts):
         self.chosen, self.experts, self.column = chosen, experts, {layer: column for column, layer in enumerate(layers)}
         self.seen = collections.Counter()
 
     def choose(self, layer, scores, free):
-        """topk's (values, indices) with the record's indices; `free` as it is where `scores` are no router's."""
+        """topk's (values, indices) with the recorded indices. Returns `free`, topk's own result, unchanged if `scores` are not a router's."""
         rows, _, chosen = self.chosen.shape
         if scores.shape != (rows, self.experts) or free.indices.shape[1] != chosen or layer not in self.column:
             return free
@@ -122,7 +122,7 @@ class CallRoutes:
 
     @contextlib.contextmanager
     def forward(self):
-        """Around a call of the model: every layer with experts chooses once, else `Unsupported` is raised."""
+        """Context manager for a call of the model. Raises `Unsupported` unless every layer with experts chooses exactly once."""
         self.seen.clear()
         yield
         for layer in self.column:
@@ -145,7 +145,7 @@ class _Choosing(TorchFunctionMode):
 
 @contextlib.contextmanager
 def installed(model, on=True):
-    """Within, the layers of the model take `espalier_routes`. Steps of several threads may overlap."""
+    """Context manager in which the model's layers take `espalier_routes`. Steps of several threads may overlap. Does nothing if not `on`."""
     if not on:
         yield
         return
@@ -167,7 +167,8 @@ def installed(model, on=True):
 
 
 def _replace_forward(index, layer):
-    """A layer's forward under the record that it is given. Some transformers checkpoint within that forward, others around it."""
+    """Makes a layer's forward use the record in `espalier_routes`. Returns a function that undoes it. Some versions of transformers checkpoint
+    inside this forward, others around it."""
     held, plain, checkpoint = dict(vars(layer)), layer.forward, vars(layer).get("_gradient_checkpointing_func")
     given = threading.local()
 
@@ -204,7 +205,7 @@ def _chooses(layer):
 
 
 def _integers(given, where):
-    """The array, and which tokens have None in it."""
+    """(the record as an array, True for each token whose record is None)."""
     array = given.detach().cpu().numpy() if torch.is_tensor(given) else given
     missing = np.zeros(len(array), bool)
     if not isinstance(array, np.ndarray):

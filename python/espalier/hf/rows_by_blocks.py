@@ -1,8 +1,8 @@
 """One layer's attention of a call in torch's own kernels: causal squares and rectangles, merged by log-sum-exp.
 
-Interface: rows_by_kernel.py; here a layer may also have a `rule` (visibility.py), and rows [begin, end) of `mutual` see the later ones
-among them, too, which a window's lower bound does not touch. Squares of one length run together; a trunk's rows are one rectangle, and so
-are a run's rows for all that is below it, without the rows and the keys that see nothing of each other.
+The interface is that of rows_by_kernel.py. Here a layer may also have a `rule` (visibility.py), and rows [begin, end) of `mutual` also see later
+rows among themselves; a window's lower bound does not affect those. Squares of equal length run together. A trunk's rows are the keys of one
+rectangle, and so are a run's rows for the rows below it. Rows that see no key of a rectangle, and keys that no row sees, are left out.
 Inside, rows are [J, H / J, T, D] (blocks.py).
 """
 
@@ -15,7 +15,7 @@ from espalier.ops.kernels import accumulator
 
 
 def count(runs, trunks):
-    """How many blocks a set of rows takes."""
+    """The number of blocks of a set of rows. `trunks`: the number of trunks above it."""
     return len({length for _, length, _ in runs}) + sum(end > begin + length for begin, length, end in runs) + trunks
 
 
@@ -75,7 +75,7 @@ def _squares(sets, rule):
 
 
 def _later(mutual, rule):
-    """(rows, keys, limits): all rows of a block but its last, and the keys behind its first row, of which row i sees those from i on."""
+    """(rows, keys, limits) of every block of mutual rows: rows are all but the last, keys all but the first, and row i sees keys from i on."""
     for begin, end in mutual:
         if end - begin > 1:
             yield slice(begin, end - 1), slice(begin + 1, end), blocks.Limits(np.arange(end - begin - 1), rule.softcap if rule else 0.0)
@@ -90,8 +90,8 @@ def _limits(rule, depths, first_key):
 
 
 def _rectangles(sets, layer, k, v, rule, own=(None, None)):
-    """(query rows, the gradients that its keys and values add to, keys, values, limits) of every rectangle; `own`: the gradients of k
-    and v, where they are wanted. All [J, rows, D]. Query rows are a slice, or indices where some between see nothing of the keys."""
+    """Yields (query rows, (dk, dv), keys, values, limits) of every rectangle. Gradients of its keys and values are added to dk and dv. `own`: the
+    gradients of k and v if gradients are wanted. All are [J, rows, D]. Query rows are a slice, or indices if some rows between see no key."""
     wanted = own[0] is not None
     for rows in sets:
         depths = rows.depths
@@ -106,8 +106,8 @@ def _rectangles(sets, layer, k, v, rule, own=(None, None)):
 
 
 def _seen(rule, depths, origin, begin, end, first_key, keys, device):
-    """For rows [begin, end) and `keys` keys from depth `first_key` on: the rows that see any, the keys that any of them sees, limits.
-    Nothing or one block; `depths` are those of rows `origin` and later. A rule's blocks take their rows in the order of depth."""
+    """For rows [begin, end) and `keys` keys from depth `first_key` on, yields at most one block: (rows that see any key, keys that any row sees,
+    limits). `depths`: of row `origin` and all later rows. With a rule, the rows of a block are ordered by depth."""
     if begin == end:
         return
     if rule is None:
@@ -124,7 +124,7 @@ def _seen(rule, depths, origin, begin, end, first_key, keys, device):
 
 
 def _merge(out, lse, rows, more, more_lse):
-    """Two softmaxes over different keys are one over both: weights exp(lse_i - logaddexp(lse_1, lse_2))."""
+    """Merges two softmaxes over different keys into one over both, in place. Their weights are exp(lse_i - logaddexp(lse_1, lse_2))."""
     o, l = out[:, :, rows], lse[:, :, rows]
     both = torch.logaddexp(l, more_lse)
     o.mul_((l - both).exp()[..., None]).addcmul_(more.to(o.dtype), (more_lse - both).exp()[..., None])
@@ -134,7 +134,7 @@ def _merge(out, lse, rows, more, more_lse):
 
 
 def _gather(x, axis, begins, length):
-    """Runs [begin, begin + length) of the row axis, one after the other on the first: [J, ...] -> [n J, ...]."""
+    """Cuts runs [begin, begin + length) from the row axis and concatenates them along the first axis: [J, ...] -> [n J, ...]."""
     runs = [x.narrow(axis, begin, length) for begin in begins]
     return runs[0] if len(runs) == 1 else torch.cat(runs)
 

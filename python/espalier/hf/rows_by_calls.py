@@ -1,13 +1,13 @@
-"""One layer's attention of a call in a GPU's fused kernels: one call for all causal runs of the rows, whatever their number and lengths, and one for
-the keys and values of each open trunk, merged by log-sum-exp.
+"""One layer's attention of a call in a GPU's fused kernels: one kernel call for all causal runs of the rows, whatever their number and lengths, and one
+for the keys and values of each open trunk, merged by log-sum-exp.
 
-Runs that fork off a run of their own set see its rows, too. If these are few, they stand before the keys of every run below, in the first call; else
-the forks of a level, none of which is below another, take one more call, over the rows below them. So the number of calls follows the depth of the
-tree, not the number of forks.
+Runs that fork off a run of their own set also see its rows. If these rows are few, the first call copies them before the keys of every run below.
+Otherwise each level of forks takes one more call over the rows below them; no fork of a level is below another. So the number of calls depends on
+the depth of the tree, not on the number of forks.
 
-Interface: rows_by_kernel.py, with the kernels as first argument: `attend(q, k, v, runs, scale)` and `attend_backward(...)` of rows_by_flash.py or
-rows_by_efficient.py. Inside, rows are [T, H, D] and [T, J, D], lse is [H, T]; a backward takes the merged out and lse of the whole softmax, so that
-the gradients of its calls add up exactly (blocks.py).
+The interface is that of rows_by_kernel.py, with the module of the kernels as first argument: rows_by_flash.py or rows_by_efficient.py, which define
+`attend(q, k, v, runs, scale)` and `attend_backward(...)`. Inside, rows are [T, H, D] and [T, J, D], and lse is [H, T]. A backward takes the merged out
+and lse of the whole softmax, so that the gradients of its calls add up exactly (blocks.py).
 """
 
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ from espalier.ops.kernels import accumulator
 
 
 def count(runs, trunks):
-    """How many calls of a kernel a set of rows takes."""
+    """The number of kernel calls for a set of rows. `trunks`: the number of trunks above it."""
     return 1 + trunks + len(_levels(_chosen(_forks(runs), sum(length for _, length, _ in runs))[1]))
 
 
@@ -49,7 +49,7 @@ def backward(kernels, go, q, k, v, out, lse, scale, sets, layer):
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
     plan = _plan(sets, q.device)
     dq, *own = kernels.attend_backward(go, q, *(plan.seen(x) for x in (k, v)), out, lse, plan.runs, scale)
-    if plan.places is not None:  # several runs may see a row
+    if plan.places is not None:  # a row may have several copies, whose gradients are summed
         own = [torch.zeros(k.shape[0], *x.shape[1:], dtype=accumulator(x.dtype), device=x.device).index_add_(0, plan.places, x.to(accumulator(x.dtype)))
                for x in own]
     calls = _calls(plan, sets, layer, k, v)
@@ -66,9 +66,9 @@ def backward(kernels, go, q, k, v, out, lse, scale, sets, layer):
 
 @dataclass(eq=False)
 class Runs:
-    """Sequences of the rows, one behind the other: where each begins and the last ends (int32, on the device), the same of the keys that each sees,
-    and the longest of both. `lengths`: those of the rows, on the host. `causal`: the last row stands at the last key; else each sees all.
-    `held`: what else kernels read of them."""
+    """Sequences of rows, end to end, and the keys that each sequence sees. `ends`, `ends_of_keys`: the begin of each sequence, then the end of the
+    last one, int32 on the device. `longest`, `longest_keys`: the largest lengths. `lengths`: of the rows, on the host. `causal`: the last row of a
+    sequence sees its last key, earlier rows one key less each; otherwise every row sees all keys. `held`: further arrays that kernels read."""
     ends: torch.Tensor
     ends_of_keys: torch.Tensor
     longest: int
@@ -79,26 +79,26 @@ class Runs:
 
     @property
     def see_others(self):
-        """Whether a run sees keys before its own."""
+        """True if a run sees keys that are not its own."""
         return self.ends_of_keys is not self.ends
 
 
 def runs_of(device, lengths, of_keys=None, causal=True):
-    """Sequences of these lengths; without `of_keys` each sees itself alone."""
+    """Runs of rows with these lengths and keys with the lengths `of_keys`; without `of_keys`, each sequence sees its own keys only."""
     both = [lengths, *([of_keys] if of_keys is not None else [])]
     ends = list(queued(torch.tensor([[0, *side] for side in both]).cumsum(1, dtype=torch.int32), device))
     return Runs(ends[0], ends[-1], max(both[0]), max(both[-1]), lengths, causal)
 
 
 class _Level(NamedTuple):
-    """Forks none of which is below another. `rows`: those below them, `keys`: their own, slices or, of several forks, places on the device."""
+    """Forks of which none is below another. `rows`: the rows below them. `keys`: their own rows. One fork: slices; several: indices on the device."""
     rows: slice | torch.Tensor
     keys: slice | torch.Tensor
     runs: Runs | None
 
 
 class _Plan(NamedTuple):
-    """`places`: of the keys that the runs of the first call see, among the rows; None: each its own."""
+    """`places`: indices of the rows whose keys the runs of the first call see. None: each run sees its own keys only."""
     runs: Runs
     places: torch.Tensor | None
     levels: list
@@ -108,7 +108,7 @@ class _Plan(NamedTuple):
 
 
 class _Fork(NamedTuple):
-    """Rows [begin, middle), which those of [middle, end) see: so many runs."""
+    """Rows [begin, middle) are seen by rows [middle, end), which are `runs` runs."""
     begin: int
     middle: int
     end: int
@@ -120,7 +120,7 @@ class _Fork(NamedTuple):
 
 
 def _plan(sets, device):
-    """Made once for all layers of a call."""
+    """The _Plan of a call, computed once for all layers."""
     held = sets[0].on_device
     if device not in held:
         held[device] = _make_plan([run for rows in sets for run in rows.runs], device)
@@ -144,14 +144,14 @@ def _make_plan(runs, device):
 
 
 def _forks(runs):
-    """The runs with rows below them, in their order."""
+    """The runs with rows below them, in order."""
     begins = [begin for begin, _, _ in runs]
     return [_Fork(begin, begin + length, end, int(np.searchsorted(begins, end)) - i - 1)
             for i, (begin, length, end) in enumerate(runs) if end > begin + length]
 
 
 def _chosen(forks, most):
-    """(those whose rows are copied for every run below them, the others): the cheapest, with no more copies than there are rows."""
+    """(forks whose rows are copied for every run below them, the other forks). The cheapest are copied, with at most `most` row copies in all."""
     copied, copies = set(), 0
     for fork in sorted(forks, key=lambda fork: fork.copies):
         copies += fork.copies
@@ -162,7 +162,7 @@ def _chosen(forks, most):
 
 
 def _levels(forks):
-    """Forks by how many of them are above."""
+    """The forks by level: the number of forks above them."""
     levels, above = [], []
     for fork in forks:
         above = [each for each in above if each.end > fork.begin]
@@ -182,7 +182,7 @@ def _level(forks, device):
 
 
 class _Call(NamedTuple):
-    """`rows` see the keys and values: a trunk's, or those of the call's own rows `keys`, of which with `runs` each sequence its own."""
+    """`rows` see the keys and values `k`, `v`: of `trunk`, or of the call's own rows `keys`. With `runs` each sequence sees its own part of them."""
     rows: slice | torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
@@ -208,7 +208,7 @@ def _taken(x, rows):
 
 
 def _add(sums, rows, part):
-    """No row is twice among `rows`."""
+    """Adds `part` to `sums` at `rows`, which contain no row twice."""
     if isinstance(rows, slice):
         sums[rows].add_(part)
     else:
@@ -216,7 +216,7 @@ def _add(sums, rows, part):
 
 
 def _merge(out, lse, more, more_lse):
-    """Two softmaxes over different keys are one over both: out += w (more - out), w = exp(lse_2) / (exp(lse_1) + exp(lse_2)), in place."""
+    """Merges two softmaxes over different keys into one over both, in place: out += w (more - out), w = exp(lse_2) / (exp(lse_1) + exp(lse_2))."""
     weight = torch.sigmoid(more_lse - lse).T[..., None]
     out.lerp_(more.to(out.dtype), weight)
     lse.copy_(torch.logaddexp(lse, more_lse))

@@ -1,10 +1,10 @@
 """One layer's attention of a call to chosen keys (indexed.py), in torch's own operations.
 
-`seen`, bool [1, 1, T, S], and `chosen`, integers [1, T, K], are over the keys [trunks | own rows]; a row attends to those that are both:
+`seen`, bool [1, 1, T, S], and `chosen`, integers [1, T, K], refer to the keys [trunks | own rows]. A row attends to keys that it both sees and chose:
 
     P = softmax of scale q k^T over these keys,  out = P v,  dS = P (go v^T - rowsum(go out)),  dq = scale dS k,  dk = scale dS^T q,  dv = P^T go
 
-Interface: rows_by_kernel.py. Rows run in blocks of at most `_SCORES` scores.
+The interface is that of rows_by_kernel.py. Rows run in blocks of at most `_SCORES` scores.
 """
 
 import torch
@@ -47,14 +47,14 @@ def backward(go, q, k, v, out, lse, scale, sets, layer, chosen, seen):
 
 
 def _of_all(sets, layer, k, v, wide):
-    """Keys and values of the trunks and of the own rows, [J, S, D]."""
+    """Keys and values of the trunks and of the call's own rows, [J, S, D]."""
     trunks = trunks_of(sets)
     return [torch.cat([*(trunk_parts[layer][0] for trunk_parts in of_trunks), own[0]], 1).to(wide)
             for of_trunks, own in (([trunk.k for trunk in trunks], k), ([trunk.v for trunk in trunks], v))]
 
 
 def _scores(q, keys, scale, chosen, seen):
-    """(rows, their scores [J, H / J, n, S], -inf where a row does not attend)."""
+    """Yields (rows, their scores [J, H / J, n, S], which are -inf where a row does not attend)."""
     (_, h, t, d), (j, s, _) = q.shape, keys.shape
     n = max(1, _SCORES // (h * s))
     for begin in range(0, t, n):

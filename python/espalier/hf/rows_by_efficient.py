@@ -1,8 +1,8 @@
 """torch's memory-efficient attention on a GPU (rows_by_calls.py): float32, and values of another size than keys in any type.
 
-The kernel wants as many heads of keys as of queries. Where every row sees every key, the query heads that share a head of keys are rows like any
-others, so that a trunk's keys and values are never repeated. In a causal call the order of rows matters, and the call's own keys and values are.
-Its lse is [runs, H, rows of the longest run, up to whole warps], filled with infinity.
+The kernel needs as many key heads as query heads. Where every row sees every key, the query heads that share a key head become rows of that head,
+so a trunk's keys and values are never repeated. In a causal call the order of rows matters, so the call's own keys and values are repeated.
+The kernel's lse is [runs, H, rows of the longest run rounded up to whole warps], filled with infinity behind a run's rows.
 """
 
 import functools
@@ -20,7 +20,7 @@ _WARP = 32
 
 
 def serves(q, v=None):
-    """Whether rows of this type and on this device run here, and heads of keys and values as large as these."""
+    """True if these kernels run rows of this type and device, with heads of these sizes."""
     if q.device.type != "cuda" or q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return False
     whole = 4 if q.dtype == torch.float32 else 8  # elements of one 16-byte load
@@ -28,7 +28,8 @@ def serves(q, v=None):
 
 
 def attend(q, k, v, runs, scale):
-    """out [T, H, E] and lse [H, T] (float32): the rows of a run see its keys causally or all of them; without `runs` every row sees every key."""
+    """out [T, H, E] and lse [H, T] (float32). The rows of a run see its keys causally, or all of them (`runs.causal`); without `runs` every row sees
+    every key."""
     (t, h, _), j = q.shape, k.shape[1]
     if runs is None:
         out, lse = _forward(_folded(q, j), k[None], v[None], None, None, None, None, _EVERYTHING, scale)
@@ -39,7 +40,7 @@ def attend(q, k, v, runs, scale):
 
 
 def attend_backward(go, q, k, v, out, lse, runs, scale):
-    """dq, dk and dv of the same."""
+    """dq, dk and dv of `attend`."""
     (t, h, _), j = q.shape, k.shape[1]
     if runs is None:
         lse = torch.nn.functional.pad(lse.reshape(1, j, -1), (0, -(t * h // j) % _WARP), value=float("inf"))
@@ -79,7 +80,7 @@ def _padded(runs):
 
 
 def _slots(runs):
-    """Where the kernel has each row's lse, of all runs' one behind the other; made once for all layers of a call."""
+    """The index of each row in the kernel's lse. Computed once for all layers of a call."""
     if "slots" not in runs.held:
         slots = np.concatenate([run * _padded(runs) + np.arange(length) for run, length in enumerate(runs.lengths)])
         runs.held["slots"], = to_device(runs.ends.device, slots)
@@ -91,7 +92,7 @@ def _forward(q, k, v, ends_q, ends_k, longest_q, longest_k, mask, scale):
 
 
 def _backward(go, q, k, v, out, lse, ends_q, ends_k, longest_q, longest_k, mask, scale):
-    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout that is off
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # unused: dropout is off
     return torch.ops.aten._efficient_attention_backward(
         go, q, k, v, None, out, ends_q, ends_k, longest_q, longest_k, lse, 0.0, seed, seed, mask, False, scale=scale)[:3]
 

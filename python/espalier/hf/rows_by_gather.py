@@ -1,10 +1,10 @@
-"""One layer's attention of a call where its rows see a window of their own path, or a chunk of it (visibility.py): FlashAttention over gathered keys.
+"""One layer's attention of a call whose rows see a window or a chunk of their own path (visibility.py): FlashAttention over gathered keys.
 
-A run whose first row stands at depth d sees, of the rows above it, those from depth lowest(d) on. These keys and values, wherever they lie in
-trunks and in the call, and the run's own become one sequence, and all runs' sequences are one call with the layer's window. In chunks a run ends
-where a chunk does, and a call has no window. Every row sees itself, so no softmax is empty and nothing is merged.
-Interface: rows_by_kernel.py, with a `rule` at the end. Gathered are at most W - 1 keys a run beside its own; the gradients of all copies of a row
-are added up in the accumulator's type.
+A run whose first row has depth d sees the rows above it from depth lowest(d) on. The keys and values of these rows are gathered from the trunks
+and from the call, and the run's own follow: one sequence. All sequences run in one kernel call with the layer's window. With chunks, a run is
+split where a chunk ends, and the call has no window. Every row sees itself, so no softmax is empty and nothing is merged.
+The interface is that of rows_by_kernel.py, with a `rule` at the end. At most W - 1 keys are gathered for a run beside its own. The gradients of all
+copies of a row are added in the accumulator type.
 """
 
 from typing import NamedTuple
@@ -17,11 +17,11 @@ from espalier.hf.rows_by_calls import Runs, runs_of
 from espalier.hf.transfer import to_device
 from espalier.ops.kernels import accumulator
 
-_KEYS = 1 << 18  # gathered at once, if one run has no more: 512 MiB of keys and values with 8 heads of 64 in bfloat16
+_KEYS = 1 << 18  # keys gathered at once, unless one run has more: 512 MiB of keys and values with 8 heads of 64 in bfloat16
 
 
 def serves(q, v, rule):
-    """Whether rows of this type and on this device run here under this rule."""
+    """True if rows of this type and device run here under this rule."""
     return rows_by_flash.serves(q, v) and not rule.softcap and not (rule.window and rule.chunk) and (
         not rule.window or rows_by_flash.takes_windows())
 
@@ -59,13 +59,13 @@ def backward(go, q, k, v, out, lse, scale, sets, layer, rule):
 
 
 def _sources(plan, layer, k, v):
-    """Keys and values of the rows that any run sees: the last ones of each trunk, and the call's own."""
+    """[keys, values] of all rows that any run sees: the last rows of each trunk, then the call's own."""
     return [torch.cat([*(getattr(trunk, name)[layer][0].transpose(0, 1)[first:] for trunk, first in plan.trunks), own])
             for name, own in (("k", k), ("v", v))]
 
 
 class _Part(NamedTuple):
-    """Rows whose sequences run in one call: their keys' places among the sources, one sequence behind the other."""
+    """Rows whose sequences run in one kernel call. `keys`: indices of their keys in the sources, sequences end to end."""
     rows: slice
     keys: torch.Tensor
     runs: Runs
@@ -78,7 +78,7 @@ class _Plan(NamedTuple):
 
 
 def _plan(sets, rule, device):
-    """Made once for all layers of a call with this rule."""
+    """The _Plan of a call under this rule, computed once for all layers."""
     held = sets[0].on_device
     if (device, rule) not in held:
         held[device, rule] = _make_plan(sets, rule, device)
@@ -92,11 +92,11 @@ def _make_plan(sets, rule, device):
         for trunk, depth in _depths_of_trunks(rows):
             first = min(max(lowest - depth, 0), trunk.rows)
             firsts[id(trunk)] = (trunk, min(first, firsts.get(id(trunk), (trunk, first))[1]))
-    begins, at = {}, 0  # of a trunk's row 0 among the sources, had they all of its rows
+    begins, at = {}, 0  # begins: the index that a trunk's row 0 would have in the sources, if they held all of its rows
     for key, (trunk, first) in firsts.items():
         begins[key] = at - first
         at += trunk.rows - first
-    found = []  # (begin, length, places of its keys) of every piece
+    found = []  # (begin, length, indices of its keys in the sources) of every piece
     for rows, begin, length, lowest, path in pieces:
         keys = [begins[id(trunk)] + np.arange(max(lowest - depth, 0), trunk.rows)
                 for trunk, depth in _depths_of_trunks(rows) if depth + trunk.rows > lowest]
@@ -106,9 +106,9 @@ def _make_plan(sets, rule, device):
 
 
 def _pieces(rows, rule):
-    """(set, begin, length, lowest depth that its first row sees, (begin, end) of the runs of its set above it that it sees) of every run, or of
-    every part of a run that lies in one chunk."""
-    above = []  # of each run: those above it, from the first one on
+    """Yields (set, begin, length, lowest depth that its first row sees, [(begin, end)] of the rows of its set above it that it sees) for every run,
+    or for every part of a run that lies in one chunk."""
+    above = []  # for each run: the runs above it, from the first one on
     for begin, length, parent, depth in rows.segments:
         above.append([*above[parent], rows.segments[parent]] if parent >= 0 else [])
         while length:
@@ -120,7 +120,7 @@ def _pieces(rows, rule):
 
 
 def _parted(found):
-    """Neighbouring pieces, as many as have _KEYS keys."""
+    """Groups neighbouring pieces, each group with at most _KEYS keys or with one piece."""
     parts, held = [[]], 0
     for piece in found:
         if parts[-1] and held + len(piece[2]) > _KEYS:
@@ -138,7 +138,7 @@ def _part(pieces, device):
 
 
 def _depths_of_trunks(rows):
-    """(trunk, depth of its first row)"""
+    """Yields (trunk, depth of its first row)."""
     depth = 0
     for trunk in rows.trunks:
         yield trunk, depth

@@ -1,4 +1,4 @@
-"""One layer's attention of a call in the engine's kernels: a set of rows is one call over [its trunks | its own rows].
+"""One layer's attention of a call in the engine's kernels: one kernel call for each set of rows, over the keys [its trunks | its own rows].
 
 Interface of this file and of rows_by_blocks.py, for the `sets` of a Phase (attention.py):
     forward: q [1, H, T, D], k and v [1, J, T, D] -> out [1, T, H, D] in q's type, lse in the accumulator's
@@ -12,12 +12,12 @@ from espalier.ops import kernels
 
 
 def serves(q, v=None):
-    """Whether rows of this type and on this device run here, and heads of keys and values as large as these."""
+    """True if the engine's kernels run rows of this type and device, with heads of these sizes."""
     return kernels.serves(q) and (v is None or q.shape[-1] == v.shape[-1])
 
 
 def count(runs, trunks):
-    """How many calls of a kernel a set of rows takes."""
+    """The number of kernel calls for a set of rows."""
     return 1
 
 
@@ -56,13 +56,14 @@ def _one_or_joined(parts):
 
 
 def _subtree_end(rows):
-    """The end of every row's subtree, counted from the set's first row."""
+    """The end of every row's subtree, as an index from the set's first row."""
     runs = np.array(rows.runs, np.int32)
     return torch.from_numpy(np.repeat(runs[:, 2] - rows.begin, runs[:, 1]))
 
 
 class _Sums:
-    """Buffers over a path's rows, [P, J, D] each: those of its only trunk, or zeros that are added to the trunks' at the end."""
+    """Context manager: buffers for the gradients of a path's rows, [P, J, D] each. The sums of its only trunk, or zeros that are added to the sums of
+    several trunks at the end."""
 
     def __init__(self, trunks, layer, k):
         self.of_trunks = [trunk.sums(layer) for trunk in trunks]

@@ -1,8 +1,8 @@
-"""Losses that couple rollouts: each set of them is whole where the loss sees it.
+"""Losses that couple rollouts: the loss sees each set of coupled rollouts whole.
 
-Sets that a plan keeps in one wave stay there. A set that the plan cuts runs twice: first without gradients, so that the loss of a whole set says
-what each of its log-probs (and entropies) weighs; then in the step, where their wave adds sum_t g_t (lp_t - its value), whose gradient is
-the loss's by the chain rule.
+Sets that a plan keeps in one wave stay there. A set that the plan cuts runs twice. The first pass has no gradients through the model: the loss of the
+whole set gives its derivative g_t by each log-prob lp_t (and entropy). In the step, each wave then adds sum_t g_t (lp_t - value of lp_t), whose
+gradient is that of the loss by the chain rule.
 """
 
 import operator
@@ -14,7 +14,8 @@ from espalier.hf.step import Wave
 
 
 def checked(sets, rollouts):
-    """Lists of different rollouts, of so many; those without a response token left out by `cut`."""
+    """Returns `sets` as lists of ints. Raises `Error` unless their members are indices below `rollouts`, each in at most one set. (`cut` leaves out
+    rollouts without response tokens.)"""
     out, seen = [], set()
     for s, members in enumerate(sets):
         try:
@@ -35,12 +36,12 @@ def cut(sets, waves):
 
 
 def whole(sets, rollouts):
-    """Batches that cut no set: the sets, and every other rollout alone."""
+    """Batches of rollouts that cut no set: the sets, then every other rollout alone."""
     return [sorted(members) for members in sets] + [[i] for i in sorted(set(range(rollouts)) - {i for members in sets for i in members})]
 
 
 class TwoPass:
-    """A loss of waves, some of whose sets are cut. `values`: {rollout: (log-probs, entropies)} of all rollouts of these sets."""
+    """The loss of a wave if the plan cuts `sets`. `values`: {rollout: (log-probs, entropies)} of all rollouts of these sets."""
 
     def __init__(self, loss, sets, values):
         self.loss, self.weights, self.total = loss, {}, 0.0

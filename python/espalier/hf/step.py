@@ -34,7 +34,7 @@ class Wave:
     @property
     def entropies(self) -> torch.Tensor:
         if callable(self._entropies):
-            with torch.enable_grad():  # a loss may look at them without gradients first
+            with torch.enable_grad():  # the first caller may read them under no_grad
                 self._entropies = self._entropies()
         return self._entropies
 
@@ -60,8 +60,8 @@ class OpenTrunk:
 
     def __init__(self, index, item, kv, edges):
         self.index, self.item, self.kv, self.edges = index, item, kv, edges
-        self.logits, self.logprobs, self.entropies = None, None, None  # with a graph, of the last forward
-        self.router_term = None  # likewise
+        self.logits, self.logprobs, self.entropies = None, None, None  # with the graph of the latest forward
+        self.router_term = None  # the same
         self.values, self.grads = None, None  # [2, E]: log-probs and entropies, and the sums of their gradients
 
     def keep(self, logits, logprobs, entropies):
@@ -137,8 +137,8 @@ class Executor:
     # ---- one call of the model ------------------------------------------------------------------------------------------
 
     def _call(self, item, edges, trunks, captures=None, more_arrays=()):
-        """Logits of the rows with edges [O, V] (one row where there are none), each edge's place among them and its target, the router's term,
-        and `more_arrays` on the device."""
+        """Calls the model for an item. Returns the logits [O, V] of the rows with edges (of one row if there are none), each edge's index into them and
+        its target, the router's term, and `more_arrays` on the device."""
         ids = np.concatenate([self.rollouts.tokens(r, begin, end) for r, begin, end, *_ in item.segments.tolist()])
         positions, more = self._positions(item), {"output_router_logits": True} if self.router else {}
         parts = self._image_rows(item)
@@ -168,7 +168,7 @@ class Executor:
         return self.rollouts.routes.rows([(self._place(r), begin, end) for r, begin, end, *_ in item.segments.tolist()], self.device)
 
     def _positions(self, item):
-        """[T], or [3, T] with M-RoPE."""
+        """The position ids of an item's rows: [T], or [3, T] with M-RoPE."""
         if self.tower is None:
             return np.concatenate([np.arange(begin, end) for _, begin, end, *_ in item.segments.tolist()])
         of = self.rollouts.images.positions
@@ -179,21 +179,21 @@ class Executor:
         return int(self.rollouts.places(np.array([rollout]))[0])
 
     def _image_rows(self, item):
-        """(which prompt's images, rows of their features) of an item's image tokens, in order."""
+        """[(index of the prompt's images, rows of their features)] of an item's image tokens, in order."""
         if self.tower is None:
             return []
         found = [self.rollouts.images.rows(self._place(r), begin, end) for r, begin, end, *_ in item.segments.tolist()]
         return [(which, rows) for which, rows in found if which is not None and len(rows)]
 
     def _image_blocks(self, item):
-        """(begin, end) of an item's rows that see each other."""
+        """[(begin, end)] of an item's rows that see each other."""
         if self.tower is None:
             return []
         found = [(row - begin, self.rollouts.images.blocks(self._place(r), begin, end)) for r, begin, end, row, *_ in item.segments.tolist()]
         return [(b + shift, e + shift) for shift, blocks in found for b, e in blocks]
 
     def _last_with_images(self):
-        """{item: prompts of whose items with image rows it is done last}: a trunk is done after all below it."""
+        """{item: indices of the images whose rows no later item has}. A trunk counts as later than all items below it."""
         if self.tower is None:
             return {}
         ends = list(range(len(self.plan.items)))
@@ -236,11 +236,11 @@ class Executor:
             self._deliver(wave, leaves)
 
     def _runs_again(self, item):
-        """Whether a trunk's whole forward runs once more, before its backward."""
+        """True if a trunk's whole forward runs once more before its backward."""
         return item.recompute and not self.by_layers
 
     def _saving(self, trunk, gradients):
-        """Around a trunk's call: what autograd keeps of it."""
+        """Context manager for a trunk's call: decides what autograd saves."""
         if not gradients or not (self.offloads or self.by_layers):
             return contextlib.nullcontext()
         return states.Offload(self.model, trunk.kv) if self.offloads else states.layers_checkpointed(self.model)
@@ -255,7 +255,7 @@ class Executor:
             statistics = self._statistics(logits, place, target, True) if len(target) else (None, None)
         if gradients:
             check_live(self.model, trunk.kv)
-        trunk.keep(logits if self.through_everything else None, *statistics)  # rows above the last keys and values that nobody scores go at once
+        trunk.keep(logits if self.through_everything else None, *statistics)  # frees the graph of rows that no edge scores behind the last keys and values
 
     def backward_trunk(self):
         trunk = self.open.pop()
@@ -292,15 +292,15 @@ class Executor:
                 trunk.grads += leaf.grad
 
     def _tokens(self, item, edges):
-        """The finished rollouts' tokens, in order: where their values stand among those of the open trunks and this item's, which rollout each
-        belongs to, and its position there."""
+        """The finished rollouts' tokens, in order: the index of each token's values in [open trunks | this item], its rollout, and its position in the
+        response."""
         keys = np.concatenate([t.edges for t in self.open if t.values is not None] + [edges])
         chosen = np.flatnonzero(np.isin(keys[:, 2], item.finished))
         chosen = chosen[np.lexsort((keys[chosen, 3], keys[chosen, 2]))]
         return chosen, self.rollouts.places(keys[chosen, 2]), keys[chosen, 3]
 
     def _wave(self, item, tokens, own, own_entropies):
-        """The finished rollouts' tokens (`_tokens`, on the device), from this item's rows and from those of the open trunks."""
+        """The Wave of the finished rollouts: their tokens (`_tokens`, on the device) take values from the open trunks and from this item."""
         order, rollout, position = tokens
         leaves = [(t, t.values.clone().requires_grad_(self.loss is not None)) for t in self.open if t.values is not None]
         values = lambda which, mine: torch.cat([leaf[which] for _, leaf in leaves] + ([mine] if mine is not None else [])) if (
@@ -324,7 +324,7 @@ class Executor:
             zero = loss if zero is None else loss + zero
         if zero is None or not zero.requires_grad:
             zero = None
-        if logits is None:  # of a trunk's finished rollouts: the graph ends at the leaves
+        if logits is None:  # rollouts that finish in a trunk: the graph ends at the leaves
             if zero is not None:
                 self.pending = (zero, leaves)
                 self.backward_wave()
@@ -333,14 +333,14 @@ class Executor:
 
 
 def backward(loss):
-    """Outside autocast: a backward runs in the types that its forward had."""
+    """Runs the backward outside autocast: a backward uses the types of its forward."""
     if loss is not None:
         with torch.autocast(loss.device.type, enabled=False):
             loss.backward()
 
 
 def call_model(model, ids, positions, phase, outputs, **more):
-    """Logits [O, V] of rows `outputs` of one call [1, T], and all that the model returned."""
+    """Calls the model with rows [1, T]. Returns the logits [O, V] of rows `outputs`, and the model's output."""
     result = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=outputs, espalier=phase, **more)
     logits = result.logits[0]
     return logits if logits.shape[0] == len(outputs) else logits[outputs], result

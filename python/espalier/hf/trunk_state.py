@@ -1,11 +1,11 @@
-"""A trunk's state between its forward and its backward: everything (`keep`), the inputs of its layers (`recompute`), or everything in the host's memory
+"""A trunk's saved state between its forward and its backward: everything (`keep`), the inputs of its layers (`recompute`), or everything in host memory
 (`offload`).
 
-`recompute`: each decoder layer is a non-reentrant checkpoint of torch's: it keeps its inputs, and the backward runs it once more just before its own
-backward, so that one layer's activations exist at a time. Keys and values that waves send gradients to are inside of a layer; torch's checkpoint
-keeps their graph and makes only its tensors anew. A model whose layers cannot run so is run again whole before the backward (`by_layers`).
-`offload`: tensors that autograd saves are copied to the host's memory, pinned where there is a GPU, and come back when the backward asks for them.
-Copies are queued on the stream of the computation: the host waits for none of them.
+`recompute`: each decoder layer is a non-reentrant checkpoint of torch. It keeps its inputs, and runs once more just before its backward, so only one
+layer's activations exist at a time. Waves send gradients to keys and values inside a layer; torch's checkpoint keeps their graph and recomputes
+only its tensors. A model whose layers cannot be checkpointed runs again as a whole before the backward (`by_layers`).
+`offload`: tensors that autograd saves are copied to host memory (pinned if there is a GPU) and are copied back when the backward needs them.
+Copies are queued on the stream of the computation, and the host waits for none of them.
 """
 
 import contextlib
@@ -108,7 +108,7 @@ class Offload(torch.autograd.graph.saved_tensors_hooks):
             return x
         copies = self.copies.setdefault(x.untyped_storage(), {})
         place = (x.storage_offset(), x.shape, x.stride(), x.dtype, x._version)
-        if place not in copies:  # what several operations save is one copy
+        if place not in copies:  # a tensor that several operations save is copied once
             copies[place] = _Copy(x)
             self.bytes += x.numel() * x.element_size()
         return copies[place]

@@ -1,13 +1,12 @@
-"""The same step dense, by transformers alone: what `verify=True` compares with.
+"""The dense step, by transformers alone, that `verify=True` compares the shared step with.
 
-Both dense runs take every rollout in a call of its own, so that neither length nor order nor padding differs between them: the second
-runs them in reverse, with its embeddings moved by one rounding step (probe.nudged). Effects of a call's shape are in neither, and so
-not in the floor.
+Two dense runs give the floor. Both call the model once for every rollout, so that neither length nor padding differs between them. The second runs
+the rollouts in reverse, with embeddings moved by one rounding step (probe.nudged). The shape of a call affects neither run, and so not the floor.
 
-Floor of a parameter with n of the N trained elements and gradient g_p: the distance of both dense gradients, and at least its share of
-the whole distance d: d |g_p| / |g|, and d sqrt(n / N), because rounding that cancels in a gradient that is nearly zero is as large as
-elsewhere. Shared may be twice as far from dense as that. One pair of dense runs may be nearer to each other than most, for example where no
-token's experts differ: where shared is too far, up to MORE_DRAWS further dense runs, their embeddings moved in other patterns, raise the floor.
+The floor of a parameter with n of the N trained elements and gradient g_p is the distance of both dense gradients, but at least d |g_p| / |g| and at
+least d sqrt(n / N), where d is the distance over all parameters: rounding that cancels in a nearly zero gradient is as large as elsewhere. Shared
+may differ from dense by twice the floor. Two dense runs may be closer to each other than most pairs, for example if no token's experts differ.
+So if shared is too far, up to MORE_DRAWS further dense runs, with embeddings moved in other patterns, raise the floor.
 """
 
 import weakref
@@ -63,12 +62,12 @@ def is_verified(model, regime):
 
 
 def is_due(model, regime):
-    """Whether a step of this regime is to be compared: ranks that share layers compare together, though their regimes differ."""
+    """True if a step of this regime must be compared, on any rank: ranks that share layers compare together, even if their regimes differ."""
     return any(ranks.told_by_all(model, not is_verified(model, regime))) if ranks.sharded(model) else not is_verified(model, regime)
 
 
 def is_first(model):
-    """Whether no step of the model was compared yet."""
+    """True if no step of the model was compared yet."""
     return unwrapped(model) not in _verified
 
 
@@ -112,8 +111,8 @@ class _Comparison:
             p.grad = self.before[name]
 
     def compare(self, shared_loss, plain, again, regime=("verl",)):
-        """`plain()` and `again()` run the same step another way and return its loss; embeddings are moved for the second. Returns the
-        table; then `.grad` is what it was plus the step's. Raises where shared is too far from dense."""
+        """`plain()` and `again()` run the same step densely and return its loss; embeddings are moved for `again`. Returns the table. Afterwards
+        `.grad` is the earlier gradient plus the shared step's. Raises `Error` if shared is too far from dense."""
         shared = self._take()
         dense_loss = plain()
         wanted = self._take()
@@ -130,7 +129,7 @@ class _Comparison:
         table = compared(draw, shared_loss, dense_loss, everywhere)
         for name, p in self.named:
             parts = [g for g in (self.before[name], shared[name]) if g is not None]
-            if parts and other[name] is not None:  # its memory stays: FSDP1's may be a part of the flat gradient
+            if parts and other[name] is not None:  # this memory is used again: under FSDP1 it may be a part of the flat gradient
                 other[name].copy_(sum(parts[1:], parts[0]))
                 p.grad = other[name]
             else:
@@ -140,7 +139,7 @@ class _Comparison:
         return table
 
     def compare_dense(self, rollouts, loss, temperature, shared_loss, regime, sets=()):
-        """With the same rollouts dense: one by one, then in reverse; sets stay whole."""
+        """`compare` with dense runs of the same rollouts: one by one, then in reverse. Sets stay whole."""
         singles = whole(sets, len(rollouts)) if sets else [[i] for i in range(len(rollouts))]
         run = lambda batches: lambda: self._dense(rollouts, loss, temperature, batches)
         return self.compare(shared_loss, run(singles), run(singles[::-1]), regime)
@@ -152,7 +151,7 @@ class _Comparison:
 
 
 def compared(draw, shared_loss, dense_loss, everywhere=None):
-    """The table. `draw(number)`: (name, shared, dense, dense another way) in turns, with another way for every number."""
+    """Returns the table. `draw(number)` returns [(name, shared, dense, second dense run)], with another second run for every number."""
     squares = None
     for number in range(1 + MORE_DRAWS):
         grads = draw(number)
@@ -166,7 +165,7 @@ def compared(draw, shared_loss, dense_loss, everywhere=None):
 
 
 def judged(draw, shared_loss, dense_loss):
-    """`compared`. Raises where one is too far from dense."""
+    """`compared`, which raises `Error` if a parameter is too far from dense."""
     table = compared(draw, shared_loss, dense_loss)
     _demand(table)
     return table
@@ -184,8 +183,8 @@ def _local(x):
 
 
 def _squares(grads, everywhere):
-    """[P, 5] float64: of shared - dense, of other - dense, of dense; elements; whether there is a gradient. Parts of all ranks where
-    parameters are sharded (`everywhere`)."""
+    """float64 [P, 5]: the sum of squares of shared - dense, of other - dense, and of dense; the number of elements; 1 if there is a gradient. If
+    parameters are sharded (`everywhere`), these are summed over the ranks."""
     out = torch.zeros(len(grads), 5, dtype=torch.float64)
     for row, (_, *three) in zip(out, grads):
         held = [_local(g).double() for g in three if g is not None]

@@ -1,4 +1,4 @@
-"""Rollouts that other systems recorded, as neutral records (docs/rollout_format.md). Nothing that a file holds is executed.
+"""Reads rollouts that other systems recorded, as neutral records (docs/rollout_format.md). No code from a file is executed.
 
     from espalier import records
     for record in records.read("dump.pt"): ...
@@ -6,8 +6,9 @@
 
     python -m espalier.records dump.pt > rollouts.jsonl
 
-Read: slime debug dumps, verl DataProto pickles, SkyRL training batches, TRL batches (.pt, .safetensors), ART packed folders, Parquet,
-rLLM episodes (.json, .jsonl); a folder of dumps of one kind is read in the order of their steps, slime's rollout and train dumps joined. Errors are RecordError.
+Formats: slime debug dumps, verl DataProto pickles, SkyRL training batches, TRL batches (.pt, .safetensors), ART packed folders, Parquet,
+rLLM episodes (.json, .jsonl). A folder may hold several dumps of one format: they are read in the order of their steps, and slime's rollout and
+train dumps are joined. Errors are RecordError.
 """
 
 import gzip
@@ -67,7 +68,7 @@ def line_of(record: Mapping[str, Any]) -> str:
 
 
 class Reading:
-    """One file or folder. `format` and `notes` are complete once all records were taken."""
+    """One file or folder. `format` and `notes` are complete after the last record of `records()`."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path, self.format = str(path), ""
@@ -114,13 +115,13 @@ class Reading:
 
 
 def step_of_name(path: str) -> int | None:
-    """12 of "batch_step_12.pkl" and "global_step12.pt"; None where the name has no step."""
+    """The step in a file's name: 12 for "batch_step_12.pkl" and "global_step12.pt". None if the name has no step."""
     found = re.search(r"step[_-]?(\d+)", Path(path).name, re.IGNORECASE)
     return int(found.group(1)) if found else None
 
 
 def dumps_of(folder: str) -> list[str]:
-    """The dumps of a folder, by step and then by name with numbers as numbers."""
+    """The paths of a folder's dumps, sorted by step, then by name; numbers in names compare as numbers."""
     def order(name: str) -> Any:
         step = step_of_name(name)
         return step is None, step or 0, [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
@@ -164,7 +165,7 @@ def _format_of(content: Any, path: str) -> Any:
 
 
 def _loaded(content: Any) -> Any:
-    """Reads all storages of a value, so that its file may be closed."""
+    """Reads all storages of `content`, so that its file may be closed. Returns `content`."""
     stack = [content]
     while stack:
         value = stack.pop()

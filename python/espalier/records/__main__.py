@@ -1,7 +1,7 @@
 """python -m espalier.records PATH: the records as JSON Lines on stdout.
 
-On stderr one JSON object at the end: {format, notes}, or {where, expected, got, remedy} with exit code 3 (bad input) or 4
-(valid, but not read).
+At the end it writes one JSON object to stderr: {format, notes}, or {where, expected, got, remedy} with exit code 3 (bad input) or 4
+(a valid file of an unsupported format).
 """
 
 import sys

@@ -1,12 +1,12 @@
-"""OpenPipe ART's packed tensors: a folder with one raw file a field, tokens.pt, group_ids.pt, parent_ids.pt, input_pos.pt
+"""OpenPipe ART's packed tensors: a folder with one raw file per field, tokens.pt, group_ids.pt, parent_ids.pt, input_pos.pt
 (int64), assistant_mask.pt (bool), logprobs.pt, advantages.pt, weights.pt (float32), rows end to end.
 
-A row holds prefix trees: a run of tokens with one group id is a node, its parent_id names the node that it continues
-(its own: it begins a sequence), input_pos counts along the path. A path to a node that nothing continues is a rollout.
-How long a row is stands nowhere and is not needed: parents come before what continues them, and in the same row.
+A row holds prefix trees. A run of tokens with one group id is a node. Its parent_id is the group id of the node that it continues, or
+its own if it begins a sequence; input_pos counts along the path. A path to a node that no node continues is a rollout. The files do
+not contain the length of a row, and it is not needed: a parent comes before its children, in the same row.
 
-The prompt ends before the first token of assistant_mask. ART's loss takes logprobs (the sampler's) for those of the old
-policy and multiplies each token's loss by its weight: they become both log-probs, and advantage times weight.
+The prompt ends before the first token of assistant_mask. ART's loss uses the sampler's logprobs as those of the old policy, and
+multiplies each token's loss by its weight. So the record gets them as old and rollout log-probs, and advantage times weight as advantage.
 """
 
 import math
@@ -83,7 +83,7 @@ def _nodes(folder, columns):
 
 
 def _path(nodes, leaf):
-    """Ranges of the columns, from the first token on."""
+    """The ranges of the columns that make up the path to a leaf, from the first token on."""
     ranges = []
     while leaf is not None:
         ranges.insert(0, (leaf.begin, leaf.end))

@@ -1,8 +1,8 @@
-"""Errors of a file, in the four parts of every message of Espalier, with the program's exit code."""
+"""Errors of a recorded file. They have the four parts of all Espalier messages, and the program's exit code."""
 
 
 class RecordError(Exception):
-    """Where it happened ("dump.pt: sample 3: tokens"), what was expected, what was found, and what to do about it."""
+    """The place (`where`, for example "dump.pt: sample 3: tokens"), what was `expected`, what was found (`got`), and a `remedy`."""
 
     exit_code = 3  # bad input
 
@@ -11,7 +11,7 @@ class RecordError(Exception):
         self.where, self.expected, self.got, self.remedy = where, expected, got, remedy
 
     def at(self, where: str) -> "RecordError":
-        """The same error with `where` in front of its place, unless the place already begins with it."""
+        """Returns the same error with `where` in front of its place, unless the place already begins with it."""
         if self.where.startswith(where):
             return self
         return type(self)(f"{where}: {self.where}", self.expected, self.got, self.remedy)

@@ -1,4 +1,4 @@
-"""How a command hands lines to the program: on stdout, and at the end one JSON object on stderr."""
+"""The output of a command that the program runs: lines on stdout, then one JSON object on stderr."""
 
 import json
 import os
@@ -12,7 +12,8 @@ def say(message):
 
 
 def print_lines(lines, summary):
-    """Writes the lines, then says what summary() returns, or {where, expected, got, remedy} of an error. Returns the exit code."""
+    """Writes the lines to stdout, then to stderr the object that summary() returns, or {where, expected, got, remedy} of an error. Returns the
+    exit code."""
     try:
         for line in lines:
             sys.stdout.write(line)
@@ -20,7 +21,7 @@ def print_lines(lines, summary):
     except RecordError as error:
         say({"where": error.where, "expected": error.expected, "got": error.got, "remedy": error.remedy})
         return error.exit_code
-    except BrokenPipeError:  # whoever reads has had enough
+    except BrokenPipeError:  # the reader stopped reading
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     say(summary())

@@ -1,4 +1,4 @@
-"""The neutral record (docs/rollout_format.md). Its values are checked while it is made."""
+"""Builds neutral records (docs/rollout_format.md) and checks their values."""
 
 import math
 
@@ -7,7 +7,7 @@ from .tensors import Tensor, as_list
 
 
 class Place:
-    """A sample of a file, for messages."""
+    """The place of a sample in a file, for messages."""
 
     def __init__(self, path, index):
         self.path, self.index = path, index
@@ -33,7 +33,7 @@ def zero_or_one(place, field, values):
 
 
 def span_of_ones(place, field, mask, padding):
-    """The range of ones in a mask that has zeros on one side only: `padding` "left" or "right"."""
+    """(begin, end) of the ones in a mask. Raises RecordError if it has zeros elsewhere than on the side `padding`: "left" or "right"."""
     count = sum(mask)
     begin = len(mask) - count if padding == "left" else 0
     if any(value != 1 for value in mask[begin : begin + count]):
@@ -52,8 +52,8 @@ def number(place, field, value):
 
 
 def series(place, field, values, loss_mask):
-    """One number for each response token, or None where `values` is None. Where the mask is 0 a writer may leave any value;
-    values that are not finite become 0 there."""
+    """Returns one number for each response token, or None if `values` is None. Where the mask is 0, a file may hold any value, and values
+    that are not finite become 0."""
     if values is None:
         return None
     numbers = as_list(values)
@@ -69,7 +69,7 @@ def series(place, field, values, loss_mask):
 
 
 def record(place, prompt_ids, response_ids, loss_mask, **fields):
-    """The record, without the `fields` that are None."""
+    """Makes the record from its arguments and those `fields` that are not None."""
     prompt = token_ids(place, "prompt", prompt_ids)
     response = token_ids(place, "response", response_ids)
     if not prompt:
@@ -83,7 +83,7 @@ def record(place, prompt_ids, response_ids, loss_mask, **fields):
 
 
 def plain_scalars(values):
-    """The texts, numbers and truth values of a mapping, for `meta`. None if there are none."""
+    """The members of a mapping that are strings, numbers or booleans, for `meta`. None if there are none."""
     kept = {name: value for name, value in values.items()
             if isinstance(value, (str, bool, int)) or isinstance(value, float) and math.isfinite(value)}
     return kept or None

@@ -1,10 +1,10 @@
-"""Parquet with a rollout a row: columns under the neutral names, or under verl's.
+"""Parquet files with one rollout per row. Columns have the neutral names or verl's.
 
-  prompt_ids, response_ids, and any other field of the neutral record, as lists and numbers
-  prompts, responses, and optionally attention_mask, response_mask, old_log_probs, advantages, token_level_scores, uid ...:
-  as verl's DataProto names them (verl.py), padded with attention_mask, or without both
+  neutral: prompt_ids, response_ids, and any other field of the neutral record, as lists and numbers
+  verl:    prompts, responses, and optionally attention_mask, response_mask, old_log_probs, advantages, token_level_scores, uid ...,
+           as in verl's DataProto (verl.py). Tokens are padded if there is an attention_mask, and unpadded if there is none.
 
-pyarrow reads the file; it is needed for nothing else.
+Needs pyarrow.
 """
 
 import math
@@ -15,11 +15,11 @@ from .neutral import Place
 
 NAME = "Parquet file"
 START = b"PAR1"
-_ROWS = 256  # held at once
+_ROWS = 256  # rows in memory at once
 
 
 class Table:
-    """A file that was opened, not read."""
+    """An open Parquet file. `rows` reads it."""
 
     def __init__(self, path):
         try:
@@ -29,7 +29,7 @@ class Table:
                                      "pip install pyarrow for the Python that ESPALIER_PYTHON names, or write JSON Lines") from None
         try:
             self.file = parquet.ParquetFile(path)
-        except (OSError, ValueError) as error:  # pyarrow's own errors are both
+        except (OSError, ValueError) as error:  # pyarrow's errors derive from one of these
             raise RecordError(path, "a complete Parquet file", str(error).split("\n")[0][:120], "Write or copy it again") from None
 
     def rows(self, path):
@@ -72,7 +72,7 @@ def _neutral(place, row, step):
 
 
 def _check(place, name, value):
-    """Whether JSON can hold it."""
+    """Raises RecordError if JSON cannot represent `value`."""
     if isinstance(value, float) and not math.isfinite(value):
         raise place.wrong(name, "a finite number", repr(value))
     if isinstance(value, dict):

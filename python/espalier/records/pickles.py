@@ -1,9 +1,8 @@
-"""Pickles read as data. Nothing that a file names is imported, looked up or called.
+"""Reads pickles as data. No global that a file names is imported or called.
 
-A pickle is a small program whose only power is to name globals and call them. Here every name is looked up in a closed
-list, and what the list holds are classes of this file: a few that decode numbers, and holders that keep what they were
-given. Any other name ends the reading with that name, before anything is made with it. So the worst a file can do is to
-hold values that are refused later.
+A pickle is a small program that can name globals and call them. Here every name is looked up in a closed list of classes of this file: a
+few decode numbers, the others only store their arguments. Any other name ends the reading with an error that contains the name, before an
+object is made. So a malicious file can at worst contain values that are refused later.
 """
 
 import io
@@ -40,7 +39,7 @@ def _wrong(name, args):
 
 
 class InertDict(dict):
-    """A dict of some class; what its constructor was given beyond items, and its state, are dropped."""
+    """A stand-in for subclasses of dict. It keeps the items and drops other constructor arguments and the state."""
 
     def __new__(cls, *args, **kwargs):
         return dict.__new__(cls)
@@ -67,7 +66,7 @@ class _Bytes(Inert):
 
 
 class _Encode(Inert):
-    """_codecs.encode(text, "latin1"): how protocol 2 writes bytes."""
+    """_codecs.encode(text, "latin1"): protocol 2 writes bytes so."""
 
     def __new__(cls, *args):
         if len(args) != 2 or not isinstance(args[0], str) or args[1] not in ("latin1", "latin-1"):
@@ -81,7 +80,7 @@ class _Size(Inert):
 
 
 class _Text(Inert):
-    """torch.device("cpu"), a memory layout: the text itself."""
+    """torch.device("cpu") or a memory layout: becomes the text."""
 
     def __new__(cls, *args):
         return ":".join(str(a) for a in args)
@@ -97,14 +96,14 @@ class DTypeName(Inert):
 
 
 class StorageType(Inert):
-    dtype = None  # None: bytes without a type
+    dtype = None  # None: untyped bytes
 
 
 class _StorageFromBytes(Inert):
-    """torch.storage._load_from_bytes(bytes of torch.save): how a plain pickle writes a tensor's storage."""
+    """torch.storage._load_from_bytes(bytes of torch.save): a plain pickle writes a tensor's storage so."""
 
     def __new__(cls, *args):
-        from . import torch_files  # which reads pickles itself
+        from . import torch_files  # imported here because torch_files imports this file
 
         if len(args) != 1 or not isinstance(args[0], bytes):
             raise _wrong("torch storage", args)
@@ -219,7 +218,7 @@ class NumpyArray(Tensor):
 
 
 class _NumpyFromBuffer(Inert):
-    """_frombuffer(bytes, dtype, shape, order): how protocol 5 writes an array."""
+    """_frombuffer(bytes, dtype, shape, order): protocol 5 writes an array so."""
 
     def __new__(cls, data=b"", kind=None, shape=(), order="C", *rest):
         if order not in ("C", "F") or rest not in ((), (None,)):
@@ -242,7 +241,7 @@ _STORAGES = {
     "Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64", "Int": "int32",
     "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool",
 }
-# Classes of the writers: holders, told apart by name.
+# Classes of the systems that wrote the files: stand-ins, told apart by name.
 HELD = (
     ("verl.protocol", "DataProto"),
     ("tensordict._td", "TensorDict"), ("tensordict.tensordict", "TensorDict"), ("tensordict", "TensorDict"),
@@ -308,12 +307,12 @@ class _Reader(pickle.Unpickler):
 
 
 def load(stream, where, storage=None):
-    """The first pickle of a stream, as data. `storage`: gives the Storage of torch's key of one, a tuple."""
+    """Reads the first pickle of a stream as data. `storage`: function that returns the Storage for torch's storage key, a tuple."""
     try:
         return _Reader(stream, where, storage).load()
     except RecordError as error:
         raise error.at(where) from None
-    except Exception as error:  # whatever a damaged pickle makes the reader stumble over
+    except Exception as error:  # a damaged pickle can raise any exception
         raise RecordError(where, "a complete pickle", f"{type(error).__name__}: {error}",
                           "It was cut short, damaged or manipulated; copy or write it again") from None
 

@@ -1,10 +1,10 @@
-"""rLLM's episodes, `Episode.to_dict()` as JSON: one object, a list of them, or one a line.
+"""rLLM's episodes, `Episode.to_dict()` as JSON: one object, a list of objects, or one object per line.
 
   {"id": "task:rollout", "trajectories": [{"uid", "name", "reward", "steps": [{"prompt_ids", "response_ids", "logprobs", "reward",
    "advantage"}, ...]}, ...]}
 
-A step is a turn. Trajectories of one task and one name are a group. The reward of a trajectory goes to its last turn; a
-trajectory without one has the rewards of its steps. The files that rLLM's EpisodeLogger writes have no token ids and are refused.
+A step is a turn. Trajectories with equal task and name form a group. The reward of a trajectory goes to its last turn; in a trajectory
+without a reward, each turn has the reward of its step. Files of rLLM's EpisodeLogger have no token ids and are refused.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""safetensors: eight bytes of length, a JSON header, raw numbers."""
+"""Reads safetensors files: eight bytes with the header's length, a JSON header, raw numbers."""
 
 import json
 
@@ -11,7 +11,7 @@ _DAMAGED = "It was cut short or damaged; copy or write it again"
 
 
 def load(file, size, where):
-    """Tensors by name. `size`: bytes of the file, which must stay open while numbers are read."""
+    """The file's tensors by name. `size`: bytes of the file. The file must stay open while numbers are read."""
     length = int.from_bytes(file.read(8), "little")
     if length > size - 8:
         raise RecordError(where, f"a header of at most {max(size - 8, 0)} bytes", f"one of {length}", _DAMAGED)

@@ -2,11 +2,11 @@
 
   sequences, attention_mask [B, S]: prompt and response, padded at the left and, in older versions, at the right
   response_mask, loss_mask, rewards, action_log_probs, base_action_log_probs, rollout_logprobs, values, returns, advantages [B, R]:
-  the last R columns of `sequences`; response_mask is 1 where a response token stands
+  for the last R columns of `sequences`; response_mask is 1 for response tokens
   is_last_step [B], of step-wise training: rows up to the next true one are the turns of one trajectory
   metadata["uids"]: the group; metadata["trajectory_ids"]: a text, or a TrajectoryID(instance_id, repetition_id)
 
-The pickle's state holds each tensor as bytes of torch.save. SkyRL takes the reward of a trajectory from its last turn.
+The pickle's state holds each tensor as bytes of torch.save. SkyRL reads a trajectory's reward from its last turn.
 """
 
 import io
@@ -100,7 +100,7 @@ def _reward(place, row):
 
 
 def _padding(groups):
-    """The rows at the end whose groups are pad0, pad1, and so on."""
+    """The number of padding rows at the end: their groups are pad0, pad1, and so on."""
     for count in range(len(groups or ()), 0, -1):
         if groups[-count:] == [f"pad{i}" for i in range(count)]:
             return count

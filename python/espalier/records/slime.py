@@ -4,10 +4,10 @@
   --save-debug-train-data     {rollout_id, rank, rollout_data: {tokens: [...], response_lengths: [...], log_probs, ...}}:
                               what one rank trained on, each field a list with an entry per sample
 
-Samples with one rollout_id of their own (rollout_ids in train dumps) are the turns of one trajectory, in their order.
+Samples with equal `rollout_id` (`rollout_ids` in train dumps) are the turns of one trajectory, in order.
 
-The response is the last response_length tokens; mask and log-probs have its length. Files of one folder are joined:
-train dumps of all ranks by sample index, rollout dumps then add the group. The dump's `rollout_id` is the step.
+The response is the last response_length tokens; mask and log-probs have its length. Files of one folder are joined by sample index:
+train dumps of all ranks, to which rollout dumps add the group. The `rollout_id` of the dump itself is the step.
 """
 
 import collections
@@ -30,7 +30,7 @@ def matches(content):
 
 
 def records(contents, notes):
-    """contents: (path, object) of one or several dumps."""
+    """Returns the neutral records. `contents`: [(path, object)] of one or several dumps. Adds to `notes`."""
     train, sampled = [], []
     for path, content in contents:
         (train if "rollout_data" in content else sampled).extend(_samples(path, content))
@@ -54,7 +54,7 @@ def records(contents, notes):
 
 
 def _with_trajectories(samples, out):
-    """Adds `trajectory` to the records of samples whose rollout_id another sample of the same step has, too."""
+    """Adds `trajectory` to the records of samples that share their rollout_id with another sample of the step. Returns the records."""
     names = [None if sample.get("rollout_id") is None else (sample["step"], sample["rollout_id"]) for _, sample in samples]
     counts = collections.Counter(names)
     for (place, sample), name, record_ in zip(samples, names, out):
@@ -70,7 +70,8 @@ def _key(sample):
 
 
 def _one_per_index(train):
-    """Ranks may hold the same sample. A field that one rank lacks (log-probs, on early pipeline stages) comes from another."""
+    """Joins the samples of all ranks, since ranks may hold the same sample. If a rank lacks a field (log-probs, on early pipeline stages), it
+    comes from another rank."""
     by_index, out = {}, []
     for place, sample in train:
         first = by_index.setdefault(_key(sample), sample) if sample.get("index") is not None else sample
@@ -93,7 +94,7 @@ def _samples(path, content):
     else:
         found = []
         for sample in content["samples"]:
-            found.extend(sample if isinstance(sample, list) else [sample])  # nested lists: a group each
+            found.extend(sample if isinstance(sample, list) else [sample])  # in nested lists, each inner list is a group
     for index, sample in enumerate(found):
         place = Place(path, index)
         if isinstance(sample, Inert):
@@ -153,7 +154,8 @@ def _record(place, sample, notes):
 
 
 def _whole(place, field, sample, length):
-    """A series, unless context parallelism left this rank with a part of it."""
+    """The series `field`. Raises RecordError if its length differs, for example because the dump holds one rank's slice under context
+    parallelism."""
     values = sample.get(field)
     if values is None or len(values) == length:
         return values

@@ -1,7 +1,7 @@
-"""Tensors as files hold them: numbers in a flat storage, seen through an offset, a shape and strides.
+"""Tensors of files: numbers in a flat storage, viewed with an offset, a shape and strides.
 
-Values come out as Python numbers: float32 and float16 widen exactly, bfloat16 through float32. A storage is read when its
-first number is asked for, so that a file may name a tensor before it holds the tensor's bytes.
+Values become Python numbers: float32 and float16 widen exactly, bfloat16 through float32. A storage is read when its first number is
+needed, because in some files a tensor comes before its bytes.
 """
 
 import struct
@@ -36,7 +36,7 @@ def numbers_of(data, dtype):
 
 
 class Storage:
-    """Bytes that `read` gives when they are first asked for. `dtype`: where the file ties one to the storage."""
+    """Bytes that the function `read` returns when they are first needed. `dtype`: the type that the file gives the storage, or None."""
 
     def __init__(self, read, dtype=None):
         self.read, self.dtype, self._numbers = read, dtype, {}
@@ -48,14 +48,14 @@ class Storage:
 
 
 class Tensor:
-    """flat(): the sequence under it. Strides and offset count numbers, not bytes."""
+    """A strided view of a Storage. Strides and offset count numbers, not bytes. `flat()`: the storage's numbers."""
 
     __slots__ = ("dtype", "shape", "strides", "offset", "_storage", "_flat")
 
     def __init__(self, storage, dtype, shape, strides=None, offset=0):
         self.dtype, self.offset, self._storage, self._flat = dtype, offset, storage, None
         self.shape = tuple(shape)
-        if strides is None:  # rows end to end
+        if strides is None:  # row-major
             strides, step = [], 1
             for size in reversed(self.shape):
                 strides.insert(0, step)
@@ -91,7 +91,7 @@ class Tensor:
         return self.shape[0]
 
     def __getitem__(self, index):
-        """Row `index` as a tensor, or the number of a one-dimensional one."""
+        """Row `index` as a tensor; if the tensor has one dimension, the number."""
         if not 0 <= index < self.shape[0]:
             raise IndexError(index)
         at = self.offset + index * self.strides[0]

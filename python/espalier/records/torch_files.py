@@ -1,4 +1,4 @@
-"""torch.save files without torch: the zip archive of today and the older stream of pickles. Storages are raw bytes."""
+"""Reads torch.save files without torch: the current zip archive and the older stream of pickles. Storages are raw bytes."""
 
 import zipfile
 
@@ -16,12 +16,12 @@ def is_zip(start):
 
 
 def is_legacy(start):
-    """Begins with the pickle of the magic number: a protocol, from 4 on a frame, then LONG1 of ten bytes."""
+    """True if the file begins with the pickle of torch's magic number: protocol, a frame from protocol 4 on, then LONG1 with ten bytes."""
     return start[:1] == b"\x80" and b"\x8a\x0a" + _LEGACY_MAGIC.to_bytes(10, "little") in start
 
 
 def load_zip(file, where):
-    """The object that torch.save was given. `file`: open for reading; storages are read from it while it stays open."""
+    """The object that torch.save wrote. `file`: open for reading. It must stay open while storages are read."""
     try:
         archive = zipfile.ZipFile(file)
         names = archive.namelist()
@@ -59,7 +59,8 @@ def load_zip(file, where):
 
 
 def load_legacy(file, where):
-    """Pickles of a magic number, a version and the machine, of the object and of the storages' keys, then the storages."""
+    """The object in a file of the older format: pickles of the magic number, the version, the machine, the object and the storage keys, then the
+    storages."""
     data, storages = {}, {}
 
     def storage(key):

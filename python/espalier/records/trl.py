@@ -1,11 +1,11 @@
-"""The batch of TRL's GRPOTrainer as users save it: a dict of tensors in a .pt or .safetensors file.
+"""A batch of TRL's GRPOTrainer that a user saved: a dict of tensors in a .pt or .safetensors file.
 
   prompt_ids, prompt_mask [B, P] padded at the left; completion_ids, completion_mask [B, C] padded at the right
   advantages [B] or [B, C]; old_per_token_logps, ref_per_token_logps, sampling_per_token_logps, tool_mask [B, C]
-  num_items_in_batch: the loss tokens of the generation batch of all processes, of which the dict may be a part; each record keeps it.
-  How much of it divides the loss is not in the dict: TRL's gradient_accumulation_steps and steps_per_generation say it
+  num_items_in_batch: the number of loss tokens in the generation batch of all processes; each record keeps it. The dict may hold only a
+  part of that batch, and the loss's share of the number depends on TRL's gradient_accumulation_steps and steps_per_generation
 
-TRL's dict names neither temperature nor group: the reader's temperature holds, equal prompts form a group.
+TRL's dict contains neither temperature nor group: the reader's temperature (--temperature) is used, and equal prompts form a group.
 """
 
 from .errors import RecordError, UnsupportedRecords

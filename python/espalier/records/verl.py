@@ -1,12 +1,12 @@
-"""verl's DataProto, as save_to_disk pickles it: tensors in `batch`, arrays of objects in `non_tensor_batch`, `meta_info`.
+"""verl's DataProto, pickled by save_to_disk: tensors in `batch`, arrays of objects in `non_tensor_batch`, and `meta_info`.
 
-  prompts [B, P] padded at the left, responses [B, R] at the right, attention_mask [B, P + R]
+  prompts [B, P] padded at the left, responses [B, R] padded at the right, attention_mask [B, P + R]
   response_mask, old_log_probs, ref_log_prob, rollout_log_probs, advantages, returns, values, token_level_* [B, R]
   non_tensor_batch["uid"]: the group; meta_info["temperature"], meta_info["global_steps"]
   step-wise agents: non_tensor_batch["traj_uid"] (verl-agent), or rLLM's "episode_ids", "trajectory_ids", "step_ids", "is_pad_step"
 
-The pickle's state holds `batch` as bytes: of torch.save, of an inner pickle of arrays, or (numpy serialization) as a
-tuple (batch size, device, {name: (dtype, shape, bytes)}). A TensorDict saved alone is read too.
+The pickle's state holds `batch` as bytes of torch.save, as bytes of an inner pickle of arrays, or (numpy serialization) as a
+tuple (batch size, device, {name: (dtype, shape, bytes)}). A TensorDict saved alone can also be read.
 """
 
 import io
@@ -69,7 +69,7 @@ def _records(path, content, step, notes):
 
 
 def record_of(place, row, extra, temperature, step):
-    """One sample. `row`: its tensors by verl's names. `extra`: its other values."""
+    """The neutral record of one sample. `row`: its tensors by verl's names. `extra`: its other values."""
     prompt, response = row["prompts"].tolist(), row["responses"].tolist()
     attended = zero_or_one(place, "attention_mask", row["attention_mask"])
     if len(attended) != len(prompt) + len(response):
@@ -104,8 +104,8 @@ def record_of(place, row, extra, temperature, step):
 
 
 def _lineage(place, extra):
-    """Group, trajectory and turn. rLLM's trajectory_ids are those of all rollouts of a task: they name the group, and with the
-    episode the trajectory; step_ids end with the turn."""
+    """Group, trajectory and turn of a sample. rLLM's trajectory_ids are equal for all rollouts of a task: such an id is the group, and together with
+    the episode id the trajectory. A step_id ends with the turn."""
     for name in _LINEAGE[:-1]:
         if not isinstance(extra.get(name), (str, int, type(None))):
             raise place.wrong(name, "a text or an integer", type(extra[name]).__name__)
@@ -117,7 +117,7 @@ def _lineage(place, extra):
 
 
 def _reward(place, row, end):
-    """The sum over the response, as verl's estimators take it. None: the batch has no rewards."""
+    """The reward: the sum over the response, as in verl's estimators. None if the batch has no rewards."""
     for name in _REWARDS:
         if name in row:
             values = row[name].tolist()
@@ -135,7 +135,7 @@ def _parts(content, path):
     if not isinstance(content, Inert) or content.name != "DataProto":
         return _tensors(content, path), {}, {}
     state = content.state
-    if isinstance(state, dict):  # a class without a state of its own
+    if isinstance(state, dict):  # a class that pickles its attributes
         state = (state.get("batch"), state.get("non_tensor_batch"), state.get("meta_info"))
     if not isinstance(state, tuple) or len(state) != 3:
         raise RecordError(f"{path}: DataProto", "batch, non_tensor_batch and meta_info", "another state")
@@ -165,7 +165,7 @@ def _unpacked(data, where):
 
 
 def _tensor_dict(held, where):
-    """The members of a pickled TensorDict: its own state, or one storage that all tensors share."""
+    """The tensors of a pickled TensorDict. They are in its own state, or share one storage."""
     if held.name == _CONSOLIDATED:
         return _consolidated(held, where)
     state = held.args[1] if held.name == "_make_td" and len(held.args) == 2 else held.state

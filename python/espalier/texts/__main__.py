@@ -51,7 +51,7 @@ def main(arguments):
 
 
 if __name__ == "__main__":
-    # Threads and processes that a reward function left behind do not keep the service.
+    # Exit although a reward function may have left threads or processes running.
     status = main(sys.argv[1:])
     sys.stdout.flush()
     os._exit(status)

@@ -1,4 +1,4 @@
-"""A reward function that lives in another process: the one that called `espalier.generate` or `espalier.grpo` (espalier/given.py)."""
+"""Calls a reward function in another process, the one that called `espalier.generate` or `espalier.grpo` (espalier/given.py)."""
 
 import json
 import os
@@ -12,7 +12,7 @@ _open: list = []
 
 
 def source_for(form):
-    """The text of a reward file whose function has the parameters of `form` and asks the caller."""
+    """The source of a reward file. Its function has the parameters of `form` and asks the calling process for the score."""
     arguments = "dict(prompts=prompts, completions=completions, **columns)" if form == "trl" else "locals()"
     return ("# Asks the Python that called espalier for the score: continue the run from there, with reward=FUNCTION.\n"
             "from espalier.texts.caller import asked\n\n\n"

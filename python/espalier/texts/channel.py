@@ -1,7 +1,7 @@
-"""The other end of the program's PythonProcess: a line of JSON is a request; its answer is one line of JSON, or several.
+"""The service's end of the program's PythonProcess. A request is one line of JSON; its answer is one or several lines of JSON.
 
-The first line goes out unasked: {"ready": {...}}, or {"error": {...}} where the service cannot start. The descriptor is nobody
-else's: standard input is empty, standard output is standard error, and a fork of this process loses it.
+At the start the service sends a line without a request: {"ready": {...}}, or {"error": {...}} if it cannot start. No other code can use the
+descriptor: standard input is empty, standard output goes to standard error, and a fork of this process loses it.
 """
 
 import json
@@ -10,7 +10,7 @@ import sys
 
 
 class ServiceError(Exception):
-    """An error that the program reports as its own: a kind it knows, Python's message, and more fields for that kind."""
+    """An error that the program reports. `kind` is one that the program knows, `message` is Python's; `fields` depend on the kind."""
 
     def __init__(self, kind, message, **fields):
         super().__init__(message)
@@ -18,7 +18,7 @@ class ServiceError(Exception):
 
 
 def _whole(value):
-    """Strings without lone surrogates, which no UTF-8 can carry."""
+    """Replaces lone surrogates in all strings of `value`, because UTF-8 cannot encode them."""
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode("utf-8")
     if isinstance(value, dict):
@@ -46,12 +46,12 @@ class Channel:
         os.close(nothing)
 
     def requests(self):
-        """Every request, until the program has closed its end."""
+        """Yields requests until the program closes its end."""
         for line in self._requests:
             yield json.loads(line)
 
     def answer(self, **fields):
-        if os.getpid() != self._process:  # a fork that came back from where it was made: only one process answers
+        if os.getpid() != self._process:  # a fork that returned from the user's code: only the original process answers
             os._exit(0)
         self._answers.write(json.dumps(_whole(fields), allow_nan=False).encode("ascii") + b"\n")
         self._answers.flush()

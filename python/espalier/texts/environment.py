@@ -1,10 +1,10 @@
-"""An environment of the user's: class Environment of a Python file, one object for each trajectory.
+"""The user's environment: class Environment of a Python file, one object for each trajectory.
 
-    reset(self, prompt, **fields)   begins: None, or an observation, which joins the prompt
-    step(self, text)                after each turn: (observation, reward, done)
-    close(self)                     optional: the trajectory has ended
+    reset(self, prompt, **fields)   begins a trajectory. Returns None, or an observation, which is appended to the prompt
+    step(self, text)                called after each turn. Returns (observation, reward, done)
+    close(self)                     optional: called at the end of the trajectory
 
-All of them may be coroutine functions: those of trajectories that are asked at once then run together.
+They may be coroutine functions. Coroutines of all trajectories in one request run concurrently.
 """
 
 import asyncio
@@ -42,7 +42,8 @@ class Environments:
         self._loop = asyncio.new_event_loop()
 
     def _answers(self, calls, checked):
-        """One answer for each call, as soon as it is known. Calls of coroutine functions run together."""
+        """Yields one checked answer for each call, in order, each as soon as it is known. If all functions are coroutine functions, the calls run
+        concurrently."""
         together = all(inspect.iscoroutinefunction(function) for function, _, _ in calls)
         values = iter(self._run(self._gathered(calls))) if together else None
         for function, arguments, fields in calls:
@@ -55,7 +56,7 @@ class Environments:
         try:
             value = function(*arguments, **fields) if callable(function) else function
             return self._loop.run_until_complete(value) if inspect.isawaitable(value) else value
-        except BaseException as error:  # an exit, too, is the environment's failure
+        except BaseException as error:  # sys.exit() in the environment also counts as its failure
             raise described(error, self._path) from error
 
     @staticmethod
@@ -68,7 +69,7 @@ class Environments:
             self._run(close)
 
     def reset(self, items):
-        """Begins trajectories; those that were begun before are over."""
+        """Closes all open trajectories and begins new ones."""
         for trajectory in list(self._open):
             self._close(trajectory)
         calls = []

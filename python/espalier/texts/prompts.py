@@ -1,4 +1,4 @@
-"""A file of prompts in verl's Parquet layout as JSON Lines: one object a row, a member for each column that the row fills."""
+"""Converts prompts in verl's Parquet layout to JSON Lines: one object per row, with a member for each column that is not null."""
 
 import json
 

@@ -1,7 +1,7 @@
-"""Dumps of text as neutral records: a model's tokenizer makes the token ids again. They need not be those that were sampled.
+"""Converts dumps of text to neutral records with a model's tokenizer. The token ids may differ from those that were sampled.
 
 A record holds a prompt (text or chat messages) and a response under one of the names below, or a whole chat whose last message is the
-response. `reward` or `score`, `advantage`, `step`, `group` and `id` are taken where they are; every other member goes into `meta`.
+response. `reward` or `score`, `advantage`, `step`, `group` and `id` are used if present; all other members go into `meta`.
 """
 
 import gzip
@@ -47,7 +47,7 @@ def _tokenizer(model):
 
 
 def _members(path):
-    """Numbered objects of JSON Lines (.gz, too) or Parquet."""
+    """Yields (number, object) from JSON Lines (plain or .gz) or Parquet, from 1."""
     with open(path, "rb") as file:
         start = file.read(4)
     if start == START:
@@ -67,7 +67,7 @@ def _members(path):
 
 
 def _said(value):
-    """The text of a response: itself, or of its one message."""
+    """The text of a response that is a text or a list of one text or message. None otherwise."""
     if isinstance(value, list) and len(value) == 1:
         value = value[0].get("content") if isinstance(value[0], dict) else value[0]
     return value if isinstance(value, str) else None
@@ -101,7 +101,7 @@ def _record(tokenizer, member, where):
 def _ids(tokenizer, asked, said, where):
     try:
         start = tokenizer.special.get("bos_token")
-        if start and isinstance(asked, str) and asked.startswith(start):  # a template wrote it; the tokenizer would put another before it
+        if start and isinstance(asked, str) and asked.startswith(start):  # a template already wrote the start token; the tokenizer would add another
             prompt = {"ids": tokenizer.ids_as_written(asked), "text": asked}
         else:
             [prompt] = tokenizer.encode([asked])

@@ -1,8 +1,8 @@
-"""A reward function of the user's: compute_score of a Python file, in one of three forms told apart by its parameters.
+"""The user's reward function: compute_score of a Python file. Its parameters tell which of three forms it has.
 
-    compute_score(data_source, solution_str, ground_truth, extra_info)         verl's: a number, or a dict with "score"
-    compute_score(data_sources, solution_strs, ground_truths, extra_infos)     verl's for a batch: a list of those
-    compute_score(prompts, completions, **columns)                             TRL's: a list of numbers
+    compute_score(data_source, solution_str, ground_truth, extra_info)         verl's: returns a number, or a dict with "score"
+    compute_score(data_sources, solution_strs, ground_truths, extra_infos)     verl's for batches: returns a list of these
+    compute_score(prompts, completions, **columns)                             TRL's: returns a list of numbers
 
 It may be a coroutine function.
 """
@@ -20,7 +20,7 @@ NAME = "compute_score"
 
 
 def _storable(value):
-    """`value` as JSON has it, else as text."""
+    """Returns `value` as JSON would store it, or as text if JSON cannot."""
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError):
@@ -28,7 +28,7 @@ def _storable(value):
 
 
 def _number(value):
-    """A score as the program reads it: {"score", "accuracy" or None, "extra" or None}."""
+    """Converts a return value to the score that the program reads: {"score", "accuracy" or None, "extra" or None}."""
     extra = None
     if isinstance(value, dict):
         if "score" not in value:
@@ -66,7 +66,7 @@ class RewardFunction:
         try:
             value = self._function(**arguments)
             return asyncio.run(value) if inspect.iscoroutine(value) else value
-        except BaseException as error:  # an exit, too, is the function's failure
+        except BaseException as error:  # sys.exit() in the function also counts as its failure
             raise described(error, self._path) from error
 
     def _batch_arguments(self, items):
@@ -85,7 +85,7 @@ class RewardFunction:
         return columns if self._takes_any else {name: values for name, values in columns.items() if name in self._names}
 
     def scores(self, items):
-        """One score for each item, as soon as it is known."""
+        """Yields one score for each item, in order, each as soon as it is known."""
         if self.form == "single":
             for item in items:
                 yield _number(self._call({name: item[name] for name in ("data_source", "solution_str", "ground_truth", "extra_info")}))

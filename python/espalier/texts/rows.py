@@ -1,11 +1,11 @@
-"""Rows of data sets of text as records: a model's tokenizer makes the token ids, as TRL 1.16's trainers do.
+"""Converts rows of text data sets to records. A model's tokenizer makes the token ids, as in TRL 1.16's trainers.
 
-With "dpo" and "reward" a row is a preference pair (`chosen`, `rejected`, with `prompt` or with the prompt inside both); with "reward" it may
-be a list, `prompt` and `answers`, each with `response` and `score`. With "sft" it is `prompt` and `completion`, `messages` (also
+For "dpo" and "reward" a row is a preference pair: `chosen` and `rejected`, with `prompt` or with the prompt inside both. For "reward" it may also
+be a list: `prompt` and `answers`, each with `response` and `score`. For "sft" it has `prompt` and `completion`, `messages` (or
 `conversations`), or `text`. Prompts and answers are texts or lists of chat messages; `tools` and `chat_template_kwargs` go to the template.
 
-Texts end with the tokenizer's end token; messages end as the template ends them. A response begins where the tokens of prompt and response
-part from those of the prompt. A row with `prompt_ids` is a record already.
+Texts end with the tokenizer's end token; the template ends messages. A response begins at the first token in which prompt plus response differs
+from the prompt alone. A row with `prompt_ids` already is a record.
 """
 
 import json
@@ -32,7 +32,7 @@ def lines(objective, model, path, notes):
 
 
 def _common(*sequences):
-    """How many tokens (or messages) the sequences begin with alike."""
+    """The length of the sequences' common beginning, in tokens, characters or messages."""
     length = 0
     for items in zip(*sequences):
         if any(item != items[0] for item in items):
@@ -42,16 +42,16 @@ def _common(*sequences):
 
 
 def _without_prompt(chosen, rejected):
-    """(prompt, chosen, rejected) of answers that hold their prompt: what both begin with, a text without a space at its end."""
+    """(prompt, chosen, rejected) for answers that contain their prompt. The prompt is their common beginning; a text loses a space at its end."""
     length = _common(chosen, rejected)
-    length -= length == min(len(chosen), len(rejected))  # as TRL: of answers that do not part the last item is the answer
+    length -= length == min(len(chosen), len(rejected))  # if one answer begins with the other, the last item is the answer, as in TRL
     if isinstance(chosen, str) and length and chosen[length - 1] == " ":
         length -= 1
     return chosen[:length], chosen[length:], rejected[length:]
 
 
 def _as_chat(value):
-    """Messages with the names of ChatML in place of from and value."""
+    """Renames from and value in messages to role and content."""
     if not isinstance(value, list):
         return value
     names = {"from": "role", "value": "content"}
@@ -89,7 +89,7 @@ class Rows:
         raise RecordError(f"{where}: {name}", "a text or a list of messages", json.dumps(value)[:80])
 
     def _ids(self, row, text, prompt=False):
-        """Tokens of a text, or of messages, after which `prompt` lets the assistant begin."""
+        """The token ids of a text or of messages. With `prompt` the template also begins the assistant's answer."""
         if isinstance(text, str):
             return self._tokenizer.encode([text])[0]["ids"]
         return self._tokenizer.encode([text], {**self._template_arguments(row), "add_generation_prompt": prompt})[0]["ids"]
@@ -142,7 +142,8 @@ class Rows:
 
     @staticmethod
     def _split(sequences, where):
-        """The common beginning, and the rest of each sequence, at least one token. A score is that of the whole, wherever it is cut."""
+        """(common beginning, rest of each sequence ...); every rest has at least one token. Scores belong to the whole sequence, so the place of
+        the cut does not change them."""
         length = min(_common(*sequences), min(map(len, sequences)) - 1)
         if length < 1:
             raise RecordError(where, "answers that begin with the same token", "other first tokens, or an answer of one token",
@@ -171,12 +172,12 @@ class Rows:
         return self._trained(ids, [1] * len(ids), where)
 
     def _said(self, row, messages):
-        """1 for the tokens of assistants, where the template marks them; else None."""
+        """1 for each token of the assistant, else 0. None if the template does not mark the assistant's tokens."""
         return self._tokenizer.assistant_mask(messages, {**self._template_arguments(row), "add_generation_prompt": False})
 
     @staticmethod
     def _trained(ids, mask, where):
-        """The record with loss where `mask` is 1. The first token has nothing before it, and so no loss."""
+        """The record, with loss where `mask` is 1. The first token has no loss, because no token precedes it."""
         if len(ids) < 2 or 1 not in mask[1:]:
             raise RecordError(where, "at least two tokens, of which one is trained on", f"{len(ids)} tokens, {sum(mask[1:])} with loss")
         begin = mask[1:].index(1) + 1

@@ -1,8 +1,8 @@
-"""A model directory's tokenizer and chat template, as transformers reads them.
+"""Reads a model directory's tokenizer and chat template as transformers does.
 
-`tokenizer.json` is read by the tokenizers library alone, and templates are rendered by jinja2 in the environment that transformers
-documents: importing these takes a tenth of a second, transformers seconds and a dozen packages more. A directory
-without tokenizer.json (SentencePiece's tokenizer.model, say) is read by transformers where that is installed.
+The tokenizers library reads `tokenizer.json`, and jinja2 renders templates in the environment that transformers documents. Importing these takes a
+tenth of a second; importing transformers takes seconds and needs a dozen more packages. A directory without tokenizer.json (for example with
+SentencePiece's tokenizer.model) needs transformers.
 """
 
 import datetime
@@ -13,7 +13,7 @@ from pathlib import Path
 from .channel import ServiceError
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_ANSWER = "espalier answers here"  # stands for what the assistant said
+_ANSWER = "espalier answers here"  # placeholder for the assistant's answer
 _SLOW = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 
@@ -83,7 +83,7 @@ class ModelTokenizer:
         try:
             read = transformers.AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
             self._tokenizer = read.backend_tokenizer
-        except Exception as error:  # whatever the many readers raise
+        except Exception as error:  # transformers' readers raise many types
             raise ServiceError("tokenizer", f"{type(error).__name__}: {error}") from error
         self.special = {name: str(token) for name, token in read.special_tokens_map.items() if isinstance(token, str)}
 
@@ -92,7 +92,7 @@ class ModelTokenizer:
         if own_file.is_file():
             return own_file.read_text(encoding="utf-8")
         template = self._config.get("chat_template") or _json_file(directory / "chat_template.json").get("chat_template")
-        if isinstance(template, list):  # of named ones
+        if isinstance(template, list):  # a list of named templates
             named = {entry["name"]: entry["template"] for entry in template}
             return named.get("default")
         return template
@@ -105,7 +105,7 @@ class ModelTokenizer:
         import jinja2.sandbox
 
         class Generation(jinja2.ext.Extension):
-            """The text of {% generation %} blocks, the assistant's answers, with `mark` around each block that is not empty."""
+            """Renders {% generation %} blocks, the assistant's answers, with `self._mark` before and after each block."""
 
             tags = {"generation"}
 
@@ -140,9 +140,8 @@ class ModelTokenizer:
                 "eos": None if eos is None else self._tokenizer.token_to_id(eos), "chat_template": self._template is not None}
 
     def encode(self, prompts, arguments=None):
-        """The text and ids of each prompt. A text gets the special tokens that the tokenizer puts around texts; messages are rendered by
-        the chat template, with `arguments` (enable_thinking, say), up to where the assistant answers; special tokens are then the
-        template's alone."""
+        """Returns {"text", "ids"} of each prompt. The tokenizer adds its special tokens around a text. The chat template renders messages up to the
+        assistant's answer, with `arguments` (for example enable_thinking), and only the template adds special tokens."""
         texts = [prompt if isinstance(prompt, str) else self._rendered(prompt, place, arguments or {}) for place, prompt in enumerate(prompts)]
         for place, text in enumerate(texts):
             _check_whole(text, place)
@@ -155,8 +154,7 @@ class ModelTokenizer:
         return out
 
     def assistant_mask(self, messages, arguments):
-        """1 for each token of the rendered messages that lies, at least in part, within a {% generation %} block; None where the template
-        has no such block."""
+        """1 for each token of the rendered messages that overlaps a {% generation %} block, else 0. None if the template has no such block."""
         self._mark = f"\x00{uuid.uuid4().hex}\x00"
         try:
             marked = self._rendered(messages, 0, arguments).split(self._mark)
@@ -174,13 +172,13 @@ class ModelTokenizer:
         return [int(any(begin < end_of and start_of < end for start_of, end_of in said)) for begin, end in encoding.offsets]
 
     def ids_as_written(self, text, place=0):
-        """No special tokens are put around the text; those that it shows are read as such."""
+        """The ids of a text without added special tokens. Special tokens written in the text are encoded as such."""
         _check_whole(text, place)
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def observed(self, items, arguments=None):
-        """The ids of each observation {"content", "chat", "last"}: a text as it stands, or in a chat the messages as the template has them
-        between an assistant's answer, which ends with the token `last`, and the next."""
+        """The ids of each observation {"content", "chat", "last"}. Without a chat the content is a text, encoded as written. In a chat, these are the
+        tokens that the template puts between an assistant's answer, which ended with the token `last`, and the next answer."""
         return [self.ids_as_written(self._observed_text(item, place, arguments or {}), place) for place, item in enumerate(items)]
 
     def _observed_text(self, item, place, arguments):
@@ -205,7 +203,7 @@ class ModelTokenizer:
         try:
             given = {"tools": None, "documents": None, "add_generation_prompt": True, **self.special, **arguments}
             return self._template.render(messages=messages, **given)
-        except Exception as error:  # templates may do anything
+        except Exception as error:  # a template may raise any exception
             raise ServiceError("render", f"{type(error).__name__}: {error}", place=place) from error
 
     def decode(self, ids, skip_special_tokens):

@@ -1,4 +1,4 @@
-"""Metrics to Weights & Biases: one run, one request for each line of metrics."""
+"""Sends metrics to Weights & Biases: one run, one request per line of metrics."""
 
 import json
 import os
@@ -13,7 +13,7 @@ def _begin(settings):
         raise ServiceError("package", f"{type(error).__name__}: {error}", package="wandb") from error
     try:
         run = wandb.init(project=os.environ.get("WANDB_PROJECT", "espalier"), name=settings["name"] or None, config=settings["options"])
-        # A warm start counts its own steps, so its charts have an axis of their own.
+        # A warm start counts its own steps, so its charts need a separate axis.
         wandb.define_metric("warm_start/step")
         wandb.define_metric("warm_start/*", step_metric="warm_start/step")
     except Exception as error:  # network, login, a full disk

@@ -1,4 +1,4 @@
-"""The user's Python file: its import, and its exceptions and wrong results as errors of the program."""
+"""Imports the user's Python file, and turns its exceptions and wrong results into errors of the program."""
 
 import importlib.util
 import math
@@ -10,7 +10,7 @@ from .channel import ServiceError
 
 
 def described(error, path, kind="exception"):
-    """Python's message, and the line of the user's file where it was raised or passed through."""
+    """The ServiceError for an exception: Python's message, and the last line of the user's file in the traceback."""
     message, line = f"{type(error).__name__}: {error}", None
     if isinstance(error, SyntaxError):
         message = f"{type(error).__name__}: {error.msg}" + (f": {error.text.strip()}" if error.text else "")
@@ -26,12 +26,12 @@ def described(error, path, kind="exception"):
 
 
 def imported(path, name):
-    """The file as the module `name`."""
+    """Imports the file as the module `name`."""
     try:
         sys.path.insert(0, os.path.dirname(path))
         spec = importlib.util.spec_from_file_location(name, path)
         module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module  # dataclasses and pickles look a class's module up
+        sys.modules[name] = module  # dataclasses and pickle look up a class's module here
         spec.loader.exec_module(module)
         return module
     except SyntaxError as error:

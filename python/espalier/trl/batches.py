@@ -17,7 +17,7 @@ from espalier.trl import verification
 from espalier.trl.sharing import Sharing
 from espalier.trl.tree import Tree
 
-_PASSED_ON = {"output_router_logits", "return_dict", "margin", "logits_to_keep"}  # the last two are for TRL's heads, and no layer reads them
+_PASSED_ON = {"output_router_logits", "return_dict", "margin", "logits_to_keep"}  # TRL's heads read the last two, no layer does
 
 
 class SharedBatches(Sharing):

@@ -1,4 +1,4 @@
-"""TRL's image fields as images of each row (espalier.hf.images): they are flattened over the rows of a batch."""
+"""Splits TRL's image fields, which are flattened over the rows of a batch, into the images of each row (espalier.hf.images)."""
 
 import torch
 
@@ -7,12 +7,12 @@ from espalier.hf import images
 from espalier.hf.checks import decoder_config
 from espalier.hf.rollouts import Rollouts
 
-_MADE_ANEW = {"token_type_ids", "mm_token_type_ids"}  # from the prompt's tokens
+_MADE_ANEW = {"token_type_ids", "mm_token_type_ids"}  # computed from the prompt's tokens instead
 _KNOWN = {"pixel_values", "image_grid_thw", "image_sizes", "num_images"} | _MADE_ANEW
 
 
 def of(model, rows, fields):
-    """(Rollouts of the batch with their Images, the fields that stand for nothing here). Without images None and all fields."""
+    """(Rollouts of the batch with their Images, the fields that Espalier does not know). Without images: (None, all fields)."""
     given = {name: value for name, value in fields.items() if value is not None and value is not False}
     if given.get("pixel_values") is None or not set(given) <= _KNOWN:
         return None, sorted(given)
@@ -29,7 +29,7 @@ def of(model, rows, fields):
 
 
 def _by_row(given, count):
-    """The dict of each row's images, or None."""
+    """The images of each row as a dict, or None for a row without images."""
     pixels, grids, sizes = (given.get(name) for name in ("pixel_values", "image_grid_thw", "image_sizes"))
     each = given.get("num_images")
     if each is None:
@@ -38,7 +38,7 @@ def _by_row(given, count):
         each = [1] * count
     ends = torch.tensor([0, *each]).cumsum(0).tolist()
     if grids is not None:
-        parts = torch.cat([torch.zeros(1, dtype=torch.long), grids.prod(-1).cpu().cumsum(0)])[ends].tolist()  # a row for each patch
+        parts = torch.cat([torch.zeros(1, dtype=torch.long), grids.prod(-1).cpu().cumsum(0)])[ends].tolist()  # pixel_values has a row for each patch
     elif len(pixels) == ends[-1]:
         parts = ends
     else:

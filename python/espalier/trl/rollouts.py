@@ -1,5 +1,5 @@
-"""GRPO and RLOO: prompts stay shared over all micro-batches of an accumulation window, also where TRL's shuffle tears a group over them:
-their backward comes once, at the window's end. Under DDP the model is called without its wrapper, and the window's end reduces once.
+"""GRPO and RLOO: a prompt is shared by all micro-batches of an accumulation window, even if TRL's shuffle spreads a group over several of them. Its
+backward runs once, at the window's end. Under DDP the model is called without its wrapper, and gradients are reduced once, at the window's end.
 """
 
 import collections
@@ -24,7 +24,7 @@ class SharedPrompts(Sharing):
     """Mixin for a trainer with TRL's `_get_per_token_logps_and_entropies`; precedes it among the bases."""
 
     def __init__(self, *args, **kwargs):
-        self._prompts = {}  # of the open accumulation window: prompt tokens -> _Prompt
+        self._prompts = {}  # prompts of the open accumulation window: tokens -> _Prompt
         super().__init__(*args, **kwargs)
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False,
@@ -128,8 +128,8 @@ class SharedPrompts(Sharing):
         self.shared_rows["run"] += trunk.rows
 
     def _responses(self, model, rows, members, prompts, routed):
-        """(row, position) of each response token [T, 2], its log-prob and its entropy [T], the router's loss; all members in one call
-        of the model. With a router's loss the last tokens' rows run too, as it counts them."""
+        """Runs all members in one call of the model. Returns (row, position) of each response token [T, 2], its log-prob and its entropy [T], and the
+        router's loss. With a router's loss, the rows of the last tokens also run, because the loss counts them."""
         device = rows.ids.device
         ids, positions, labels, place, scored, sets, at, longest = [], [], [], [], [], [], 0, 0
         above = collections.Counter()
@@ -202,8 +202,8 @@ class SharedPrompts(Sharing):
 
 
 class _Prompt:
-    """A prompt of the open window: its trunk, and with a router's loss the sums of its rows, for which a leaf stands in every
-    micro-batch."""
+    """A prompt of the open window: its trunk and, with a router's loss, the sums of its rows. In every micro-batch a leaf takes the place of these
+    sums."""
 
     def __init__(self, trunk, router, pictures=None):
         self.trunk, self.router, self.pictures = trunk, router, pictures
@@ -218,13 +218,13 @@ class _Prompt:
 
 
 class _Pictures:
-    """The images of a micro-batch's prompts, and the vision tower's features of those prompts whose trunks it made."""
+    """The images of a micro-batch's prompts, and the vision tower's features of the prompts whose trunks this micro-batch made."""
 
     def __init__(self, of_rows, gradients):
         self.images, self.tower = of_rows, Tower(of_rows, gradients)
 
     def of_prompt(self, row, length):
-        """(blocks of rows that see each other, what a call of the prompt's first rows takes)."""
+        """([(begin, end)] of rows that see each other, keyword arguments for a call with the prompt's first `length` rows)."""
         which, features = self.images.rows(row, 0, length)
         more = {"mm_encoder_outputs": self.tower.of_rows([(which, features)])} if len(features) else {}
         return self.images.blocks(row, 0, length), more
@@ -273,13 +273,13 @@ class _Rows:
         self.pictures = None
 
     def key(self, row):
-        """Equal for rows with equal prompts and images."""
+        """A key that is equal for rows with equal prompts and images."""
         of_rows = self.pictures and self.pictures.images
         which = of_rows and of_rows.which[row]
         return tuple(self.host[row, self.first[row]:self.split].tolist()), None if which is None else of_rows.names[which]
 
     def positions(self, row, begin, end):
-        """[T], or [3, T] with M-RoPE."""
+        """The position ids of tokens [begin, end) of a row: [T], or [3, T] with M-RoPE."""
         if self.pictures is None:
             return torch.arange(begin, end, device=self.ids.device)
         counted, = to_device(self.ids.device, self.pictures.images.positions(row, begin, end))

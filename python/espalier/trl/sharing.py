@@ -20,11 +20,11 @@ class Sharing:
     def __init__(self, *args, shared_prompts=True, verify=False, **kwargs):
         self.shared_prompts, self.verify = shared_prompts, verify  # first: a trainer may compute a reference while it is made
         self.verification = None  # the table of the last comparison
-        self._verified = set()  # (id of a model, whether with gradients) of the passes that were compared
+        self._verified = set()  # the compared passes: (id of a model, True if with gradients)
         self.shared_rows = {"run": 0, "without_sharing": 0}
         self._noted = set()
         self._refused = {}  # by id: models that turned out not to share
-        self._ours = {}  # by id: what gives a model back its own attention and mixers when the step is done
+        self._ours = {}  # by id: the function that gives a model its own attention and mixers back when the step is done
         super().__init__(*args, **kwargs)
         if shared_prompts:
             for model in self._models():
@@ -36,7 +36,7 @@ class Sharing:
         return [model for model in (self.model, getattr(self, "ref_model", None), getattr(self, "teacher_model", None)) if model is not None]
 
     def _to_verify(self, model):
-        """Whether this shared pass is to be compared first: with TRL's own path under the user's attention."""
+        """True if this shared pass must first be compared with TRL's own path under the user's attention."""
         key = id(base_model(model)), torch.is_grad_enabled()
         if not self.verify or key in self._verified or id(base_model(model)) in self._ours:
             return False

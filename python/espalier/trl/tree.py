@@ -11,14 +11,14 @@ from espalier.hf.transfer import to_device
 
 
 class Tree:
-    """The unique rows of a batch [B, T]: `ids`, `positions` [R] of the unique rows; `place` [B, T], the row of each token (0 for padding), `live` [B, T], which
-    are no padding; `runs` as a RowSet has them; `tokens`, the rows without sharing; `longest`."""
+    """The unique rows of a batch [B, T]. `ids`, `positions` [R]: of the unique rows. `place` [B, T]: the row of each token, 0 for padding. `live` [B, T]:
+    true for tokens, false for padding. `runs`: as in RowSet. `tokens`: the number of rows without sharing. `longest`: the largest length."""
 
     def __init__(self, sequences, begins, width, device):
         order = sorted(range(len(sequences)), key=lambda b: sequences[b].tolist())
         place, live = np.zeros((len(sequences), width), np.int64), np.zeros((len(sequences), width), bool)
         parts, positions, runs, open_runs, rows = [], [], [], [], 0
-        path, before = np.zeros(0, np.int64), None  # the rows of the sequence before
+        path, before = np.zeros(0, np.int64), None  # the rows of the previous sequence
         for b in order:
             own = sequences[b]
             common = 0 if before is None else _common(before, own)

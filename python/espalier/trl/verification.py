@@ -1,8 +1,8 @@
 """`verify=True` compares a model's first shared pass with TRL's own path on the same batch, before the batch trains.
 
-Compared are the values that TRL's head and loss read, at every token that is no padding, and the gradients of a random linear function of
-them. TRL's own path runs twice, the second time with its embeddings moved by one rounding step; the distance of the two is the floor, which
-further runs raise where it was small by chance (hf/verification.py).
+It compares the values that TRL's head and loss read, at every token that is not padding, and the gradients of a random linear function of
+these values. TRL's own path runs twice, the second time with embeddings moved by one rounding step. The distance of the two runs is the floor;
+further runs raise it if it was small by chance (hf/verification.py).
 """
 
 import logging
@@ -46,7 +46,7 @@ def compare(model, plain, shared, finish=lambda: None):
 
 
 def _run(named, make, finish=lambda: None):
-    """(values in one row, gradients, the linear function's value)."""
+    """(the values as one vector, the gradients, the linear function's value)."""
     for _, p in named:
         p.grad = None
     values = make()

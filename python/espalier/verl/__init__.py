@@ -2,8 +2,8 @@
 
     export VERL_ENGINE_VENDOR=espalier        the rest of the command stays as it was
 
-verl loads this package itself where Espalier is installed (entry point `verl.plugins`); from a source tree
-VERL_USE_EXTERNAL_MODULES=espalier.verl does it. Without VERL_ENGINE_VENDOR nothing is registered and nothing changes.
+verl loads this package itself if Espalier is installed (entry point `verl.plugins`). From a source tree, set
+VERL_USE_EXTERNAL_MODULES=espalier.verl. Without VERL_ENGINE_VENDOR nothing is registered and nothing changes.
 
 verl's losses, denominators, logging, clipping and optimizer stay in charge; its micro-batches become waves of whole responses.
 Batches that cannot be shared run verl's own path, with one note in the log that names the reason. Options are arguments of `register`, and

@@ -20,7 +20,7 @@ class MiniBatch:
             raise ValueError("an empty prompt or response")
 
     def images(self) -> list[dict[str, Any] | None]:
-        """The dict of each row's `multi_modal_inputs`, or None."""
+        """Each row's `multi_modal_inputs` without None values, or None for a row without images."""
         rows = [getattr(row, "data", row) for row in self.data.get("multi_modal_inputs", [])]
         return [{name: x for name, x in (row or {}).items() if x is not None} or None for row in rows] or [None] * len(self.lengths)
 
@@ -50,12 +50,12 @@ class MiniBatch:
         return float(value.to(torch.float32).clamp(min=1e-8))
 
     def part(self, rows: Sequence[int], device: Any) -> Any:
-        """The micro-batch of these rows."""
+        """The micro-batch that consists of these rows."""
         return tu.index_select_tensor_dict(self.data, torch.tensor(rows)).to(device)
 
     def layout(self, rows: Sequence[int], row: torch.Tensor, position: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Values of response tokens (`row`, `position` [E]) as verl's engine lays them out: jagged over prompt + response of `rows`,
-        each where its logits come from, one before its token. NaN where nothing was computed, which no loss may read."""
+        """Lays out values of response tokens (`row`, `position` [E]) as verl's engine does: jagged over prompt + response of `rows`, each value at the
+        row of its logits, one before its token. Other entries are NaN; no loss may read them."""
         device = values.device
         row, position = row.to(device), position.to(device)
         lengths = self.lengths[rows]

@@ -1,4 +1,4 @@
-"""The engine that verl picks under the vendor "espalier"."""
+"""The engine that verl uses for the vendor "espalier"."""
 
 import contextlib
 import logging
@@ -20,7 +20,7 @@ from espalier.verl.batch import MiniBatch
 from espalier.verl.options import Options
 
 _log = logging.getLogger("espalier")
-_options: dict[str, Options] = {}  # of engines that are made from now on
+_options: dict[str, Options] = {}  # options of engines made from now on
 _BACKENDS = ("fsdp_turbo", "megatron", "veomni", "torchtitan", "automodel")
 
 
@@ -93,7 +93,7 @@ class SharedPromptsEngine(FSDPEngineWithLMHead):
     # ---- old and reference log-probs ------------------------------------------------------------------------------------
 
     def _log_probs(self, batch: MiniBatch, loss_function: Callable[..., Any] | None) -> dict[str, Any]:
-        """The whole mini-batch is one micro-batch: all that is held of it are numbers per token."""
+        """Computes the mini-batch as one micro-batch, because only a few numbers per token stay in memory."""
         entropies = tu.get_non_tensor_data(data=batch.data, key="calculate_entropy", default=False)
         with self._autocast(), own_forwards.in_use(self.module):
             scores = hf.score(self.module, batch.rollouts(refusals.replays(self)), wave_tokens=self._wave_tokens(batch), temperature=batch.temperature,
@@ -128,7 +128,7 @@ class SharedPromptsEngine(FSDPEngineWithLMHead):
             if with_entropy:
                 output["entropy"] = layout(wave.entropies)
             value, metrics = self._loss(loss_function, output, batch, wave.rollouts)
-            if seen.isdisjoint(wave.rollouts):  # a verification's own waves come again
+            if seen.isdisjoint(wave.rollouts):  # the verification's dense runs see the same rollouts again
                 done.append((value.detach(), metrics))
             if returned and seen.isdisjoint(wave.rollouts):
                 outputs.append((wave.rollouts, {name: values.detach() for name, values in output.items()}))
@@ -186,8 +186,8 @@ def _in_order(outputs: list[tuple[Sequence[int], dict[str, torch.Tensor]]]) -> d
 
 
 def _result(model_output: dict[str, Any], done: list[tuple[Any, Any]]) -> dict[str, Any]:
-    """The object that verl's engines return. Metrics that verl adds up over micro-batches and ranks become one value a rank: it wants equal
-    numbers of them from every rank, and ranks have different numbers of waves."""
+    """The object that verl's engines return. Metrics that verl adds up over micro-batches and ranks become one value per rank: verl expects the same
+    number of values from every rank, and ranks have different numbers of waves."""
     metrics: dict[str, Any] = {}
     for _, values in done:
         append_to_dict(metrics, values)
@@ -196,8 +196,8 @@ def _result(model_output: dict[str, Any], done: list[tuple[Any, Any]]) -> dict[s
 
 
 def register(vendor: str, taken: Options) -> None:
-    """Under this vendor: fsdp and fsdp2 with shared prompts, every other backend and device refused by name. Critics stay verl's.
-    `taken`: the Options of engines that are made from now on."""
+    """Registers the vendor: fsdp and fsdp2 with shared prompts; every other backend and device is refused by name. Critics stay verl's.
+    `taken`: the Options of engines made from now on."""
     _options["taken"] = taken
     registered = EngineRegistry._engines.get("language_model", {})
     if ("cuda", vendor) in registered.get("fsdp2", {}):

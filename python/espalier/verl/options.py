@@ -13,14 +13,14 @@ _TRUTH = {"": False, "0": False, "false": False, "1": True, "true": True}
 
 @dataclass(frozen=True)
 class Options:
-    """`verify`: a model's first update is compared with verl's own. `trunk_state`, `schedule`: as in `espalier.hf.phased_step`."""
+    """`verify`: compare a model's first update with verl's own. `trunk_state`, `schedule`: as in `espalier.hf.phased_step`."""
     verify: bool = False
     trunk_state: Literal["keep", "recompute"] = "keep"
     schedule: Literal["auto", "shared", "dense"] = "auto"
 
 
 def resolved(verify: bool | None = None, trunk_state: str | None = None, schedule: str | None = None) -> Options:
-    """Options; None takes ESPALIER_VERIFY, ESPALIER_TRUNK_STATE, ESPALIER_SCHEDULE, else the default."""
+    """Makes Options. For an argument None, the value is that of ESPALIER_VERIFY, ESPALIER_TRUNK_STATE or ESPALIER_SCHEDULE, else the default."""
     return Options(_choice("verify", "ESPALIER_VERIFY", verify, _TRUTH, "0"),
                    _choice("trunk_state", "ESPALIER_TRUNK_STATE", trunk_state, {name: name for name in ("keep", "recompute")}, "keep"),
                    _choice("schedule", "ESPALIER_SCHEDULE", schedule, {name: name for name in SCHEDULES}, "auto"))

@@ -1,7 +1,7 @@
 """transformers' own forwards of the vision models whose classes verl patches.
 
-verl replaces the forwards of Qwen2-VL, Qwen2.5-VL and Qwen3-VL for calls that bring the pixels along. Shared calls take the vision tower's features instead
-(espalier.hf.images), as transformers' own forwards do.
+verl replaces the forwards of Qwen2-VL, Qwen2.5-VL and Qwen3-VL with ones that take pixel values. Shared calls pass the vision tower's features instead
+(espalier.hf.images), which transformers' own forwards take.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ def replaced(model: torch.nn.Module) -> list[Any]:
 
 @contextlib.contextmanager
 def in_use(model: torch.nn.Module) -> Iterator[None]:
-    """A context in which the classes that verl patched have transformers' own forwards. Classes without a remembered forward keep verl's."""
+    """Context manager in which the classes that verl patched have transformers' own forwards. Classes without a stored forward keep verl's."""
     patched = {kind: vars(kind)["forward"] for kind in replaced(model) if kind in _own}
     for kind in patched:
         kind.forward = _own[kind]

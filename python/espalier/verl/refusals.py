@@ -1,4 +1,4 @@
-"""Features of verl's engine that shared prompts do not have: named before anything runs."""
+"""Features of verl's engine that shared prompts do not support. They are named before anything runs."""
 
 import functools
 from typing import TYPE_CHECKING, Any
@@ -17,13 +17,13 @@ from espalier.hf.rollouts import Rollouts
 if TYPE_CHECKING:
     from espalier.verl.batch import MiniBatch
 
-# Sums over tokens or rollouts, divided by numbers of the whole mini-batch. The others look at their micro-batch as a whole: geo_mean
-# divides by its rollouts, clip_cov and kl_cov choose tokens among it.
+# Losses that are sums over tokens or rollouts, divided by numbers of the whole mini-batch. verl's other losses depend on the whole micro-batch:
+# geo_mean divides by its number of rollouts, clip_cov and kl_cov choose tokens in it.
 ADDITIVE_LOSSES = {"vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "dro", "cispo", "bypass_mode"}
 
 
 def of_engine(engine: Any) -> str:
-    """Why this engine's configuration cannot share, or ""."""
+    """The reason why this engine's configuration cannot share, or ""."""
     model, config = engine.model_config, engine.engine_config
     if config.ulysses_sequence_parallel_size > 1:
         return f"ulysses_sequence_parallel_size={config.ulysses_sequence_parallel_size} splits a prompt's heads over ranks; use 1"
@@ -36,7 +36,7 @@ def of_engine(engine: Any) -> str:
 
 
 def of_loss(loss_function: Any, data: Any) -> str:
-    """Why a loss cannot be computed wave by wave, or ""."""
+    """The reason why a loss cannot be computed wave by wave, or ""."""
     if loss_function is None:
         return ""
     if not isinstance(loss_function, functools.partial) or loss_function.func is not ppo_loss or "config" not in loss_function.keywords:
@@ -53,12 +53,12 @@ def of_loss(loss_function: Any, data: Any) -> str:
 
 
 def replays(engine: Any) -> bool:
-    """Whether recorded experts are replayed. verl's FSDP engine itself does not."""
+    """True if the engine replays recorded experts. verl's own FSDP engine does not."""
     return engine.engine_config.router_replay.mode == "R3"
 
 
 def of_record(data: Any) -> str:
-    """Why a batch's experts cannot be replayed, or ""."""
+    """The reason why a batch's experts cannot be replayed, or ""."""
     record = data.get("routed_experts", None)
     if record is None:
         return "the batch has no routed_experts; set actor_rollout_ref.rollout.enable_rollout_routing_replay=True"
@@ -68,7 +68,7 @@ def of_record(data: Any) -> str:
 
 
 def of_rows(model: torch.nn.Module, batch: "MiniBatch") -> str:
-    """Why rows cannot be shared for their images or position ids, or ""."""
+    """The reason why images or position ids prevent sharing, or ""."""
     try:
         prepared = Rollouts(batch.rollouts(), decoder_config(model).vocab_size)
         prepared = prepared.with_images(images.of(model, prepared))
@@ -80,7 +80,7 @@ def of_rows(model: torch.nn.Module, batch: "MiniBatch") -> str:
         if prepared.images is not None and prepared.images.by_axes:
             return "position ids of one dimension beside images"
         return "" if torch.equal(found.values().to(counted.dtype), counted) else "position ids that do not count from 0"
-    wanted = counted.expand(4, -1)  # that of the text, then time, height and width
+    wanted = counted.expand(4, -1)  # axes: text, then time, height and width
     if prepared.images is not None:
         axes = [torch.from_numpy(np.array(prepared.images.positions(i, 0, int(n)))) for i, n in enumerate(batch.lengths)]
         wanted = torch.cat([counted[None], torch.cat(axes, 1).expand(3, -1).to(counted)])
@@ -88,7 +88,7 @@ def of_rows(model: torch.nn.Module, batch: "MiniBatch") -> str:
 
 
 def of_batch(data: Any) -> str:
-    """Why a mini-batch cannot be shared, or ""."""
+    """The reason why a mini-batch cannot be shared, or ""."""
     flag = lambda key: tu.get_non_tensor_data(data=data, key=key, default=False)
     if "prompts" not in data.keys() or "responses" not in data.keys():
         return "the batch has no prompts and responses"
