@@ -1,4 +1,4 @@
-// Which layers of a model an attention library does not run, for a person.
+// A note for users about the layers of a model that an attention library does not run.
 #pragma once
 
 #include <string>
@@ -8,8 +8,8 @@
 
 namespace espalier {
 
-// "6 of 12 layers (windows) run on the own attention kernels, which --attention flash does not have"; empty where the
-// library runs all of them, or the own kernels do anyway.
+// "6 of 12 layers of attention (windows) run on the own kernels: --attention flash does not take them"; empty if the
+// library runs all layers, or if no library was chosen.
 std::string layers_beside_library(const ModelShape& shape, AttentionBy attention);
 
 }  // namespace espalier

@@ -1,8 +1,8 @@
-// PPO's critic: a decoder with one number a row, trained on the same rollouts through the same plans as the actor.
+// PPO's critic: a decoder whose head gives one number per row, trained on the actor's rollouts through the same plans.
 //
-// In a step the critic is updated first, as in verl: values are computed once, before the first update on the rollouts;
-// they give advantages and targets (train/training_data.h); then every mini-batch runs update() and the actor's
-// run_step. Actor and critic take turns, so they share one workspace.
+// Values are computed once, before the first update on the rollouts. Advantages and targets are computed from them
+// (train/training_data.h). Then every mini-batch runs update() of the critic first, as in verl, and the actor's
+// run_step second. Actor and critic take turns, so they share one workspace.
 #pragma once
 
 #include <cstdint>
@@ -41,7 +41,7 @@ class Critic {
   // Values of all response tokens, masked ones included. Forward only; shared rows run once.
   TokenSeries values_of(std::span<const Rollout> rollouts, Progress& progress);
 
-  // Overwrites gradients() with the gradient of the value loss around the rollouts' `values` towards
+  // Overwrites gradients() with the gradient of the value loss: clipped around the rollouts' `values`, with the targets
   // mini_batch.targets.
   CriticReport compute_gradient(const MiniBatch& mini_batch, bool all_tokens);
   // compute_gradient and one AdamW update, clipped separately. `on_share` receives the fraction of rows that have run.

@@ -1,5 +1,5 @@
-// The models that a process holds, with their training state, computed from shapes alone: whether they fit before any
-// weight is read, and how many bytes stand beside the steps of one model. For a running process: step/workspace.h.
+// The bytes of a process's models and of their training state, computed from shapes alone: do they fit, before any
+// weight is read, and what do other models hold during a step of one. For a running process: step/workspace.h.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace espalier {
 
 struct HeldModel {
   LocalShape shape = ModelShape();  // this rank's part
-  HeldState state = kWeightsOnly;   // what is held besides weights
+  HeldState state = kWeightsOnly;   // gradients and optimizer state, besides weights
 
   // Bytes of weights, and of gradients and optimizer state if there are any.
   std::int64_t bytes(DType dtype) const;

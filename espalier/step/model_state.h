@@ -18,7 +18,7 @@ namespace espalier {
 
 struct ModelState {
   // Weights are uninitialised, except for padding, which is 0. With one rank the shape is the whole model.
-  // `in_files`: of the mapped parameters of the shape.
+  // `in_files`: the shape's mapped parameters; null if it has none.
   ModelState(const LocalShape& model_shape, DType model_dtype, Device& device = bound_device(),
              const Mesh& ranks = mesh_of_one(), std::unique_ptr<const MappedWeights> in_files = nullptr);
 
@@ -32,7 +32,7 @@ struct ModelState {
   at::Tensor held_weights, held_rooms;
   ParameterTable narrow_table;  // held matrices that stay in bfloat16 (TrainedParameters::narrow)
   at::Tensor narrow_weights;
-  ParameterTable mapped_table;                  // of those of these that are read where files are mapped
+  ParameterTable mapped_table;                  // narrow matrices that are read in place from mapped files
   std::unique_ptr<const MappedWeights> mapped;  // null: none
   ParameterTable nf4_table;                     // of held matrices in NF4 (TrainedParameters::nf4_parameters), in bytes
   at::Tensor nf4_weights;

@@ -1,5 +1,5 @@
-// One walk over a plan, forward only or with gradients. Actor and critic share it; they differ in the head on top of
-// the decoder (execute/head.h).
+// One pass over a plan, forward only or with gradients. Actor and critic share this code; they differ in the head on
+// top of the decoder (execute/head.h).
 #pragma once
 
 #include <cstdint>
@@ -64,7 +64,7 @@ struct PassReport {
   TrafficBytes bytes;                  // sent by this rank to others
   std::optional<StepProfile> profile;  // with --profile
 
-  // Records the update that followed.
+  // Adds the optimizer update that followed the pass.
   void add_update(const AdamW::Update& update);
 };
 

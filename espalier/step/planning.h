@@ -21,15 +21,15 @@ std::int64_t arena_limit(const Options& options);
 
 // The plan of this rank's part of one mini-batch: its prefix trees, dealt over dp, run as the options and the machine
 // require. A rank may have no trees. Without a memory budget all ranks plan for the rank with the least free memory, so
-// that their plans agree. With several ranks the chosen cost has: seconds with communication and waiting, bytes of this
-// rank's stage, FLOPs of all ranks that share its trees. Errors: CommunicationError if ranks of one part plan
-// differently.
+// that their plans agree. With several ranks the chosen cost has seconds that include communication and waiting, the
+// bytes of this rank's stage, and the FLOPs of all ranks that share its trees. Errors: CommunicationError if ranks with
+// the same trees plan differently.
 StepPlan plan_step(const LocalShape& shape, const Options& options, const MachineProfile& machine,
                    std::span<const Rollout> rollouts, bool all_logprobs, const StepKind& kind, const HeldState& held,
                    const Mesh& mesh = mesh_of_one());
 
 // Refuses steps that do not fit the budget, or without a budget the free memory, before any weight is read. The message
-// names the need of the largest step, so that one number is enough for all.
+// gives the bytes that the largest step needs: a budget of that size is enough for all steps.
 class StepsFit {
  public:
   // Adds a step of each model on these rollouts. Every rank calls it. Errors: those of plan_step except for memory.

@@ -16,10 +16,10 @@ struct RewardGradient : PassReport {
   ScoreLoss loss;
 };
 
-// Overwrites actor.gradients. `actor`'s model has a value head, the rollouts end_with_scores.
+// Overwrites actor.gradients. The model must have a value head; end_with_scores must have changed the rollouts.
 RewardGradient compute_reward_gradient(Actor& actor, const MiniBatch& mini_batch);
 
-// The gradient and one update. `means` of the report has TRL's names.
+// Computes the gradient and runs one update. `means` of the report has TRL's names.
 StepReport run_reward_step(Actor& actor, const MiniBatch& mini_batch,
                            const std::function<void(double share)>& on_share);
 

@@ -1,4 +1,4 @@
-// One optimizer step: records -> prefix trees -> plan -> schedule -> gradients -> AdamW (docs/architecture.md).
+// One optimizer step: rollouts -> prefix trees -> plan -> schedule -> gradients -> AdamW (docs/architecture.md).
 #pragma once
 
 #include <functional>
@@ -41,14 +41,14 @@ struct StepReport {
   AdamW::Update update;
   std::optional<double> reward;                       // mean over the rollouts with a reward
   std::optional<CriticReport> critic;                 // report of the critic's update, which runs before the actor's
-  std::vector<std::pair<std::string, double>> means;  // for an objective over pairs, with TRL's names
+  std::vector<std::pair<std::string, double>> means;  // for objectives over pairs and sets, with TRL's names
 };
 
-// Overwrites actor.gradients with the gradient of the mini-batch's loss. `all_logprobs`: masked tokens' log-probs too.
+// Overwrites actor.gradients with the gradient of the mini-batch's loss. `all_logprobs`: also masked tokens' log-probs.
 GradientReport compute_gradient(Actor& actor, const MiniBatch& mini_batch, bool all_logprobs);
 
 // One update. A critic (null: none) is updated first, as in verl: its values and targets are from before both updates.
-// `all_logprobs`: masked tokens' log-probs too, at the weights before the update; the update stays bitwise identical.
+// `all_logprobs`: also log-probs of masked tokens, at the weights before the update, which stays bitwise identical.
 // `on_share` receives the fraction of the step's rows that have run, the critic's first; may be empty.
 StepReport run_step(Actor& actor, const MiniBatch& mini_batch, bool all_logprobs, Critic* critic = nullptr,
                     const std::function<void(double share)>& on_share = {});

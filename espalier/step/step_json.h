@@ -1,5 +1,5 @@
-// A step's report as JSON: what `train` and `grpo` print with --json and what a run's metrics.jsonl holds. The fields
-// are part of the stable surface: names stay, more may be added.
+// A step's report as JSON, printed by `train` and `grpo` with --json and written to a run's metrics.jsonl. The field
+// names are part of the stable interface; fields may be added.
 #pragma once
 
 #include <string>
@@ -9,7 +9,7 @@
 
 namespace espalier {
 
-// The schedule of a plan's trees by name; "mixed" where they differ.
+// The name of the schedule of a plan's trees; "mixed" if they differ.
 std::string schedule_name(const PassReport& report);
 
 Json profile_json(const StepProfile& profile);

@@ -1,4 +1,4 @@
-// The path of one run of a plan, and the keeper of its layers that are not in use.
+// The path of one run of a plan, and the keeper of the path's layers that are not in use.
 #pragma once
 
 #include <memory>

@@ -20,11 +20,11 @@ std::string model_source(const Options& options);
 // rank.
 TrainedChoice trained_choice(const Options& options);
 
-// Whether the model gives every answer one score: a ...ForSequenceClassification, or a language model with the adapter
-// of one.
+// True if the model gives every answer one score: a ...ForSequenceClassification, or a language model with an adapter
+// of such a model.
 bool scores_answers(const Options& options);
 
-// The adapter of a model that only scores or samples. With `takes_reward_models` it may be a reward model's.
+// The adapter of a model that only scores or samples. With `takes_reward_models` it may belong to a reward model.
 TrainedChoice scored_choice(const Options& options, bool takes_reward_models = false);
 
 // A critic: the model directory of its weights, and its trained parameters.

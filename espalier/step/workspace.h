@@ -1,4 +1,4 @@
-// The memory of a process's models, shared and separate: the only place that knows the bytes beside a step.
+// The memory of a process's models, shared and separate. Only this object knows the bytes held beside a step.
 //
 // Learners, a reference and a sampler take turns, so they share one arena. Each registers its held bytes here while it
 // exists; a plan counts the bytes of all the others.
