@@ -24,7 +24,7 @@ struct DraftCost {
   std::int64_t max_rows = 0;  // the largest number of rows in one set
   std::int64_t items = 0;
 };
-// Adds the item and everything below it. `window_rows`: what layers with a window keep of the trunks above.
+// Adds the item and everything below it. `window_rows`: the rows of the trunks above that layers with a window keep.
 void add_cost(const Draft& draft, const CostModel& model, DraftCost& cost, const PathPlan& path = {},
               std::int64_t window_rows = 0);
 void set_trunk_states(Draft& draft, ItemState state);

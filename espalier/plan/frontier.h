@@ -55,6 +55,6 @@ Frontier find_frontier(const ModelShape& shape, const PlanOptions& options, cons
                        const std::function<void(std::int64_t cells)>& on_cell = {});
 
 Json to_json(const Frontier& frontier);
-std::string table_of(const Frontier& frontier);  // for a person
+std::string table_of(const Frontier& frontier);  // for users
 
 }  // namespace espalier

@@ -1,8 +1,8 @@
 // The layout of one tree under one schedule and one budget: which runs become trunks, and which blocks form waves.
 //
 // Budget: no set has more rows than max(budget, 2), because a wave below a fork holds at least the fork's repeated
-// token and one more. A soft budget (chosen, not given) may be exceeded by rows that only a chain could split: a single
-// path, a trunk, a fork's own row.
+// token and one more. A soft budget (one that the planner chose) may be exceeded by rows that only a chain could split:
+// a single path, a trunk, a fork's own row.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// --layout auto: the degrees for a number of processes with the least predicted time that fit.
+// --layout auto: for a number of processes, the degrees that fit memory and have the least predicted time.
 #pragma once
 
 #include <string>
@@ -23,11 +23,11 @@ struct TriedLayout {
 struct FoundLayout {
   LayoutPlan best;                 // on all ranks
   std::vector<TriedLayout> tried;  // the best first
-  std::string reason;              // for a person
+  std::string reason;              // for users
 };
 
-// Plans every combination of degrees of `ranks` that divides the model, for its busiest rank. If none fits, returns the
-// one that needs the least memory. Errors: OptionError if no combination divides the model.
+// Plans the busiest rank under every combination of degrees for `ranks` that divides the model. If none fits, the best
+// is the one that needs the least memory. Errors: OptionError if no combination divides the model.
 FoundLayout find_layout(const LayoutProblem& problem, std::int64_t ranks, const SearchedAxes& axes = {});
 
 Json to_json(const TriedLayout& tried);

@@ -1,4 +1,4 @@
-// First-fit decreasing: which blocks of rows go together into one wave.
+// Packs blocks of rows into waves, first-fit decreasing.
 #pragma once
 
 #include <cstdint>

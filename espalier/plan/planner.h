@@ -1,4 +1,4 @@
-// From prefix trees to a step: tries the schedules at a few budgets and takes the cheapest that fits.
+// Plans a step from prefix trees: tries the schedules at a few budgets and takes the cheapest that fits.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +31,7 @@ struct PlanOptions {
   DType dtype = DType::float32;
   bool all_logprobs = false;  // masked response tokens have edges too
   bool must_fit = true;       // false: a plan that does not fit is returned with its missing bytes
-  bool remedies = true;       // false: a plan that does not fit has no remedy, which saves a few searches
+  bool remedies = true;       // false: no remedy for a plan that does not fit, which saves a few searches
   StepKind kind;
   StepSetting setting;
 };
@@ -44,8 +44,8 @@ class StepTooLarge : public MemoryBudgetError {
   std::int64_t needed;  // the least sufficient budget
 };
 
-// From the options alone, with the traits of their device; the caller adds the kind and the held bytes of a step.
-// Errors: OptionError for values it cannot parse.
+// Made from the options alone, with the traits of their device; the caller adds the kind and the held bytes of a step.
+// Errors: OptionError for values that cannot be parsed.
 PlanOptions plan_options_of(const Options& options);
 
 // The plan of one rank: `shape` is its part of the model. `trees` hold every rollout of the rank exactly once.

@@ -5,9 +5,9 @@
 // (shape/local_shape.h). With pp a stage runs its layers of the plan; with cp a rank has 1 / cp of the rows of every
 // set. Ranks of tp are identical.
 //
-//   seconds of a step  = most over dp of compute of the slowest stage + idle time + communication
-//   balance            = mean / most of compute over ranks of dp
-//   row balance        = most / mean of rows over ranks of dp
+//   seconds of a step  = maximum over dp of (compute of the slowest stage + idle time + communication)
+//   balance            = mean / maximum of compute over ranks of dp
+//   row balance        = maximum / mean of rows over ranks of dp
 //   bubble             = idle share of a stage (forecast/pipeline_time.h), over the trees and the waves without a trunk
 #pragma once
 
@@ -46,7 +46,7 @@ Work work_on(const PlanItem& item, const LocalShape& rank);
 // A step on the ranks at one position of dp.
 struct StepForecast {
   std::vector<RankCost> stages;
-  double compute = 0, idle = 0, communication = 0;  // each of its slowest stage
+  double compute = 0, idle = 0, communication = 0;  // each: of the slowest stage
   double seconds() const { return compute + idle + communication; }
 };
 
@@ -59,12 +59,12 @@ struct LayoutPlan {
   Choice<Sharding> shard = Sharding::none;
   std::vector<RankCost> ranks;      // by dp, then pp
   std::vector<StepPlan> plans;      // of the ranks of dp, without the cost of communication
-  std::int64_t parameters = 0;      // of the rank with most
+  std::int64_t parameters = 0;      // maximum over ranks
   std::int64_t trunk_forwards = 0;  // of prompts, over all ranks; prompts of a cut tree count in every part
   PhasePeaks bytes;                 // maximum over ranks, by phase
   double seconds = 0, compute_seconds = 0, communication_seconds = 0;  // the last two are those of the slowest rank
   double balance = 1, bubble = 0;
-  double row_balance = 1;          // most rows of a rank of dp over the mean
+  double row_balance = 1;          // maximum over mean of the rows of a rank of dp
   std::int64_t repeated_rows = 0;  // run by several ranks of dp because a tree is cut (plan/dealing.h)
   std::int64_t missing_bytes = 0;  // beyond the budget of one rank; 0: it fits
   bool fits() const { return missing_bytes == 0; }
@@ -84,7 +84,7 @@ LayoutPlan plan_layout(const LayoutProblem& problem, const Degrees& degrees, Whi
 // rank's budget, and a remedy.
 StepPlan step_on_ranks(const LayoutProblem& problem, const LayoutPlan& layout);
 
-// Peak bytes of any rank and seconds of the step under problem.options.schedule alone, for the busiest rank of dp. As
+// Peak bytes of any rank and seconds of the step under problem.options.schedule alone, for the busiest rank of dp. See
 // cost_of_schedule.
 ScheduleCost cost_on_ranks(const LayoutProblem& problem, const Degrees& degrees);
 

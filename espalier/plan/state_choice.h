@@ -1,4 +1,4 @@
-// Chooses the state of every trunk and wave of a draft: the least predicted time that fits.
+// Chooses the state of every trunk and wave of a draft: the states that fit memory with the least predicted time.
 #pragma once
 
 #include <cstdint>
@@ -46,7 +46,7 @@ class StateChoice {
   std::vector<ItemState> trunks_, waves_;
 };
 
-// "; path ...": how many of its layers are offloaded or sharded; empty if none are.
+// "; path ...": the number of path layers that are offloaded or sharded; empty if none are.
 std::string path_text(const PathPlan& path);
 
 // ", trunks kept, waves recomputed": the items' states; empty if all are kept.

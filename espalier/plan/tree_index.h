@@ -1,4 +1,4 @@
-// Counts of rollouts and prefix trees that the planner uses repeatedly, made once.
+// Counts of rollouts and prefix trees that the planner uses repeatedly, computed once.
 //
 // A leaf is a place in PrefixTree::leaf_order; a node's leaves are a contiguous range of them. Work of a node or a
 // subtree is exact: rows with edges are counted once for each temperature, however many rollouts own the edge.
@@ -18,7 +18,7 @@ namespace espalier {
 class EdgeIndex {
  public:
   // `by_temperature`: a row is one output for each temperature of its edges. `window`: the model's, 0 without one.
-  // The rollouts must outlive the object. Errors: InternalError where a loss mask has not one entry a response
+  // The rollouts must outlive the object. Errors: InternalError if a loss mask does not have one entry per response
   // token.
   EdgeIndex(std::span<const Rollout> rollouts, bool all_logprobs, bool by_temperature, std::int64_t window);
 
@@ -63,7 +63,7 @@ class TreeIndex {
     return leaf_length(leaf_begin) + new_rows_[leaf_end] - new_rows_[leaf_begin + 1];
   }
   const Work& subtree(std::int32_t node) const { return subtree_[node]; }
-  const Work& own(std::int32_t node) const { return node_[node]; }  // of its rows alone
+  const Work& own(std::int32_t node) const { return node_[node]; }  // of the node's own rows
   std::int32_t end_node(std::int32_t leaf) const { return end_node_[leaf]; }
 
   // Work of the rows at depths [begin, end) of one leaf's path.

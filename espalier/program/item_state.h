@@ -1,9 +1,9 @@
 // The treatment of an item's saved members between its forward and its backward.
 //
-// There are three groups of members, which differ in cost. The stream: the inputs of the layers; small, and rebuilt
-// only by a forward from the first layer. The first half of a block: keys, values, queries, the result of attention,
-// the stream after it; expensive to recompute if paths are long. The second half: gate and up, of the MLP or of
-// experts, and the router's members; more than half of all bytes, and one product away from the stream.
+// Three groups of members differ in cost. The stream (the inputs of the layers) is small, and only a forward from the
+// first layer could recompute it. The first half of a block (keys, values, queries, the result of attention, the stream
+// after it) is expensive to recompute if paths are long. The second half (gate and up of the MLP or of experts, and the
+// router's members) takes more than half of all bytes, and one product recomputes it.
 #pragma once
 
 #include <cstdint>
@@ -48,7 +48,7 @@ struct ItemState {
   bool operator==(const ItemState&) const = default;
 };
 
-// "kept", "recomputed", "offloaded", or each group where they differ.
+// "kept", "recomputed", "offloaded", or the state of each group if they differ.
 std::string name_of(ItemState state);
 
 // Adds the states of the items of one kind, and of everything below them, by name.

@@ -28,7 +28,7 @@ struct StepOf {
   Pass pass = Pass::forward;
   ItemKind kind = ItemKind::wave;
   bool on_path = false;          // run by ranks of its cp group, with the path sharded over cp
-  bool last_below = false;       // forward of a wave or backward of a trunk: the rank's last one below its trunk
+  bool last_below = false;       // forward of a wave or backward of a trunk: the rank's last item below its trunk
   std::int32_t region = 0;       // memory region of a wave, from its forward to its backward
   const Item* own = nullptr;     // null: other ranks run the item; this rank joins without rows
   std::int64_t reports = 0;      // for a trunk's forward: backwards below, at any depth, that add to its gradients

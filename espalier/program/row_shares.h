@@ -45,7 +45,7 @@ struct PathShares {
 // pairs, ends of subtrees) are absent from a share.
 RowSet share_of(const RowSet& set, const RowShares& shares, std::int64_t rank);
 
-// Whether a rank of cp runs an item, whole or its share (PlanItem::cp_rank).
+// True if a rank of cp runs an item or its share of the item's rows (PlanItem::cp_rank).
 inline bool runs_on(const PlanItem& item, std::int64_t rank) {
   return item.cp_rank == PlanItem::kEveryRank || item.cp_rank == rank;
 }

@@ -1,4 +1,4 @@
-// A plan as the list of its runs in order, for pictures of it.
+// A plan as the ordered list of its runs, for drawing it.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@ struct RunEntry {
   double seconds;  // predicted; a trunk's forward is a third of its time, or a quarter if it is recomputed
 };
 
-// The first `most` entries at most. They point into `items`.
+// At most the first `most` entries. They point into `items`.
 std::vector<RunEntry> running_order(std::span<const PlanItem> items, std::size_t most);
 
 }  // namespace espalier

@@ -1,5 +1,5 @@
-// The one schedule: every plan, dense, packed, phased or a tree of trunks, is this recursion (docs/architecture.md). It
-// defines the order of events; program/program.h turns it into a list, which everything else reads.
+// The schedule of every plan (dense, packed, phased or a tree of trunks) is this recursion (docs/architecture.md). It
+// defines the order of events. program/program.h turns it into a list, which all other code reads.
 #pragma once
 
 #include "espalier/program/step_plan.h"

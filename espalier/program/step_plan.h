@@ -7,10 +7,10 @@
 // A set of rows is a forest of segments in depth-first order. Row i sees every row of the path above, and row j of its
 // own set iff j <= i < subtree_end(segment of j). So the row at depth d sees exactly d+1 rows, in any plan.
 //
-// The fork. Where a trunk ends at a fork, its last token is not a row of the trunk: every item below starts with that
-// token again, as a segment of one row above the rest, and so carries the edges to the different next tokens. Rollouts
-// that end at the fork are counted by that segment in the first item below, and nowhere else. A chain (a run cut for
-// the budget) has no fork and repeats nothing.
+// The fork. If a trunk ends at a fork, its last token is not a row of the trunk. Instead, every item below starts with
+// that token, as a segment of one row above the others, which has the edges to the different next tokens. Rollouts that
+// end at the fork are counted by that segment in the first item below, and nowhere else. A chain (a run cut for the
+// budget) has no fork and repeats nothing.
 #pragma once
 
 #include <cstdint>
@@ -154,14 +154,14 @@ struct StepPlan {
   std::int64_t trunk_rows = 0, wave_rows = 0;
   std::int64_t trunks = 0, waves = 0;
   std::int32_t max_path_rows = 0;    // most rows open at once, above any item
-  std::int64_t max_window_rows = 0;  // most that layers with a window keep of them (program/window_rows.h)
+  std::int64_t max_window_rows = 0;  // the most of these that layers with a window keep (program/window_rows.h)
   std::int32_t max_rows = 0;         // most rows of one set
   PathPlan path;
   std::int64_t token_budget = 0;   // rows in one wave
   bool budget_given = false;       // true: no set has more than max(token_budget, 2) rows
   std::int64_t memory_budget = 0;  // bytes; 0: unlimited
   std::int64_t missing_bytes = 0;  // beyond the budget; 0: the plan fits
-  std::string remedy;              // options that would make it fit, for a person; empty if it fits
+  std::string remedy;              // for users: options that would make it fit; empty if it fits
   bool all_logprobs = false;       // masked response tokens have edges too
   bool by_temperature = true;      // false: a critic's plan, whose outputs have no temperature
   std::int64_t window = 0;         // of the model's layers with a window; 0: no layer has one
@@ -181,6 +181,6 @@ struct StepPlan {
 void validate(const StepPlan& plan, std::span<const Rollout> rollouts);
 
 Json to_json(const StepPlan& plan);
-std::string explain(const StepPlan& plan);  // for a person
+std::string explain(const StepPlan& plan);  // for users
 
 }  // namespace espalier

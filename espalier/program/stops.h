@@ -1,4 +1,4 @@
-// The stops of a pass: embedding, layers, final norm and head, as far as this rank's stage of pp has them.
+// The stops of a pass that this rank's stage of pp has: embedding, layers, final norm and head.
 //
 // One list defines their order. The executor and the sampler walk it (model/guest.h), with and without rows, and the
 // byte forecast reads it: the collectives around the stops run in this order on every rank.
@@ -18,7 +18,7 @@ struct Stop {
 
   Kind kind = Kind::layer;
   Pass pass = Pass::forward;
-  std::int64_t unit = 0;  // the unit of its parameters (shape/units.h); for a layer its number on this rank
+  std::int64_t unit = 0;  // the unit of its parameters (shape/units.h); for a layer, its index on this rank
   bool reads_weights = true;
   bool adds_gradients = false;
 

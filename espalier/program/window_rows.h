@@ -1,4 +1,4 @@
-// The rows of a path that layers with a window keep: those below see only its last rows.
+// The rows of a path that layers with a window keep: rows below see only its last rows.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,7 @@ inline std::int64_t window_rows_kept(std::int64_t begin, std::int64_t end, std::
   return end - std::max(begin, first_window_row(end, window));
 }
 
-// Rows of the open trunks, or the most of them at once: in all layers, and what layers with a window keep of them.
+// Rows of the open trunks, or their maximum over time. `all`: all rows. `window`: the rows that window layers keep.
 struct PathRows {
   std::int64_t all = 0, window = 0;
 };
