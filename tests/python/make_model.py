@@ -12,6 +12,11 @@ import torch
 import transformers
 
 VOCABULARY = 97
+# Mamba-2's code in transformers pads rows to whole chunks, by default of 128 or 256; the engine has none.
+CHUNK = 16
+
+# For families whose layers are all dense: with the default sizes (256 experts of 2048) a changed configuration that does have experts is large.
+UNUSED_EXPERTS = dict(n_routed_experts=16, moe_intermediate_size=16)
 
 # Every family once with each head form, single and sharded files, biases, QK-norm, rope scaling.
 DELTA_RULE = dict(
@@ -85,22 +90,22 @@ FAMILIES = {
     "qwen3_next": dict(kind="Qwen3Next", tied=False, sharded=False, config=dict(DELTA_RULE, num_experts=0)),
     # Mamba-2 before and behind a layer of attention; steps that reach their limits.
     "bamba": dict(kind="Bamba", tied=False, sharded=False, config=dict(
-        num_key_value_heads=2, attn_layer_indices=[1], mamba_n_groups=2, mamba_n_heads=8, mamba_d_state=10, mamba_expand=1,
+        num_key_value_heads=2, attn_layer_indices=[1], mamba_chunk_size=CHUNK, mamba_n_groups=2, mamba_n_heads=8, mamba_d_state=10, mamba_expand=1,
         time_step_limit=(0.4, 1.5), pad_token_id=0)),
     # The same with Granite's factors and a fused MLP, without rotation.
     "granite_hybrid": dict(kind="GraniteMoeHybrid", tied=True, sharded=False, config=dict(
-        num_key_value_heads=2, layer_types=["linear_attention", "full_attention", "linear_attention"], num_local_experts=0,
+        num_key_value_heads=2, layer_types=["linear_attention", "full_attention", "linear_attention"], mamba_chunk_size=CHUNK, num_local_experts=0,
         num_experts_per_tok=0, shared_intermediate_size=40, mamba_n_groups=2, mamba_n_heads=8, mamba_d_state=10, mamba_expand=1,
         embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=1.7, attention_multiplier=0.2, position_embedding_type="nope",
         time_step_limit=(0.4, 1.5))),
     # Halves of blocks: mixers with an MLP behind them and without, the square of relu.
     "nemotron_h": dict(kind="NemotronH", tied=False, sharded=True, config=dict(
-        num_key_value_heads=2, head_dim=12, layers_block_type=[
+        num_key_value_heads=2, head_dim=12, chunk_size=CHUNK, layers_block_type=[
             "linear_attention", "mlp", "linear_attention", "full_attention", "mlp", "linear_attention", "full_attention"],
         n_groups=2, mamba_num_heads=6, mamba_head_dim=5, ssm_state_size=10, time_step_min=0.5, layer_norm_epsilon=1e-6)),
     # Experts without a gate beside a shared one.
     "nemotron_h_moe": dict(kind="NemotronH", tied=False, sharded=False, config=dict(
-        num_key_value_heads=2, head_dim=12, layers_block_type=["linear_attention", "moe", "full_attention", "linear_attention", "moe"],
+        num_key_value_heads=2, head_dim=12, chunk_size=CHUNK, layers_block_type=["linear_attention", "moe", "full_attention", "linear_attention", "moe"],
         n_groups=2, mamba_num_heads=6, mamba_head_dim=5, ssm_state_size=10, n_routed_experts=8, num_experts_per_tok=3,
         moe_intermediate_size=16, moe_shared_expert_intermediate_size=28, n_group=4, topk_group=3, routed_scaling_factor=1.7)),
     # Experts beside a shared one: with a gate; behind layers that carry a state; and without one, behind a dense layer, where routers
@@ -129,11 +134,11 @@ FAMILIES = {
     # values that are larger than those of keys.
     "deepseek_v2": dict(kind="DeepseekV2", tied=False, sharded=False, config=dict(
         first_k_dense_replace=3, q_lora_rank=None, kv_lora_rank=20, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10,
-        rope_parameters=dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64, beta_fast=8.0,
+        **UNUSED_EXPERTS, rope_parameters=dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64, beta_fast=8.0,
                              mscale=0.7, mscale_all_dim=3.0))),
     "deepseek_v3": dict(kind="DeepseekV3", tied=False, sharded=True, config=dict(
         num_key_value_heads=4, first_k_dense_replace=3, q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=10, qk_rope_head_dim=8,
-        v_head_dim=22, attention_bias=True, rope_interleave=False)),
+        v_head_dim=22, attention_bias=True, rope_interleave=False, **UNUSED_EXPERTS)),
     "deepseek_v3_yarn": dict(kind="DeepseekV3", tied=True, sharded=False, config=dict(
         num_key_value_heads=4, first_k_dense_replace=3, q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=8, qk_rope_head_dim=4,
         v_head_dim=10, rope_parameters=dict(
@@ -165,7 +170,7 @@ FAMILIES = {
         num_key_value_heads=2, intermediate_size=24, num_local_experts=6, num_experts_per_tok=2, embedding_multiplier=3.0,
         residual_multiplier=0.4, logits_scaling=1.7, attention_multiplier=0.2, shared_intermediate_size=28)),
     "granite_hybrid_moe": dict(kind="GraniteMoeHybrid", tied=True, sharded=False, config=dict(
-        num_key_value_heads=2, layer_types=["linear_attention", "full_attention", "linear_attention"], num_local_experts=6,
+        num_key_value_heads=2, layer_types=["linear_attention", "full_attention", "linear_attention"], mamba_chunk_size=CHUNK, num_local_experts=6,
         num_experts_per_tok=2, intermediate_size=16, shared_intermediate_size=40, mamba_n_groups=2, mamba_n_heads=8, mamba_d_state=10,
         mamba_expand=1, embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=1.7, attention_multiplier=0.2)),
     "seed_oss": dict(kind="SeedOss", tied=False, sharded=True, config=dict(
