@@ -1,4 +1,4 @@
-// A sum that keeps its rounding error (Neumaier), so that the order of the terms does not show in it.
+// A sum that also keeps its rounding error (Neumaier), so that its value hardly depends on the order of the terms.
 #pragma once
 
 #include <cmath>

@@ -1,6 +1,6 @@
-// Weight of one loss token in the mini-batch's loss: every aggregation is a plain weighted sum over loss tokens,
-// agg(x) = sum_i w_i sum_t m_it x_it, with weights that are known before the first wave. How the rollouts are cut into
-// waves therefore changes nothing. Equations: docs/objectives.md (20) to (24).
+// Weight of one loss token in the mini-batch's loss. Every aggregation is a weighted sum over loss tokens,
+// agg(x) = sum_i w_i sum_t m_it x_it, with weights that are known before the first wave. So the loss does not depend on
+// how the rollouts are cut into waves. Equations: docs/objectives.md (20) to (24).
 // i rollout, t response token, m loss mask, n_i = sum_t m_it, N = sum_i n_i, B rollouts of the mini-batch.
 #pragma once
 
@@ -27,23 +27,22 @@ struct MiniBatchTotals {
   static MiniBatchTotals of(std::span<const Rollout> rollouts);
 };
 
-// A divisor of 0 stands for the mini-batch's own value: its longest response, its loss tokens.
+// The divisor 0 means the mini-batch's own value: its longest response, or the number of its loss tokens.
 struct AggregationDivisors {
-  double longest = 0;             // of seq-mean-token-sum-norm: --loss-scale-factor
-  double loss_tokens = 0;         // of token-mean: --token-mean-divisor, or what the records have
-  double items_scale = 0;         // above 0, of token-mean: a record's num_items_in_batch times this divides its tokens
+  double longest = 0;             // for seq-mean-token-sum-norm: --loss-scale-factor
+  double loss_tokens = 0;         // for token-mean: --token-mean-divisor, or the records' token_divisor
+  double items_scale = 0;         // for token-mean, if above 0: num_items_in_batch times this divides a record's tokens
   double rollout_epsilon = 1e-8;  // added to a rollout's token count by seq-mean-token-mean: --token-count-epsilon
 
-  // For the policy loss and the critic's. --token-mean-divisor wins. Then, where records have num_items_in_batch,
-  // each one's own times --token-divisor-scale (TRL 1.16, _compute_loss: the generation batch's tokens rescaled to one
-  // accumulation window). Then, where records have a token_divisor, the sum over the mini-batch of those, and of the
-  // loss tokens of those that have none.
-  // Errors: InputError where the scale is -1 and num_items_in_batch is not the number of the mini-batch's loss tokens;
-  // where only some records have num_items_in_batch.
+  // For the policy loss and the critic's. The first of these that is given is used: --token-mean-divisor; each record's
+  // num_items_in_batch times --token-divisor-scale (TRL 1.16, _compute_loss: the tokens of the generation batch,
+  // rescaled to one accumulation window); the sum over the mini-batch of the records' token_divisor, where a record
+  // without one adds the number of its loss tokens. Errors: InputError if the scale is -1 and num_items_in_batch is not
+  // the number of the mini-batch's loss tokens, or if only some records have num_items_in_batch.
   static AggregationDivisors from(const Options& options, std::span<const Rollout> rollouts, Aggregation aggregation);
 };
 
-// w_i of each rollout of the mini-batch. A rollout without loss tokens has a finite weight that multiplies nothing.
+// w_i of each rollout of the mini-batch. The weight of a rollout without loss tokens is finite and multiplies nothing.
 std::vector<double> compute_token_weights(std::span<const Rollout> rollouts, const MiniBatchTotals& totals,
                                           Aggregation aggregation, const AggregationDivisors& divisors);
 

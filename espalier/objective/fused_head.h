@@ -1,12 +1,11 @@
-// Head and log-prob in one: log-probs, entropies and their gradients without ever holding rows x vocabulary.
+// Head and log-prob in one: log-probs, entropies and their gradients, without a rows x vocabulary tensor.
 //
 // Shapes: O output rows, M width, V vocabulary, E edges. z_ov = shaped(hidden_o . weight_v) / temperature_o
 // (LogitShape); log-prob, entropy and the gradient of a logit are those of ops/head.h. Logits exist for one block
 // of rows at a time ([block, V], in the arena), in the accumulator type (float32; float64 in float64 runs);
 // HeadBuffers (forecast/block_buffers.h) declares all buffers. If the vocabulary is sharded over tp, each rank has
 // the logits of its own V tokens: maxima, sums and targets' logits are exchanged, and the gradients of the hidden
-// rows are summed. With an adapter (ops/low_rank.h) A and B add to the product; their products are those of
-// accumulators.
+// rows are summed. With an adapter (ops/low_rank.h) A and B add to the product, in the accumulator type.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -41,9 +40,9 @@ struct HeadEdges {
   std::size_t size() const { return static_cast<std::size_t>(begin.back()); }
 };
 
-// The tokens of a head's weight rows, and the ranks that have the others.
+// The part of the vocabulary that the head's weight rows cover, and the ranks that have the other parts.
 struct VocabularyPart {
-  std::int64_t first = 0;    // the rows are the tokens from here on
+  std::int64_t first = 0;    // the token of row 0
   std::int64_t largest = 0;  // rows of the largest part, so that all ranks cut equal blocks; 0: this part
   Group& tp = mesh_of_one().tp;
   LogitShape logits = {};  // changes of the product
@@ -78,7 +77,7 @@ void for_each_logits(const at::Tensor& hidden_OM, const at::Tensor& weight_VM, c
 // Overwrites logprob [E] and entropy [E] (of the edge's row).
 void head_forward(const HeadProblem& problem, std::span<double> logprob, std::span<double> entropy, Arena& arena);
 
-// Recomputes the logits; grad_logprob and grad_entropy are [E]. Overwrites and adds as HeadGradients says.
+// Recomputes the logits; grad_logprob and grad_entropy are [E]. HeadGradients says what is overwritten or added to.
 void add_head_backward(const HeadProblem& problem, std::span<const double> grad_logprob,
                        std::span<const double> grad_entropy, const HeadGradients& out, Arena& arena);
 

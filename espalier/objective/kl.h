@@ -20,7 +20,7 @@ struct KlTerm {
   double gradient = 0;  // d value / d logprob, as torch.autograd gives it (clamps pass the gradient at their bounds)
 };
 
-// k3_unbiased (DeepSeek-V3.2; TRL's use_bias_correction_kl): the factor beside the importance ratio, k3_unbounded.
+// For k3_unbiased (DeepSeek-V3.2; TRL's use_bias_correction_kl): k3_unbounded; the caller multiplies it by the ratio.
 KlTerm kl_term(KlType type, double logprob, double ref_logprob);
 
 }  // namespace espalier

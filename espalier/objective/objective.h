@@ -18,8 +18,8 @@
 
 namespace espalier {
 
-// Advantages over a whole file (or the records of one `step`), before any mini-batch is cut: one per response token.
-// Errors: InputError naming option and line where a needed field is missing.
+// Advantages over a whole file (or the records of one `step`), before mini-batches are formed: one per response token.
+// Errors: InputError naming option and line if a needed field is missing.
 std::vector<std::vector<double>> compute_advantages(std::span<const Rollout> rollouts, const Options& options);
 
 struct LossParts {
@@ -35,9 +35,9 @@ struct TokenGradient {
 
 class Objective {
  public:
-  // `rollouts`: of one mini-batch; `advantages`: theirs, one series each. Both must outlive the object.
-  // Errors: InputError where a field that an option needs is missing (option and line), OptionError for combinations
-  // that have no meaning.
+  // `rollouts`: of one mini-batch; `advantages`: one series for each of them. Both must outlive the object.
+  // Errors: InputError, naming option and line, if a field that an option needs is missing; OptionError for options
+  // that contradict each other.
   Objective(std::span<const Rollout> rollouts, std::span<const std::vector<double>> advantages, const Options& options);
   ~Objective();
 
@@ -54,7 +54,7 @@ class Objective {
   void add_rollout(std::int32_t rollout, std::span<const double> logprob, std::span<const double> entropy,
                    std::span<double> grad_logprob, std::span<double> grad_entropy);
 
-  // Sums so far, weighted and normalised as the loss is.
+  // Sums so far, with the loss's weights and denominators.
   LossParts parts() const;
 
  private:

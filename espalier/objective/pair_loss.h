@@ -4,10 +4,10 @@
 //   sigmoid  l = -(1 - e) log sigmoid(beta d) - e log sigmoid(-beta d)
 //   robust   l = (-(1 - e) log sigmoid(beta d) + e log sigmoid(-beta d)) / (1 - 2 e)
 //   hinge    l = max(0, 1 - beta d)
-//   ipo      l = (d' - 1 / (2 beta))^2,   d' as d with means over the tokens of an answer in place of sums
+//   ipo      l = (d' - 1 / (2 beta))^2,   d' is d with means over the tokens of an answer instead of sums
 //
-// S is the sum of log-probs over the tokens with loss of the chosen (c) or rejected (r) answer, s the same under the
-// reference (0 with --reference-free), e is --label-smoothing. Source: TRL 1.16, DPOTrainer; smoothing with sigmoid is
+// S is the sum of log-probs over the loss tokens of the chosen (c) or rejected (r) answer, s the same sum under the
+// reference (0 with --reference-free), e is --label-smoothing. Source: TRL 1.16, DPOTrainer; sigmoid with smoothing is
 // conservative DPO. Tables: docs/pairs.md.
 #pragma once
 
@@ -19,7 +19,7 @@
 
 namespace espalier {
 
-// A number of the chosen and of the rejected answer.
+// A number for each of the two answers.
 struct OfAnswers {
   double chosen = 0, rejected = 0;
 };
@@ -29,7 +29,7 @@ struct PairTerm {
   OfAnswers gradient;  // dl / dS
 };
 
-// `policy` and `reference`: S and s; `tokens`: tokens with loss.
+// `policy` and `reference`: S and s; `tokens`: numbers of loss tokens.
 PairTerm pair_term(const Options& options, const OfAnswers& policy, const OfAnswers& reference,
                    const OfAnswers& tokens);
 
@@ -39,7 +39,7 @@ struct PairMeans {
   OfAnswers reward, logprob;
 };
 
-// The loss of a mini-batch, linear around the log-probs that the weights give: a token with loss of rollout i has the
+// The loss of a mini-batch, linearised at the log-probs of the current weights: each loss token of rollout i has the
 // advantage -dL / dS_i, so that -sum A log p has the gradient of L.
 struct LinearPairs {
   std::vector<std::vector<double>> advantages;  // one series per rollout
@@ -47,11 +47,11 @@ struct LinearPairs {
 };
 
 // `logprobs`: of all response tokens, one series per rollout; `reference`: s of every rollout. Errors: InputError for a
-// rollout that is of no pair.
+// rollout that belongs to no pair.
 LinearPairs linear_pairs(std::span<const Rollout> rollouts, std::span<const std::vector<double>> logprobs,
                          std::span<const double> reference, const Options& options);
 
-// Sum over the tokens with loss.
+// Sum of the log-probs over the loss tokens.
 double sum_of_answer(const Rollout& rollout, std::span<const double> logprobs);
 
 }  // namespace espalier

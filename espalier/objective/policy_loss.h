@@ -1,11 +1,10 @@
 // Policy losses of one token, to be minimised, with their derivatives.
 //
-// lp current log-prob, old the old policy's, A advantage, r = exp(clamp(lp - old, -B, B)), B 20 unless
-// --log-ratio-bound says otherwise; by sequence r is exp(min(mean of lp - old over the rollout's loss tokens, 10)),
-// unbounded where B is. Equations: docs/objectives.md (9) to (15). Meaning of the names: verl 0.9,
-// register_policy_loss, and TRL 1.16's GRPOTrainer for what verl does not have. Derivatives are those of torch.autograd
-// on those formulas, kinks included: clamp passes the gradient at its bounds, maximum and minimum of equal numbers give
-// half of it to each.
+// lp is the current log-prob, old the old policy's, A the advantage, r = exp(clamp(lp - old, -B, B)), B = 20 unless
+// --log-ratio-bound is given. At sequence level r = exp(min(mean of lp - old over the rollout's loss tokens, 10)),
+// without the 10 if B is infinite. Equations: docs/objectives.md (9) to (15). Names: verl 0.9, register_policy_loss;
+// TRL 1.16's GRPOTrainer for losses that verl does not have. Derivatives equal those of torch.autograd, also at kinks:
+// clamp passes the gradient at its bounds, maximum and minimum of equal numbers give half of it to each.
 #pragma once
 
 #include <array>
@@ -17,7 +16,7 @@ namespace espalier {
 
 struct PolicySettings {
   PolicyLoss loss = PolicyLoss::vanilla;
-  double ratio_low = 0.8, ratio_high = 1.2;                    // where the ratio is clipped
+  double ratio_low = 0.8, ratio_high = 1.2;                    // bounds of the clipped ratio
   double dual_clip = 3.0;                                      // --clip-ratio-c
   double ratio_cap = std::numeric_limits<double>::infinity();  // of the unclipped branch
   double log_ratio_bound = 20;                                 // B
@@ -26,8 +25,9 @@ struct PolicySettings {
   std::array<double, 4> vespo = {2, 3, 3, 2};      // k, lambda for A >= 0, then for A < 0
 
   bool by_sequence() const { return loss == PolicyLoss::gspo || level == RatioLevel::sequence; }
-  // One ratio for the rollout, differentiated as such (TRL's importance_sampling_level): every token's derivative is
-  // the mean over the rollout. verl's gspo is not of this kind: each token's own log-prob carries its own part.
+  // True if the rollout has one ratio, differentiated through its mean (TRL's importance_sampling_level): every token's
+  // derivative is the mean over the rollout. False for verl's gspo, where each token's own log-prob has its own
+  // gradient.
   bool shares_ratio() const {
     return level == RatioLevel::sequence && (loss == PolicyLoss::vanilla || loss == PolicyLoss::sapo);
   }
@@ -48,16 +48,16 @@ struct PolicyToken {
   double mean_log_ratio = 0, sum_log_ratio = 0;
 };
 
-// An importance ratio and its derivative with respect to the log-prob that carries it (0 beyond the bound). By sequence
-// its value enters detached and each token's own log-prob carries the gradient: summed over the rollout with equal
-// weights that is the derivative through the mean.
+// An importance ratio and its derivative with respect to the token's log-prob (0 beyond the bound). At sequence level
+// the value is detached and each token's own log-prob gets the gradient. Summed over the rollout with equal weights,
+// this is the derivative through the mean.
 struct Ratio {
   double value = 1, gradient = 1;
 };
 Ratio ratio_of(const PolicySettings& settings, const PolicyToken& token);
 
-// The loss that `settings` names, at one token. Losses of a whole rollout take their rollout's value detached, and each
-// token's own log-prob carries the gradient.
+// The loss chosen by `settings` at one token. Losses over a whole rollout use the rollout's value detached, and each
+// token's own log-prob gets the gradient.
 PolicyTerm policy_term(const PolicySettings& settings, const PolicyToken& token);
 
 }  // namespace espalier

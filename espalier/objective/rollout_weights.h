@@ -4,7 +4,7 @@
 //   sequence:  w   = c(exp(clamp(sum over loss tokens of (old_t - roll_t), -B, B))), for every token
 //   truncate:  c(x) = min(max(x, floor), threshold);  mask: c(x) = x inside [floor, threshold], 0 outside
 //
-// B is 20 unless --log-ratio-bound says otherwise. Constants of the step, they multiply the policy loss only.
+// B is 20 unless --log-ratio-bound is given. The weights are constants of the step and multiply the policy loss only.
 // docs/objectives.md (16), (17); verl 0.9, rollout_is; TRL 1.16, vllm_importance_sampling_mode.
 #pragma once
 

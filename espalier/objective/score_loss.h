@@ -4,7 +4,7 @@
 //   sum over answers a with a lower one of  -log( e^(r_a - m) / (e^(r_a - m) + sum over b lower than a of e^(r_b)) )
 //   + c * mean over pairs of answers of (r_a + r_b)^2
 //
-// r is the number that the model gives behind the last token of an answer, m the margin of a pair (of a list 0), c is
+// r is the model's score at the last token of an answer, m the margin of a pair (0 for a list), and c is
 // --center-rewards-coefficient. For a pair this is -log sigmoid(r_chosen - r_rejected - m) + c (r_chosen +
 // r_rejected)^2, Bradley-Terry; for a list without equal scores it is -log of the probability of its order by
 // Plackett-Luce. Answers with equal scores are not compared with each other. Sources: TRL 1.16, RewardTrainer; Plackett
@@ -21,12 +21,12 @@
 
 namespace espalier {
 
-// Gives every answer one token more, id 0, which alone has loss: the value of a response token is that of the row
-// before it, so the value of this one is the score of the answer. It is one row more for every answer.
+// Appends a token, id 0, to every answer; it becomes the answer's only loss token. A response token's value is that of
+// the row before it, so the value of the appended token is the score of the answer. This adds one row per answer.
 void end_with_scores(std::span<Rollout> rollouts);
 
-// By TRL's names. Accuracy and margin are means over sets of means over pairs of different rank; a list of equal scores
-// is left out of them. The others are of all answers of a mini-batch.
+// Named as in TRL. Accuracy and margin are means over sets of the mean over a set's pairs of different rank; a list of
+// equal scores is left out. least, mean and most are over all answers of a mini-batch.
 struct ScoreMeans {
   double loss = 0, accuracy = 0, margin = 0, least = 0, mean = 0, most = 0;
 };
@@ -36,10 +36,10 @@ struct ScoreLoss {
   ScoreMeans means;
 };
 
-// `scores`: r of every rollout. Errors: InputError for a rollout that is of no set.
+// `scores`: r of every rollout. Errors: InputError for a rollout that belongs to no set.
 ScoreLoss score_loss(std::span<const Rollout> rollouts, std::span<const double> scores, const Options& options);
 
-// The derivative of score_loss in the form that a head takes: only an answer's last token has one.
+// The derivative of score_loss in the form that a head takes: it is 0 except at an answer's last token.
 class ScoreSlopes : public ValueSlopes {
  public:
   explicit ScoreSlopes(std::span<const double> slope) : slope_(slope) {}

@@ -3,7 +3,7 @@
 
 namespace espalier {
 
-// Share of the gradient that maximum(a, b) gives to a, and minimum(b, a) to b.
+// The fraction of the gradient that maximum(a, b) passes to a, and minimum(a, b) to b.
 inline double share_of_maximum(double a, double b) { return a > b ? 1.0 : a == b ? 0.5 : 0.0; }
 
 }  // namespace espalier

@@ -2,9 +2,10 @@
 //
 //   L = 1/2 agg(max((v - R)^2, (clip(v, V - c, V + c) - R)^2))
 //
-// v the critic's value, V the one before the update (the record's `values`), R the return, c = --cliprange-value; agg
-// is --loss-agg-mode. Equations: docs/objectives.md (31) to (34); verl 0.9, compute_value_loss. V and R are constants.
-// Every denominator is known before the first wave, so each token adds its part on its own, in any order.
+// v is the critic's value, V its value before the update (the record's `values`), R the return, c = --cliprange-value,
+// agg is --loss-agg-mode. V and R are constants. Equations: docs/objectives.md (31) to (34); verl 0.9,
+// compute_value_loss. Every denominator is known before the first wave, so each token adds its part independently, in
+// any order.
 #pragma once
 
 #include <cstdint>
@@ -19,11 +20,11 @@
 
 namespace espalier {
 
-// Errors: InputError naming the line and --critic where a record has neither `returns` nor a reward.
+// Errors: InputError naming the line and --critic if a record has neither `returns` nor a reward.
 void check_value_targets(std::span<const Rollout> rollouts);
 
 // R of every response token: the record's `returns`, else values + GAE of the reward before whitening (30).
-// Errors: as check_value_targets; InputError where the record has neither `returns` nor values.
+// Errors: as check_value_targets; InputError if a record has neither `returns` nor values.
 std::vector<std::vector<double>> compute_value_targets(std::span<const Rollout> rollouts, const Options& options);
 
 struct ValueTerm {
@@ -61,7 +62,7 @@ class ValueObjective : public ValueSlopes {
   // The same for one token.
   double add_token(std::int32_t rollout, std::int32_t position, double value);
 
-  ValueLossParts parts() const;  // sums so far, weighted and normalised as the loss is
+  ValueLossParts parts() const;  // sums so far, with the loss's weights and denominators
 
  private:
   std::span<const Rollout> rollouts_;
