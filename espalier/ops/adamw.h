@@ -26,7 +26,7 @@ struct AdamWStep {
 struct OptimizerOperations {
   // Overwrites sum_1 (float64) with sum_i x_i^2, in an order that does not depend on threads.
   void (*sum_of_squares)(const at::Tensor& x, const at::Tensor& sum_1);
-  // Overwrites p, m, v, and where it is defined `rounded` with the new p in bfloat16.
+  // Overwrites p, m and v. If `rounded` is defined, overwrites it with the new p in bfloat16.
   void (*adamw)(const at::Tensor& p, const at::Tensor& grad, const at::Tensor& m, const at::Tensor& v,
                 const AdamWStep& step, const at::Tensor& rounded);
 };

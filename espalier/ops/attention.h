@@ -1,8 +1,8 @@
-// Shared-prefix attention on tensors; equations and what is visible: ops/cpu/attention/attention.h.
+// Shared-prefix attention on tensors. Equations and visibility: ops/cpu/attention/attention.h.
 //
-// Shapes: Q query rows, T own rows, P rows of the path, H query heads, J key/value heads, D head size, Dv that of
-// values, D unless v says otherwise. Rows may have a stride; the other one or two dimensions are contiguous. lse and
-// the gradients of keys and values are in the accumulator dtype.
+// Shapes: Q query rows, T own rows, P rows of the path, H query heads, J key/value heads, D size of a query and key
+// head, Dv of a value head (given by v's columns). Rows may have a stride; the other one or two dimensions are
+// contiguous. lse and the gradients of keys and values are in the accumulator dtype.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,7 +20,7 @@ struct AttentionProblem {
   std::int64_t window = 0;           // a row sees only rows less than this far above it; 0: all
   at::Tensor depth_T = {};           // int32, of each own row; path row j has depth j. Read if there is a window
   double scale = 0;                  // of scores; 0: 1/sqrt(D)
-  double soft_cap = 0;               // scores become cap tanh(score / cap); 0: as they are
+  double soft_cap = 0;               // scores become cap tanh(score / cap); 0: no cap
 
   std::int64_t kv_heads() const { return columns_of(own_k_T) / head_dim; }
   std::int64_t value_dim() const { return columns_of(own_v_T) / kv_heads(); }  // Dv
@@ -43,8 +43,8 @@ struct AttentionOperations {
   // Takes the results of `attention`. Overwrites the gradient of q, adds to the others.
   void (*add_attention_backward)(const AttentionProblem& problem, const at::Tensor& out_Q, const at::Tensor& lse_HQ,
                                  const at::Tensor& grad_out_Q, const AttentionGradients& gradients);
-  // A logit per head joins the softmax of each row and has no value (sinks): lse' = log(exp lse + exp sink), out' = out
-  // exp(lse - lse'), in place. With out' and lse' add_attention_backward gives the gradient including the sinks.
+  // Sinks: one more logit per head in the softmax of each row, without a value. lse' = log(exp lse + exp sink), out' =
+  // out exp(lse - lse'), in place. With out' and lse', add_attention_backward gives the gradients under the sinks.
   void (*join_sinks)(const at::Tensor& sink_H, const at::Tensor& out_Q, const at::Tensor& lse_HQ);
   // grad_sink_h -= sum_q exp(sink_h - lse'_hq) (grad_out_q . out'_q)_h, in the accumulator dtype.
   void (*add_sinks_backward)(const at::Tensor& sink_H, const at::Tensor& out_Q, const at::Tensor& lse_HQ,

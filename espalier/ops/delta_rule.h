@@ -1,13 +1,13 @@
-// Recurrent layers, with a state from row to row: the gated delta rule after a short convolution, and its gates.
+// Recurrent layers, which pass a state from row to row: the gated delta rule after a short convolution, and its gates.
 //
 // One value head h over key head g = h / (Hv / Hk), row t of a run:
 //   c_t = silu(sum_j conv_j x_{t-K+1+j})  of every channel of q, k and v;  q and k of a head divided by sqrt(sum of
 //   squares + 1e-6), q times dk^-1/2;  beta_t = sigmoid(b_t);  gamma_t = exp(-e^A softplus(a_t + dt))
 //   e_t = v_t - gamma_t S_{t-1}^T k_t,  S_t = gamma_t S_{t-1} + k_t (beta_t e_t)^T,  o_t = S_t^T q_t
-// Where decays are of channels (DeltaRuleShape::gate_latent), gamma_t = exp(-e^A softplus(a_t + dt)) is a vector [dk],
+// With one decay per channel (DeltaRuleShape::gate_latent), gamma_t = exp(-e^A softplus(a_t + dt)) is a vector [dk],
 // gamma_t S is diag(gamma_t) S, and dt is [Hv, dk].
-// Mamba-2 (DeltaRuleShape::mamba) has no norms of q and k and does not read the state first, its convolution may have
-// biases, and a value passes beside the state:
+// Mamba-2 (DeltaRuleShape::mamba) has no norms of q and k, its e_t does not depend on the state, its convolution may
+// have biases, and D v_t is added to the output:
 //   s_t = clamp(softplus(a_t + dt)),  beta_t = s_t,  gamma_t = exp(-e^A s_t),  e_t = v_t,  o_t = S_t^T q_t + D v_t
 // A run is a sequence of rows without a branch. It begins with the final state of the run before it: S, and the last K
 // - 1 inputs x of the convolution, oldest first. All arithmetic is in the accumulator dtype A.
@@ -31,8 +31,8 @@ namespace espalier {
 struct StateRun {
   std::int64_t begin = 0, end = 0;
   at::Tensor start_N;  // undefined: 0
-  at::Tensor end_N;    // overwritten; undefined: nothing follows. May be start_N without a backward
-  // For a backward: the gradient of the run's first state is added to; the gradient of its last state is
+  at::Tensor end_N;    // overwritten; undefined: no run reads it. May be start_N if there is no backward
+  // For a backward: the gradient of the state before the run is added to; that of the state after it must be
   // complete.
   at::Tensor grad_start_N, grad_end_N;  // undefined: dropped; 0
   bool forks = false;                   // other runs of the set begin with its last state
@@ -41,20 +41,20 @@ struct StateRun {
 struct DeltaRuleProblem {
   DeltaRuleShape shape;
   at::Tensor projected_TW, conv_CK, a_log_H, dt_bias_H;
-  at::Tensor conv_bias_C, skip_H;  // of Mamba-2: the convolution's biases, or undefined; D
+  at::Tensor conv_bias_C, skip_H;  // Mamba-2 only: the convolution's biases, or undefined; D
   std::span<const StateRun> runs;  // together all rows; a run comes after its predecessor
 };
 
 struct DeltaRuleGradients {
-  at::Tensor projected_TW;  // overwritten, but z
+  at::Tensor projected_TW;  // overwritten, except z
   // A; added to; undefined: does not train
   at::Tensor conv_CK, a_log_H, dt_bias_H, conv_bias_C, skip_H;
 };
 
-// y = weight o / sqrt(mean o^2 + eps) silu(z), per value head, with a weight [dv]; sigmoid(z) where decays are of
-// channels. Mamba-2: y = weight u / sqrt(mean
-// u^2
-// + eps) with u = o silu(z), over the value heads of a key head, with a weight [V].
+// y = weight o / sqrt(mean o^2 + eps) silu(z), per value head, with a weight [dv]; with one decay per channel,
+// sigmoid(z) instead of silu(z).
+// Mamba-2: y = weight u / sqrt(mean u^2 + eps), u = o silu(z), with the mean over the value heads of a key head and a
+// weight [V].
 struct GatedNormProblem {
   DeltaRuleShape shape;
   double eps;
@@ -62,9 +62,9 @@ struct GatedNormProblem {
 };
 
 struct DeltaRuleOperations {
-  // Overwrites o; undefined: computes the states only.
+  // Overwrites o. If o is undefined, computes the states only.
   void (*delta_rule)(const DeltaRuleProblem& problem, const at::Tensor& o_TV);
-  // Goes from the last run to the first, so that the gradient of a run's last state is complete.
+  // Goes from the last run to the first, so that the gradient of the state after a run is complete.
   void (*add_delta_rule_backward)(const DeltaRuleProblem& problem, const at::Tensor& grad_o_TV,
                                   const DeltaRuleGradients& gradients);
   // Overwrites y.

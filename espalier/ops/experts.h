@@ -1,14 +1,14 @@
 // The router of an expert layer and the experts' products over the rows that chose them.
 //
 //   p = softmax(logits) or sigmoid(logits);  S = the k largest p + c (c: the correction, 0 if none), ties to the lower
-//   expert, from the groups whose two largest p + c (with a softmax: whose largest) have the largest sum;
+//   expert, from the top groups by the sum of a group's two largest p + c (with a softmax: by its largest);
 //   w_j = scaling p_j, or renormalised scaling p_j / sum_S p
 //   sum_r += sum_{e in S_r} w_e ((f(g_e) u_e) Wd_e^T + bd_e)  with  [g_e u_e] = x_r Wgu_e^T + bgu_e
 //   penalties of a row:  sum_e g_e p_e  (auxiliary loss)  and  z (log sum_e exp logit_e)^2
 //
-// Shapes: R rows, M width, E experts, k of them a row, S = R k slots (slot r k + j: row r at its j-th expert), F inner
-// width of an expert, G groups of rows with the same penalty. Choices and places are int32; weights and sums are in the
-// accumulator dtype (weights rounded to the model's, as Hugging Face does), penalties in float64.
+// Shapes: R rows, M width, E experts, k of them per row, S = R k slots (slot r k + j: row r at its j-th expert), F
+// inner width of an expert, G groups of rows with the same penalty. Choices and slots are int32; weights and sums are
+// in the accumulator dtype (weights rounded to the model's dtype, as in Hugging Face), penalties in float64.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -30,7 +30,7 @@ struct RouterRule {
   at::Tensor correction_E = {};  // accumulator dtype; undefined: none
 };
 
-// Undefined: no such penalty.
+// Members are undefined if there is no such penalty.
 struct RouterPenalty {
   at::Tensor group_R;         // int32
   at::Tensor probability_GE;  // g, float64
@@ -55,8 +55,8 @@ struct ExpertWeights {
 // Scratch of one expert's products; an expert has at most R rows.
 struct ExpertScratch {
   at::Tensor rows_RM, act_RF;
-  at::Tensor grad_gate_up_RW;   // backward only
-  at::Tensor product;           // backward only: elements of the largest weight, where its gradient is rounded first
+  at::Tensor grad_gate_up_RW;  // backward only
+  at::Tensor product;  // backward only, if gradients are rounded before they are added: the largest weight's size
   at::Tensor low_rank_Rr = {};  // with adapters only
 };
 
@@ -73,20 +73,20 @@ struct ExpertOperations {
   // Overwrites all of `sorted`.
   void (*sort_by_expert)(const at::Tensor& choice_RK, const SortedSlots& sorted);
 
-  // Overwrites gate_up [S, 2 F], sorted by expert; adds to sum, where it is undefined the second products are left out.
-  // weight undefined: 1.
+  // Overwrites gate_up [S, 2 F], sorted by expert, and adds to sum. If sum is undefined, the second products are left
+  // out. An undefined weight is 1.
   void (*add_experts)(const SortedSlots& sorted, const ExpertWeights& weights, const at::Tensor& x_RM,
                       const at::Tensor& weight_RK, const at::Tensor& gate_up_SW, const at::Tensor& sum_RM,
                       const ExpertScratch& scratch);
-  // From dL/d(the rows' sums): adds the gradients of the experts' weights and dL/dx to grad_x_sum (accumulator dtype),
-  // overwrites grad_weight_RK. Undefined members of grads: these weights have no gradient. weight undefined: 1, and
-  // there is no grad_weight.
+  // From dL/d(sum): adds the gradients of the experts' weights to grads and dL/dx to grad_x_sum (accumulator dtype),
+  // and overwrites grad_weight_RK. Weights whose member of grads is undefined get no gradient. An undefined weight is 1
+  // and has no grad_weight.
   void (*add_experts_backward)(const SortedSlots& sorted, const ExpertWeights& weights, const at::Tensor& x_RM,
                                const at::Tensor& weight_RK, const at::Tensor& gate_up_SW, const at::Tensor& grad_sum_RM,
                                const ExpertWeights& grads, const at::Tensor& grad_x_sum_RM,
                                const at::Tensor& grad_weight_RK, const ExpertScratch& scratch);
-  // sum_r += w_s y_s for every slot s of row r, experts in order; y is sorted. add_experts does this with its
-  // results.
+  // sum_r += w_s y_s for every slot s of row r, experts in order; y is sorted by expert. The last part of
+  // add_experts.
   void (*add_expert_rows)(const SortedSlots& sorted, const at::Tensor& y_SM, const at::Tensor& weight_RK,
                           const at::Tensor& sum_RM);
   // out = base + sum, rounded once; base undefined: 0; out may be base.

@@ -3,13 +3,12 @@
 //   z_bv = raw_bv / temperature_b;  lse_b = log sum_v exp z_bv
 //   logprob_e = z_{b(e), target(e)} - lse_{b(e)};  entropy_b = lse_b - sum_v p_bv z_bv
 //   d raw_bv = (sum_{e of b} g_e (1[v = target_e] - p_bv) - h_b p_bv (log p_bv + entropy_b)) / temperature_b
-// with g_e = dL/dlogprob_e and h_b the sum of dL/dentropy over the row's edges. Nothing overflows, however large the
-// logits are.
+// with g_e = dL/dlogprob_e and h_b the sum of dL/dentropy over the row's edges. Logits of any size cause no overflow.
 //
-// Shapes: B rows, V columns of logits, E edges of these rows, in order of their rows. The columns are the tokens
-// [first, first + V): all of the vocabulary, or the part of it that one rank has. Then ranks exchange the rows' maxima
-// and sums, and each edge's raw logit, which one of them has; never logits. Logits are float32 or float64; numbers of
-// rows and edges float64. The value head of a critic is below.
+// Shapes: B rows, V columns of logits, E edges of these rows, ordered by row. The columns are the tokens
+// [first, first + V): the whole vocabulary, or one rank's part of it. In the latter case ranks exchange the rows'
+// maxima and sums, and the raw logit of each edge, which one of them has; they never exchange blocks of logits. Logits
+// are float32 or float64; numbers per row or edge are float64. The value head of a critic is below.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -29,10 +28,10 @@ struct EdgeBlock {
   at::Tensor temperature_B;  // float64
   at::Tensor begin_B1;       // int32: edges [begin_b - begin_0, begin_{b + 1} - begin_0) of `target` leave row b
   at::Tensor target_E;       // int32
-  LogitShape shape = {};     // that the logits already have; their gradient is that of the raw ones
+  LogitShape shape = {};     // already applied to the logits; the computed gradient is that of the raw logits
 };
 
-// With y = (raw - max) / temperature. After score_edges log_sum and entropy stand in place of the sums.
+// With y = (raw - max) / temperature. After score_edges the two sums hold log_sum and entropy instead.
 struct LogitSums {
   at::Tensor max_B;                  // max_v raw_v
   at::Tensor sum_exp_B, weighted_B;  // sum_v exp y_v, sum_v y_v exp y_v
@@ -41,15 +40,15 @@ struct LogitSums {
 struct HeadOperations {
   // raw -> logits, in place.
   void (*shape_logits)(const LogitShape& shape, const at::Tensor& logits_BV);
-  // Overwrites sums with those of the columns here, and raw with each target's logit, 0 where its column is elsewhere.
+  // Overwrites sums with those of these columns, and raw with each target's logit, or 0 if another rank has its column.
   void (*logit_sums)(const EdgeBlock& edges, std::int64_t first, const at::Tensor& logits_BV, const LogitSums& sums,
                      const at::Tensor& raw_E);
-  // Makes the sums those with a larger maximum; sums.max becomes it.
+  // Rescales the sums to a larger maximum, max_B, which becomes sums.max.
   void (*raise_maximum)(const EdgeBlock& edges, const at::Tensor& max_B, const LogitSums& sums);
-  // From the sums and raw logits of all columns: overwrites logprob and entropy, and sums (log s, entropy).
+  // From the sums and raw logits of all columns: overwrites logprob and entropy, and sums with (log_sum, entropy).
   void (*score_edges)(const EdgeBlock& edges, const at::Tensor& raw_E, const LogitSums& sums,
                       const at::Tensor& logprob_E, const at::Tensor& entropy_E);
-  // With sums as score_edges left them, overwrites the logits with their gradient.
+  // Overwrites the logits with their gradient. `sums`: after score_edges.
   void (*logit_gradients)(const EdgeBlock& edges, std::int64_t first, const LogitSums& sums,
                           const at::Tensor& grad_logprob_E, const at::Tensor& grad_entropy_E,
                           const at::Tensor& logits_BV);

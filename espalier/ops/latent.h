@@ -1,10 +1,10 @@
-// Latent attention: keys and values of all heads from what a latent gives to each, and the rotated row that all keys
-// share.
+// Latent attention: keys and values of all heads, made from the up-projected latent `kv` and the rotated row that all
+// keys share.
 //
 //   k_th = (kv_th[0, N), shared_t),  v_th = kv_th[N, N + Dv)
 //
-// Shapes: T rows, J heads, N channels of a key without rotation, K shared ones, Dv channels of a value. Rows may stand
-// at a stride; k, v and their gradients may have a dimension for heads. N is what kv leaves beside v.
+// Shapes: T rows, J heads, N key channels without rotation, K shared ones, Dv value channels. Rows may have a stride;
+// k, v and their gradients may have a dimension for heads. N follows from the columns of kv and v.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,8 +1,8 @@
-// The products of LoRA adapters, made of the plain ones. Beside y = x W^T, with h = s x A^T and u = s dL/dy B:
+// The products of LoRA adapters, composed of plain products. In addition to y = x W^T, with h = s x A^T, u = s dL/dy B:
 //
 //   y += h B^T;  dL/dx += u A;  dA += u^T x;  dB += (dL/dy)^T h
 //
-// Shapes: R rows, N outputs of the adapter, K inputs, r its rank. h and u [R, r] are written to the caller's room.
+// Shapes: R rows, N outputs of the adapter, K inputs, r its rank. h and u [R, r] are written to the caller's `room_Rr`.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -48,7 +48,7 @@ class LowRankProducts {
   static at::Tensor part_of(const at::Tensor& out_RN, const LowRank& adapter) {
     return out_RN.narrow(1, adapter.first, adapter.b_Nr.size(0));
   }
-  // Place for the rounded gradient of `weight` in that of the whole projection; undefined where there is none.
+  // The part of `product` for the rounded gradient of `weight`; undefined if `product` is.
   static at::Tensor product_for(const at::Tensor& weight, const at::Tensor& product) {
     return product.defined() ? product.view(-1).narrow(0, 0, weight.numel()).view(weight.sizes()) : product;
   }

@@ -1,4 +1,4 @@
-// Rows from one tensor to another.
+// Operations that move rows from one tensor to another.
 //
 // Shapes: R rows, M width (a row may have more dimensions), N rows of a table. Row numbers are int32.
 #pragma once
@@ -8,25 +8,26 @@
 namespace espalier {
 
 struct MovingOperations {
-  // x_r = table[row_r]. Overwrites x; both contiguous, of one dtype, whichever.
+  // x_r = table[row_r]. Overwrites x. Both are contiguous and have the same dtype, which may be any.
   void (*gather)(const at::Tensor& table_NM, const at::Tensor& row_R, const at::Tensor& x_RM);
   // into[row_r] += x_r, in order; rows may repeat. `into` is of x's dtype or its accumulator's.
   void (*add_scatter)(const at::Tensor& x_RM, const at::Tensor& row_R, const at::Tensor& into_NM);
-  // x_r = table[id_r - first], 0 where the table has no such row: a table of some of the ids. Overwrites x.
-  // table: as x, or bfloat16 on a CPU where x is float32.
+  // x_r = table[id_r - first], or 0 if the table, which has some of the ids, has no such row. Overwrites x.
+  // table: the dtype of x; on a CPU also bfloat16 with x in float32.
   void (*look_up)(const at::Tensor& table_NM, const at::Tensor& id_R, std::int64_t first, const at::Tensor& x_RM);
-  // into[id_r - first] += x_r where the table has that row, in order. `into` as in add_scatter.
+  // into[id_r - first] += x_r if `into` has that row, in order of r. `into`: as in add_scatter.
   void (*add_look_up_backward)(const at::Tensor& x_RM, const at::Tensor& id_R, std::int64_t first,
                                const at::Tensor& into_NM);
   // into[row_r] = x_r; rows do not repeat. x may have a row stride.
   void (*scatter)(const at::Tensor& x_RM, const at::Tensor& row_R, const at::Tensor& into_NM);
-  // Rows [to, to + count) = rows [from, from + count) as they were; the ranges may overlap.
+  // Copies rows [from, from + count) to rows [to, to + count); the ranges may overlap.
   void (*move_rows)(const at::Tensor& x_NM, std::int64_t from, std::int64_t to, std::int64_t count);
   // out = in, rounded to the dtype of out. Two dimensions with row strides, or contiguous.
   void (*convert)(const at::Tensor& in, const at::Tensor& out);
-  // x_r = 0 where id_r is the given one; contiguous.
+  // x_r = 0 for rows with id_r == id; contiguous.
   void (*zero_rows)(const at::Tensor& x_RM, const at::Tensor& id_R, std::int64_t id);
-  // out = base + factor x, in bfloat16 the product rounded first; base undefined: 0; out may be base, or x. Contiguous.
+  // out = base + factor x; in bfloat16 the product is rounded first. An undefined base is 0; out may be base or x.
+  // Contiguous.
   void (*add_scaled)(const at::Tensor& base_RM, const at::Tensor& x_RM, double factor, const at::Tensor& out_RM);
   // x = 0; contiguous.
   void (*zero)(const at::Tensor& x);

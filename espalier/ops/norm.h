@@ -18,7 +18,7 @@
 
 namespace espalier {
 
-// The parameters of a norm, or their gradients. Tensors stand for RMSNorm's weight alone.
+// The parameters of a norm, or their gradients. A tensor converts to RMSNorm's weight.
 struct NormWeights {
   NormWeights(at::Tensor weight, NormKind of = NormKind::rms,
               at::Tensor added = {})  // NOLINT(google-explicit-constructor)
@@ -32,7 +32,7 @@ struct NormOperations {
   // Overwrites y and rstd.
   void (*norm)(const at::Tensor& stream_RM, const NormWeights& weights, double eps, const at::Tensor& y_RM,
                const at::Tensor& rstd_R);
-  // Overwrites y with the same values again.
+  // Recomputes y from rstd: the same values as from `norm`.
   void (*norm_again)(const at::Tensor& stream_RM, const NormWeights& weights, const at::Tensor& rstd_R,
                      const at::Tensor& y_RM);
   // Adds to grad_stream and the gradients of the weights. Undefined gradients are skipped.

@@ -1,7 +1,7 @@
 // All operations on tensors: one table of functions per device, bound once per run (Device::operations).
 //
-// Model, objective, optimizer and sampler use nothing else on a device's tensors. Each operation is described in its
-// own header. Operations named add_... add to some of their results and document which.
+// Model, objective, optimizer and sampler use only these on a device's tensors. Each operation is described in the
+// header of its group. Operations named add_... add to some of their results and document which.
 #pragma once
 
 #include "espalier/ops/adamw.h"
@@ -20,7 +20,7 @@
 namespace espalier {
 
 struct ModelOperations {
-  // Errors: UnsupportedError where the operations do not take what the model needs. Null: they take every model.
+  // Errors: UnsupportedError if the device's operations do not support the model. Null: they support every model.
   void (*require_taken)(const ModelShape& shape, at::ScalarType dtype) = nullptr;
 };
 

@@ -8,8 +8,8 @@ namespace espalier::moe {
 struct RouterShape {
   std::int64_t rows = 0, experts = 0, chosen = 0;  // R, E, k
   bool renormalise = false;
-  bool sigmoid = false;                     // scores p are sigmoids of the logits; else their softmax
-  std::int64_t groups = 1, top_groups = 1;  // chosen from the best groups alone
+  bool sigmoid = false;                     // scores p: true: sigmoids of the logits; false: their softmax
+  std::int64_t groups = 1, top_groups = 1;  // experts are chosen from the top_groups best groups
   double scaling = 1;                       // of the weights
 };
 
