@@ -21,23 +21,23 @@ namespace espalier {
 class Arena {
  public:
   // Reserves addresses; memory is taken only as it is touched. At most `limit_bytes` are held at a time; the stack may
-  // be up to `depth` times as deep while ranges of it sleep (less, where the system refuses so many addresses).
+  // be up to `depth` times as deep while ranges of it sleep (less if the system cannot reserve so many addresses).
   explicit Arena(std::int64_t limit_bytes, Device& device = bound_device(), int depth = 1);
   ~Arena();
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
   // An uninitialised contiguous tensor, valid until the stack is released below it. The stack grows by
-  // arena_bytes(its bytes). Errors: MemoryBudgetError when the limit is passed.
+  // arena_bytes(its bytes). Errors: MemoryBudgetError if that exceeds the limit.
   at::Tensor take(at::IntArrayRef sizes, at::ScalarType dtype);
-  // A declared buffer, in a run whose activations have this dtype; undefined where it was not declared.
+  // A declared buffer, in a run whose activations have this dtype; undefined if it was not declared.
   at::Tensor take(const BufferList& declared, BufferList::Place place, at::ScalarType dtype);
 
   Device& device() const { return device_; }
   std::int64_t limit() const { return limit_; }
 
   std::int64_t in_use() const { return top_; }                 // the stack's depth, sleeping ranges included
-  std::int64_t held() const { return top_ - asleep_; }         // without them
+  std::int64_t held() const { return top_ - asleep_; }         // without sleeping ranges
   std::int64_t high_water() const { return high_water_; }      // the most held since the reset
   std::int64_t touched() const { return touched_ - asleep_; }  // memory that the arena takes from the system
   void reset_high_water() { high_water_ = held(); }
@@ -47,14 +47,14 @@ class Arena {
     std::int64_t begin, end;  // of the stack, as in_use() counts
     std::int64_t bytes() const { return end - begin; }
   };
-  // Releases the pages of the range; its content is lost. It may not be read until wake, which leaves it uninitialised,
-  // or until it is released. Sleeping ranges do not overlap.
+  // Releases the pages of the range; its content is lost. The range may not be used until wake, after which it is
+  // uninitialised, or until the stack is released below it. Sleeping ranges do not overlap.
   void sleep(Range range);
-  void wake(Range range);  // one that sleeps
-  // Part of the stack from and to the host's memory.
+  void wake(Range range);  // a sleeping range
+  // Copy a range of the stack to and from host memory.
   void copy_out(Range range, std::byte* host) const { device_.copy_out(base_ + range.begin, range.bytes(), host); }
   void copy_in(const std::byte* host, Range range) { device_.copy_in(host, range.bytes(), base_ + range.begin); }
-  // Gives back the pages above the stack.
+  // Returns the pages above the stack to the system.
   void trim();
 
  private:
@@ -65,7 +65,7 @@ class Arena {
   std::int64_t asleep_ = 0;  // their bytes
 };
 
-// Releases at the end of a block what was taken in it.
+// Releases the arena at the end of a block to its state at the beginning.
 class ArenaScope {
  public:
   explicit ArenaScope(Arena& arena) : arena_(arena), mark_(arena.in_use()) {}

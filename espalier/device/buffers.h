@@ -1,9 +1,9 @@
-// The buffers of a running block, as data: the arena allocates them, the planner adds them up.
+// The buffers of a running block, declared as data: the arena allocates them, the planner adds up their bytes.
 //
 // A block runs in block stages. A buffer is held from the first to the last stage that needs it; buffers that begin in
 // a stage are taken in the order of their declaration. The arena is a stack: the last buffer to begin ends first.
 //
-// A planner makes very many of these lists: adding to one is a few additions.
+// The planner makes very many of these lists, so adding a buffer costs a few additions only.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +24,7 @@ enum class Element : std::uint8_t {
   activation,
   accumulator,
   int32
-};  // of the run's dtype; of its accumulator; an index
+};  // the run's dtype; its accumulator dtype; an index
 
 struct ElementBytes {
   std::int64_t activation, accumulator;
@@ -37,7 +37,7 @@ struct ElementBytes {
 inline ElementBytes element_bytes(DType dtype) { return {bytes_of(dtype), dtype == DType::float64 ? 8 : 4}; }
 
 struct Buffer {
-  static constexpr std::int64_t kVector = -1;  // as width: one number a row, a tensor of one dimension
+  static constexpr std::int64_t kVector = -1;  // as width: one number per row, in a tensor of one dimension
 
   std::string_view name;
   std::int64_t rows, width;
@@ -91,7 +91,7 @@ class BufferList {
   const Buffer& operator[](Place place) const { return buffers_[static_cast<std::size_t>(place.index)]; }
 
   std::int64_t held(int stage) const { return held_[stage]; }  // bytes of the block's own buffers
-  // The peak over stages, blocks inside included.
+  // The peak over stages, with the blocks that run inside a stage.
   std::int64_t peak() const {
     std::int64_t most = 0;
     for (int stage = 0; stage < kMostStages; ++stage) most = std::max(most, held_[stage] + nested_[stage]);

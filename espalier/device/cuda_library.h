@@ -1,5 +1,5 @@
-// GPUs: what runs on them is a library of its own, libespalier_cuda.so beside the program, opened when one is asked
-// for.
+// Opens the library with all GPU code, libespalier_cuda.so beside the program. It is loaded only when a GPU is
+// requested.
 #pragma once
 
 #include <functional>
@@ -9,30 +9,30 @@
 
 namespace espalier {
 
-// The attention kernels: those of the library, ATen's FlashAttention-2, or graphs of cuDNN; `automatic`: the fastest
-// that was measured, else cudnn on Hopper, flash on other GPUs, own without these.
+// The attention kernels: `own` (of the library), `flash` (ATen's FlashAttention-2) or `cudnn` (graphs of cuDNN);
+// `automatic`: the fastest that was measured, else cudnn on Hopper, flash on other GPUs, own without these.
 enum class AttentionBy { automatic, own, flash, cudnn };
 const char* name_of(AttentionBy attention);
 
 struct GpuChoice {
-  int index = 0;  // among those of this machine: a rank's own number there
+  int index = 0;  // of the GPU on this machine: the rank's number among the machine's ranks
   AttentionBy attention = AttentionBy::own;
-  bool emulated = false;  // for tests: the library that runs the same host code and kernels on processors
+  bool emulated = false;  // for tests: use the library that runs the same host code and kernels on the CPU
   // The meaning of automatic on a GPU of this name: the fastest that was measured there, or automatic without any.
   std::function<AttentionBy(const std::string& gpu)> fastest = nullptr;
 };
 
 struct OpenedGpu {
-  std::string name;                                // as its driver has it; empty where none was opened
-  AttentionBy attention = AttentionBy::automatic;  // what it runs
+  std::string name;                                // from its driver; empty if no GPU was opened
+  AttentionBy attention = AttentionBy::automatic;  // the kernels in use
 };
 
-// A GPU of this machine; one a process. Errors: DeviceError, which says what is missing: the library, a library that it
-// needs, a driver, a GPU.
+// Opens a GPU of this machine; a process has one. Errors: DeviceError naming what is missing: the library, a library
+// that it needs, a driver, or a GPU.
 Device& open_cuda_device(const GpuChoice& choice = {});
 const OpenedGpu& opened_gpu();
 
-// The export of the library: the device, or null and the reason.
+// The function that the library exports. Returns the device, or null and the reason in `problem`.
 using OpenCudaDevice = Device*(const GpuChoice& choice, OpenedGpu* opened, std::string* problem);
 inline constexpr const char* kOpenCudaDevice = "espalier_open_gpu";
 

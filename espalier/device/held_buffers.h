@@ -1,4 +1,4 @@
-// A block's declared buffers while it runs: taken from the arena stage by stage, and given back.
+// A block's declared buffers while it runs: taken from the arena and released again, stage by stage.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,20 +12,21 @@ namespace espalier {
 
 class HeldBuffers {
  public:
-  // Nothing is held before the first stage is entered. `declared` must outlive the object; `dtype` is that of
-  // activations. Errors: InternalError for a list that a stack cannot hold.
+  // No buffer is held before the first stage is entered. `declared` must outlive the object; `dtype` is the dtype of
+  // activations. Errors: InternalError if a stack cannot hold the list's buffers.
   HeldBuffers(Arena& arena, const BufferList& declared, at::ScalarType dtype);
   ~HeldBuffers() { arena_.release_to(mark_); }
   HeldBuffers(const HeldBuffers&) = delete;
   HeldBuffers& operator=(const HeldBuffers&) = delete;
 
-  // Gives back what ended before the stage and takes what it holds, uninitialised. Stages ascend; one may be left out.
+  // Releases buffers that ended before this stage and takes those that begin, uninitialised. Stages ascend; some may be
+  // skipped.
   template <class Stage>
   void enter(Stage stage) {
     enter_stage(static_cast<int>(stage));
   }
 
-  // [rows, width]; undefined where the buffer was not declared.
+  // [rows, width]; undefined if the buffer was not declared.
   const at::Tensor& operator[](BufferList::Place place) const;
 
  private:

@@ -1,4 +1,4 @@
-// ATen's names of the number types, and the type sums are kept in.
+// ATen's names of the dtypes, and the accumulator dtype.
 #pragma once
 
 #include <ATen/core/Tensor.h>
