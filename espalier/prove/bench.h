@@ -20,7 +20,7 @@ namespace espalier {
 struct BenchMeasure {
   double seconds = 0;        // median of a whole gradient: plan, forward, loss, backward; no optimizer
   std::vector<double> runs;  // seconds of each
-  std::vector<double> product_flops_per_second;  // of a large matrix product, about the time of each run
+  std::vector<double> product_flops_per_second;  // of a large matrix product, measured around each run
   double predicted_seconds = 0;
   std::int64_t peak_bytes = 0, predicted_peak_bytes = 0;
   std::int64_t physical_rows = 0;
@@ -34,19 +34,19 @@ struct BenchCell {
   BenchMeasure dense, packed, phased, automatic;
   double product_flops_per_second = 0;  // of a large matrix product, median over the same turns
   double profile_flops_per_second = 0;  // the same in the machine's profile, which predicted the seconds
-  std::int64_t fitted_steps = 0;        // that the profile was fitted to; 0: to none
+  std::int64_t fitted_steps = 0;        // number of steps that the profile was fitted to; 0: none
   double ceiling = 1;                   // FLOPs dense / FLOPs with every shared row once
   std::string chosen;                   // schedule that auto took for the first tree
-  std::string same_plan;                // schedule whose plan auto's is, row for row; empty: none
+  std::string same_plan;                // schedule with the same plan as auto, row for row; empty: none
 
   double speedup() const { return automatic.seconds > 0 ? dense.seconds / automatic.seconds : 0; }
   double fraction() const { return speedup() / ceiling; }
 };
 
-// One cell for every --splits x --n, or one for --rollouts. Calls on_cell as each ends. Every rank of the mesh runs it;
-// under dp a cell of --splits has a group for each of its ranks, seconds are those of the slowest. With one rank the
-// machine's cached profile is fitted to the steps that ran, where the machine was quiet enough for that (cost_fit.h); a
-// note says so.
+// One cell for every --splits x --n, or one for --rollouts. Calls on_cell when a cell ends. Every rank of the mesh
+// calls it; under dp a cell of --splits has a group for each rank, and seconds are those of the slowest rank. With one
+// rank the machine's cached profile is fitted to the steps that ran, if the machine was quiet enough (cost_fit.h); a
+// note reports it.
 std::vector<BenchCell> bench(const Options& options, Progress& progress,
                              const std::function<void(const BenchCell&)>& on_cell, const Mesh& mesh = mesh_of_one());
 

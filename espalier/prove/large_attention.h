@@ -1,7 +1,7 @@
-// Attention with as many rows as the device runs quickly, held against float64 on sampled rows.
+// Compares attention with very many rows with float64, on sampled rows.
 //
-// The cases of operation_check.h have some two hundred rows. A grid of thousands of blocks, offsets beyond 2^31 bytes
-// and tiles that a loop leaves out show only here.
+// The cases of operation_check.h have about two hundred rows. Faults of grids with thousands of blocks, of offsets
+// beyond 2^31 bytes, and of tiles that a loop skips appear only here.
 #pragma once
 
 #include <vector>

@@ -1,12 +1,12 @@
 // Compares every operation of a device with the CPU's result in float64, on the same inputs.
 //
 // Inputs are random and rounded to the dtype first, so both sides compute from the same numbers. An error is the
-// largest difference of a result, relative to the largest value of the CPU's answer, or to `least` where that is
-// larger. It may be
+// largest difference of a result, relative to the largest value of the CPU's answer, or to `least` if that is larger.
+// The largest allowed error is
 //   roundings u(dtype) + terms u(accumulator),  u the unit roundoff: 2^-8, 2^-24, 2^-53
-// where `roundings` counts how often a value on its way to the result is rounded to the dtype, and `terms` the
-// additions (and the roundings of exp and log) in the accumulator, each times how much larger than the result its
-// summands are. Whole numbers must be the same.
+// where `roundings` counts the roundings to the dtype before a result is reached, and `terms` the additions (and the
+// roundings of exp and log) in the accumulator, each times the ratio of its summands to the result. Integers must be
+// equal.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,8 +21,8 @@
 
 namespace espalier {
 
-// An operation on certain sizes. Arguments are float64 or int32 tensors of the host; on a device an `activation` has
-// the dtype that is checked, a `sum` its accumulator, and what is `fixed` the dtype that it has here.
+// An operation on certain sizes. Arguments are float64 or int32 host tensors. On the device an `activation` has the
+// dtype under test, a `sum` its accumulator dtype, and a `fixed` argument its dtype on the host.
 struct OperationCase {
   enum class Kind { activation, sum, fixed };
   struct Argument {
@@ -43,11 +43,11 @@ struct OperationCheck {
   std::string operation, sizes;
   DType dtype;
   double error = 0, allowed = 0;
-  bool same_bits = true;                                       // when it ran a second time
-  bool pass() const { return same_bits && error <= allowed; }  // not where the error is no number
+  bool same_bits = true;                                       // a second run gave the same bits
+  bool pass() const { return same_bits && error <= allowed; }  // false if the error is NaN
 };
 
-// The cases, at sizes below, at and above what a thread, a warp, a block and a pass of the kernels take.
+// The cases, with sizes below, at and above the sizes that a thread, a warp, a block and a pass of the kernels handle.
 std::vector<OperationCase> row_cases();
 std::vector<OperationCase> moving_cases();
 std::vector<OperationCase> product_cases();
@@ -59,14 +59,14 @@ std::vector<OperationCase> state_cases();    // layers whose rows carry a state,
 std::vector<OperationCase> variant_cases();  // other norms, rotations, activations, routers and experts than Llama's
 std::vector<OperationCase> all_operation_cases();
 
-// The device's results of a case, in float64 or as whole numbers, on the host.
+// The device's results of a case, on the host, in float64 or as integers.
 std::vector<at::Tensor> results_on(Device& device, const OperationCase& each, DType dtype);
-// The CPU's answer in float64 to the same inputs, and how far results are from it.
+// The CPU's answer in float64 for the same inputs, and the comparison of results with it.
 std::vector<at::Tensor> answer_of_cpu(const OperationCase& each, DType dtype);
 OperationCheck compared(const OperationCase& each, DType dtype, const std::vector<at::Tensor>& results,
                         const std::vector<at::Tensor>& answer);
 bool same_bits(const std::vector<at::Tensor>& results, const std::vector<at::Tensor>& others);
-// All of it, the results made twice.
+// Runs the case twice on the device and compares: the results with the CPU's, and both runs with each other.
 OperationCheck check_operation(Device& device, const OperationCase& each, DType dtype);
 
 // Numbers of a standard normal distribution; the same for the same seed and sizes.

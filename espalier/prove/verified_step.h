@@ -14,7 +14,7 @@ namespace espalier {
 // The result of one run, copied out of the learner, in double and in the order of the file.
 struct StepOutcome {
   at::Tensor gradient;              // flat
-  std::vector<TokenSeries> series;  // what the loss is a function of: log-probs and entropies, or values
+  std::vector<TokenSeries> series;  // the variables of the loss: log-probs and entropies, or values
   double loss = 0;
   StepPlan plan;
 };
@@ -26,7 +26,7 @@ class VerifiedStep {
   virtual Learner& learner() = 0;
   // Overwrites the learner's options and gradients.
   virtual StepOutcome run(const MiniBatch& mini_batch, const Options& options) = 0;
-  // dL/d(series) at an outcome.
+  // dL/d(series) at the outcome `at`.
   virtual std::vector<TokenSeries> slopes(const MiniBatch& mini_batch, const Options& options,
                                           const StepOutcome& at) const = 0;
 

@@ -1,12 +1,13 @@
 // `verify`: compares the same step dense and shared, number by number, relative to the effect of rounding.
 //
-// The floor of a number is the larger of two distances from the dense run: to a dense run that adds in another order
-// (rollouts reversed, one a wave), and, below float64, to a dense run in float64. A matrix of an expert has at least
-// the root mean square of the floors of its layer's experts. A shared run may be twice as far from dense as the floor.
-// In float64 it may be 1e-10 of the dense value away, whatever the floor (testing levels: docs/architecture.md, proof).
+// The floor of a number is its largest distance from the dense run in other dense runs: one that adds in another order
+// (rollouts reversed, in other waves); below float64 also one with the last bits of all weights flipped and one in
+// float64, and six more if a schedule is too far. An expert's matrix has at least the root mean square of the floors of
+// its layer's experts. Shared may differ by twice the floor, in float64 by 1e-10 of the dense value
+// (docs/architecture.md).
 //
-// Below float64 every run compared chooses experts as the dense float64 run did (moe/chosen_experts.h): a choice
-// between experts that are nearly equal is made by rounding, and moves a log-prob by far more than rounding does.
+// Below float64 all compared runs use the experts that the dense float64 run chose (moe/chosen_experts.h): rounding
+// decides between nearly equal experts, and another choice moves a log-prob by far more than rounding does.
 #pragma once
 
 #include <cmath>
@@ -21,10 +22,10 @@
 
 namespace espalier {
 
-// One number or tensor compared: how far shared is from dense, and how far it may be.
+// One compared number or tensor: the distance of shared from dense, and the allowed distance.
 struct Distance {
   double error = 0, floor = 0, allowed = 0;
-  // At most 1 if the error is allowed. An error that is not a number is never allowed.
+  // At most 1 if the error is allowed. NaN is never allowed.
   double ratio() const {
     if (std::isnan(error) || std::isnan(allowed)) return 1e300;
     return allowed > 0 ? error / allowed : error > 0 ? 1e300 : 0;
@@ -34,7 +35,7 @@ struct Distance {
 struct ParameterCheck {
   std::string name;
   Distance distance;  // relative L2, of the schedule farthest from dense
-  double cosine = 1;  // least over the schedules
+  double cosine = 1;  // minimum over the schedules
 };
 
 struct ScheduleCheck {
@@ -45,21 +46,22 @@ struct ScheduleCheck {
 
 struct Verdict {
   std::int64_t rollouts = 0, logical_rows = 0;
-  double gradient_norm = 0;  // of the dense run; 0 where every advantage is 0, and then little is compared
+  double gradient_norm = 0;  // of the dense run; 0 if every advantage is 0: the comparison then means little
   std::vector<ParameterCheck> parameters;
   std::vector<ScheduleCheck> schedules;
   Distance logprob;                        // largest absolute difference over response tokens
-  std::int64_t other_bits = 0;             // response tokens whose log-prob has other bits than dense in some schedule
+  std::int64_t other_bits = 0;             // response tokens whose log-prob is not bitwise dense's in some schedule
   Distance loss;                           // absolute
   double loss_dense = 0, loss_shared = 0;  // shared: of the schedule farthest from dense
-  Distance optimizer;  // largest absolute difference of a weight after one update; reported, not judged
-  // Held matrices in NF4: every run, that in float64 too, multiplies by the numbers that they stand for.
+  Distance optimizer;  // largest absolute difference of a weight after one update; not part of the verdict
+  // The number of held matrices in NF4. Every run, also in float64, multiplies by the numbers that NF4 encodes.
   std::int64_t nf4_matrices = 0;
-  // Below float64, of a model with experts: how many choices of a dense run that chooses freely differ from those of
-  // float64, which all runs compared repeat. Experts that rollouts record are not among them. Reported, not judged.
+  // With experts, below float64: the number of choices in which a dense run that chooses freely differs from float64,
+  // whose choices all compared runs use. Recorded experts do not count. Not part of the verdict.
   std::optional<moe::ChoiceDifference> router;
 
-  // With --critic its step is compared too: parameters and schedules are in the lists above, named "critic. ...".
+  // With --critic the critic's step is compared too. Its parameters and schedules are in the lists above, with the
+  // prefixes "critic." and "critic: ".
   struct CriticPart {
     Distance values;  // as logprob
     Distance loss;
@@ -72,11 +74,10 @@ struct Verdict {
   const ParameterCheck& worst() const;
 };
 
-// The first mini-batch of --rollouts; with --critic, the actor's step and the critic's. With --schedule auto every
-// schedule is checked, with both trunk states and, where no --token-budget is given, also with waves a third as long as
-// the longest rollout.
-// On several ranks every run but the one in float64 is theirs together: that one is each rank's own, and outside their
-// sums.
+// Verifies the first mini-batch of --rollouts; with --critic, the actor's step and the critic's. With --schedule auto
+// every schedule is checked, with both trunk states and, without --token-budget, also with waves a third as long as the
+// longest rollout.
+// On several ranks all of them run every step together, the one in float64 too.
 Verdict verify(const Options& options, Progress& progress, const Mesh& mesh = mesh_of_one());
 
 }  // namespace espalier
