@@ -353,7 +353,7 @@ void add_sorted_cases(std::vector<OperationCase>& cases, const ExpertSize& size,
   experts.arguments.push_back({normal({R, width}, 90), Kind::sum, true});
   experts.arguments.push_back({at::zeros({R, width}, at::kDouble)});
   experts.arguments.push_back({at::zeros({R, F}, at::kDouble)});
-  const auto weights = [=](const Tensors& t) {
+  const auto weights = [F, width, behind, E = size.experts](const Tensors& t) {
     const auto of = [&](const at::Tensor& flat) { return flat.narrow(0, behind, flat.size(0) - behind); };
     return ExpertWeights{of(t[4]).view({E, 2 * F, width}), of(t[5]).view({E, width, F})};
   };

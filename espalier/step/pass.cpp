@@ -1,5 +1,7 @@
 #include "espalier/step/pass.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
+
 #include <cmath>
 #include <memory>
 #include <optional>
