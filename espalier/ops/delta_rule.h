@@ -31,23 +31,24 @@ namespace espalier {
 struct StateRun {
   std::int64_t begin = 0, end = 0;
   at::Tensor start_N;  // undefined: 0
-  at::Tensor end_N;    // overwritten; undefined: no run reads it. May be start_N if there is no backward
-  // For a backward: the gradient of the state before the run is added to; that of the state after it must be
-  // complete.
-  at::Tensor grad_start_N, grad_end_N;  // undefined: dropped; 0
-  bool forks = false;                   // other runs of the set begin with its last state
+  // Overwritten; undefined: not stored. May be start_N if there is no backward and no other run begins with start_N.
+  at::Tensor end_N;
+  // For a backward. grad_start_N is added to; undefined: dropped. grad_end_N must hold all contributions but those of
+  // this call's runs; undefined: 0.
+  at::Tensor grad_start_N, grad_end_N;
+  bool forks = false;  // other runs of the set begin with its last state
 };
 
 struct DeltaRuleProblem {
   DeltaRuleShape shape;
   at::Tensor projected_TW, conv_CK, a_log_H, dt_bias_H;
   at::Tensor conv_bias_C, skip_H;  // Mamba-2 only: the convolution's biases, or undefined; D
-  std::span<const StateRun> runs;  // together all rows; a run comes after its predecessor
+  std::span<const StateRun> runs;  // each after the run that it continues; together all rows if o is computed
 };
 
 struct DeltaRuleGradients {
   at::Tensor projected_TW;  // overwritten, except z
-  // A; added to; undefined: does not train
+  // A; added to; undefined: not computed
   at::Tensor conv_CK, a_log_H, dt_bias_H, conv_bias_C, skip_H;
 };
 
@@ -64,7 +65,8 @@ struct GatedNormProblem {
 struct DeltaRuleOperations {
   // Overwrites o. If o is undefined, computes the states only.
   void (*delta_rule)(const DeltaRuleProblem& problem, const at::Tensor& o_TV);
-  // Goes from the last run to the first, so that the gradient of the state after a run is complete.
+  // Goes from the last run to the first, so that grad_end_N is complete when its run is reached. Every start_N must
+  // hold the state of the forward: delta_rule without o computes those of forks again.
   void (*add_delta_rule_backward)(const DeltaRuleProblem& problem, const at::Tensor& grad_o_TV,
                                   const DeltaRuleGradients& gradients);
   // Overwrites y.
@@ -73,7 +75,8 @@ struct DeltaRuleOperations {
   void (*add_gated_norm_backward)(const GatedNormProblem& problem, const at::Tensor& grad_y_TV,
                                   const at::Tensor& grad_o_TV, const at::Tensor& grad_projected_TW,
                                   const at::Tensor& grad_weight);
-  // y = x sigmoid(gate), with query and gate [2 D] per head; R rows. Overwrites y.
+  // y = x sigmoid(gate) for R rows of heads with D = head_dim columns; query_gate [R, 2 W] has the query and the gate,
+  // [2 D], of each head. Overwrites y.
   void (*gate_heads)(const at::Tensor& x_RW, const at::Tensor& query_gate_RW, std::int64_t head_dim,
                      const at::Tensor& y_RW);
   // Overwrites grad_x, which may be grad_y, and the gates in grad_query_gate.
