@@ -1,9 +1,10 @@
 // A rank group with one GPU per rank: collectives of device tensors are queued work, collectives of host tensors go to
 // the host's group.
 //
-// A collective runs after earlier work and before later work, and the host does not wait. Each group has its own
-// queues, because ranks may reach different groups in different orders. Data to send is copied first and sent in a
-// separate queue, so that no rank waits for its receiver.
+// A collective runs after earlier work. Later work runs after the collective; if the collective was started ahead, only
+// work behind its wait() does. The host does not wait. Each group has its own queues, because ranks may reach different
+// groups in different orders. Data to send is copied first and sent in a separate queue, so that no rank waits for its
+// receiver.
 #pragma once
 
 #include <deque>
@@ -16,7 +17,7 @@ namespace espalier::cuda {
 
 class DeviceGroup : public Group {
  public:
-  // `timeout`: seconds from the begin of a collective.
+  // `timeout`: seconds that a collective may run (Unfinished).
   DeviceGroup(std::shared_ptr<Group> host, double timeout, CudaDevice& device);
 
  private:
@@ -30,12 +31,13 @@ class DeviceGroup : public Group {
   void do_send(const at::Tensor& x, int to) override;
   void do_receive(const at::Tensor& x, int from) override;
 
-  // Queues a collective after all earlier work; returns the event after it.
+  // Queues a collective after all earlier work of `queue` and of the compute queue; returns the event after it.
   Event give(Queue queue, const Collective& collective);
-  // Starts a collective; work given after its wait, or the next work too, runs after it.
+  // Queues a collective. Work that is queued after the wait() of the result runs after the collective.
   std::unique_ptr<Pending::Work> start(const Collective& collective);
+  // The same with an immediate wait(): all later work runs after the collective.
   void run(const Collective& collective);
-  // Runs a call of the host's group while this rank's queues continue.
+  // Runs a call of the host's group to its end, while this rank's queues continue.
   template <class Call>
   std::unique_ptr<Pending::Work> on_host(Call&& call);
 
