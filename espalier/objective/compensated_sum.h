@@ -1,4 +1,5 @@
-// A sum that also keeps its rounding error (Neumaier), so that its value hardly depends on the order of the terms.
+// A sum that collects its rounding errors apart (Neumaier), so that its value hardly depends on the order of the terms.
+// NaN after an infinite term or an overflow.
 #pragma once
 
 #include <cmath>
