@@ -1,4 +1,4 @@
-// Where the seconds of a step went (--profile), and how fast its matrix products were.
+// The seconds of a step by parts (--profile), and the rate of its matrix products.
 #pragma once
 
 #include <string>
@@ -12,35 +12,35 @@
 
 namespace espalier {
 
-// The collectives of a step on one rank, and its last backward, from which on gradients are summed; seconds since the
-// step began.
+// The collectives of a step on one rank, and its last backward, during which the summing of gradients begins. Times are
+// those of Timer::steady_seconds.
 struct StepTraffic {
-  double began = 0;                                         // of the step, Timer::steady_seconds
-  TrafficLog events;                                        // as they were entered
-  double last_backward_began = 0, last_backward_ended = 0;  // Timer::steady_seconds; 0: none
+  double began = 0;  // the step
+  TrafficLog events;
+  double last_backward_began = 0, last_backward_ended = 0;  // 0: none
 
   struct OfAxis {
     std::string_view axis;
-    std::int64_t calls = 0, bytes = 0;
-    double seconds = 0, hidden = 0;  // of calls, which may overlap; beside the rank's own work
+    std::int64_t calls = 0, bytes = 0;  // bytes that this rank gave
+    double seconds = 0, hidden = 0;     // sums over calls, which may overlap; hidden: beside the rank's own work
   };
   std::vector<OfAxis> by_axis() const;  // in the order of their first calls
 };
 
-// Parts that never overlap and add up to the step; what no part claims is "other".
+// Seconds by parts that never overlap and add up to the step; the last one is "other", the time of no part.
 struct StepProfile {
   std::vector<std::pair<std::string, double>> seconds;
-  double read = 0;                       // seconds of reading the rollouts, before the first step; 0 in later ones
-  double product_flops_per_second = 0;   // of the layers' matrix products
-  double measured_flops_per_second = 0;  // of the best matrix product that the machine's profile knows
-  StepTraffic collectives = {};          // of several ranks
+  double read = 0;                       // seconds of reading the rollouts before the first step; 0 in later steps
+  double product_flops_per_second = 0;   // of the layers' matrix products; 0: none
+  double measured_flops_per_second = 0;  // the highest rate of a matrix product in the machine profile
+  StepTraffic collectives = {};          // without events if there is one rank
 
-  double product_rate_share() const {
+  double product_rate_share() const {  // 0: the machine profile has no rate
     return measured_flops_per_second > 0 ? product_flops_per_second / measured_flops_per_second : 0;
   }
 };
 
-// The profile of a step of one rank that took `total` seconds, from the parts that its timer booked.
+// The profile of one rank's step of `total` seconds, from the parts of its timer, without `read` and `collectives`.
 StepProfile profile_of(const Timer& timer, double total, const StepPlan& plan, const LocalShape& rank, StepKind kind,
                        const MachineProfile& machine);
 
