@@ -1,4 +1,4 @@
-// Which format a file of lines holds, from its first record, and the two record readers.
+// The format of a file of records, detected from its first one, and the readers of the two formats.
 #pragma once
 
 #include <map>
@@ -20,26 +20,28 @@ const char* name_of(RecordFormat format);
 struct RecordReader {
   simdjson::ondemand::parser parser;
   std::int64_t vocabulary = 0;                        // 0: not checked
-  double temperature = 1;                             // of records that do not say theirs
-  std::map<std::string, std::string> unknown_fields;  // name -> where it first stood
-  std::int64_t pairs = 0;                             // read so far
+  double temperature = 1;                             // of records without one
+  std::map<std::string, std::string> unknown_fields;  // of neutral records: name -> where it first occurred
+  std::int64_t pairs = 0;                             // pairs and lists of answers read so far
 };
 
-// From the fields of a file's first record. UnsupportedError for text-only dumps, by the name of their writer.
+// From the fields of a file's first record; neutral if no other format is recognised. Errors: UnsupportedError naming
+// the writer of a text-only dump; InputError for a line that is not a JSON object.
 RecordFormat detect_format(RecordReader& reader, std::string_view line, const RecordPlace& place);
 
-// True for a row of a data set of text: pairs (chosen, rejected), scored answers, or answers (completion, messages,
-// text). False for any record with token ids. InputError for what is no JSON object.
+// True for a row of a data set of text: pairs (chosen), scored answers (answers), or answers (completion, messages,
+// conversations, text). False for a record with a field whose name ends in _ids. Errors: InputError for a line that is
+// not a JSON object.
 bool is_text_row(RecordReader& reader, std::string_view line, const RecordPlace& place);
 
 // The names of the fields that a neutral record may have (docs/rollout_format.md).
 std::span<const std::string_view> neutral_fields();
-// One record of the neutral format, a rollout or the two of a pair, which are appended; `index` and `where` are left to
-// the caller.
+// Appends the rollouts of one record of the neutral format: one, the two of a pair, or one for each answer of a list.
+// The caller sets `index` and `where`.
 void read_neutral_record(RecordReader& reader, std::string_view line, const RecordPlace& place,
                          std::vector<Rollout>& out);
 
-// One record of NeMo-RL's train_data_step*.jsonl, see nemo_rl_record.cpp. `step`: from the file's name.
+// The rollout of one record of NeMo-RL's train_data_step*.jsonl (nemo_rl_record.cpp). `step`: from the file's name.
 Rollout read_nemo_rl_record(RecordReader& reader, std::string_view line, const RecordPlace& place,
                             std::optional<std::int64_t> step);
 
