@@ -35,7 +35,7 @@ struct StepProfile {
   double measured_flops_per_second = 0;  // the highest rate of a matrix product in the machine profile
   StepTraffic collectives = {};          // without events if there is one rank
 
-  double product_rate_share() const {  // 0: the machine profile has no rate
+  double product_rate_share() const {  // of the measured rate; 0: there is none
     return measured_flops_per_second > 0 ? product_flops_per_second / measured_flops_per_second : 0;
   }
 };
