@@ -1,11 +1,11 @@
 // Head and log-prob in one: log-probs, entropies and their gradients, without a rows x vocabulary tensor.
 //
 // Shapes: O output rows, M width, V vocabulary, E edges. z_ov = shaped(hidden_o . weight_v) / temperature_o
-// (LogitShape); log-prob, entropy and the gradient of a logit are those of ops/head.h. Logits exist for one block
-// of rows at a time ([block, V], in the arena), in the accumulator type (float32; float64 in float64 runs);
-// HeadBuffers (forecast/block_buffers.h) declares all buffers. If the vocabulary is sharded over tp, each rank has
-// the logits of its own V tokens: maxima, sums and targets' logits are exchanged, and the gradients of the hidden
-// rows are summed. With an adapter (ops/low_rank.h) A and B add to the product, in the accumulator type.
+// (LogitShape); log-prob, entropy and the gradient of a logit are those of ops/head.h. Logits exist for one block of
+// rows at a time, or for two ([block, V], in the arena), in the accumulator type (float32; float64 in float64 runs);
+// HeadBuffers (forecast/block_buffers.h) declares all buffers. If the vocabulary is sharded over tp, each rank has the
+// logits of its own V tokens: maxima, sums and the logits of targets are exchanged, and the gradients of the hidden
+// rows are summed. With an adapter (ops/low_rank.h) its A and B add to the product, in the accumulator type.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -51,7 +51,7 @@ struct VocabularyPart {
 
 struct HeadProblem {
   at::Tensor hidden_OM;  // float64, float32 or bfloat16, contiguous
-  at::Tensor weight_VM;  // same dtype
+  at::Tensor weight_VM;  // same dtype, or bfloat16 if hidden is float32
   const HeadEdges& edges;
   VocabularyPart part = {};
 };
@@ -68,8 +68,8 @@ using HeadObjective =
     std::function<void(std::size_t first, std::span<const double> logprob, std::span<const double> entropy,
                        std::span<double> grad_logprob, std::span<double> grad_entropy)>;
 
-// For samplers: calls visit with the first row of each block and its logits hidden_o . weight_v, [block, V] in the
-// accumulator type. The logits are valid during the call only.
+// For samplers: calls visit with the first row of each block and its logits shaped(hidden_o . weight_v), before the
+// temperature: [block, V] in the accumulator type, of this rank's V tokens. They are valid during the call only.
 using LogitsFunction = std::function<void(std::int64_t first_row, const at::Tensor& logits_BV)>;
 void for_each_logits(const at::Tensor& hidden_OM, const at::Tensor& weight_VM, const VocabularyPart& part,
                      const LogitsFunction& visit, Arena& arena);

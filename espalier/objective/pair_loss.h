@@ -39,8 +39,8 @@ struct PairMeans {
   OfAnswers reward, logprob;
 };
 
-// The loss of a mini-batch, linearised at the log-probs of the current weights: each loss token of rollout i has the
-// advantage -dL / dS_i, so that -sum A log p has the gradient of L.
+// The loss of a mini-batch, linearised at the log-probs of the current weights: every response token of rollout i has
+// the advantage A = -dL / dS_i, so that -sum A log p over loss tokens has the gradient of L.
 struct LinearPairs {
   std::vector<std::vector<double>> advantages;  // one series per rollout
   PairMeans means;

@@ -39,7 +39,8 @@ struct ScoreLoss {
 // `scores`: r of every rollout. Errors: InputError for a rollout that belongs to no set.
 ScoreLoss score_loss(std::span<const Rollout> rollouts, std::span<const double> scores, const Options& options);
 
-// The derivative of score_loss in the form that a head takes: it is 0 except at an answer's last token.
+// The derivative of score_loss in the form that a head takes. Every edge gets dL/dr of its rollout, so the edges must
+// be those of the appended tokens alone.
 class ScoreSlopes : public ValueSlopes {
  public:
   explicit ScoreSlopes(std::span<const double> slope) : slope_(slope) {}

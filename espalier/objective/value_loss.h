@@ -24,7 +24,7 @@ namespace espalier {
 void check_value_targets(std::span<const Rollout> rollouts);
 
 // R of every response token: the record's `returns`, else values + GAE of the reward before whitening (30).
-// Errors: as check_value_targets; InputError if a record has neither `returns` nor values.
+// Errors: as check_value_targets; InputError if a turn of a trajectory lacks values and a turn lacks `returns`.
 std::vector<std::vector<double>> compute_value_targets(std::span<const Rollout> rollouts, const Options& options);
 
 struct ValueTerm {
@@ -53,13 +53,13 @@ class ValueSlopes {
 class ValueObjective : public ValueSlopes {
  public:
   // `targets`: R, one series per rollout. Both spans must outlive the object. Errors: InputError for a rollout without
-  // `values`.
+  // `values`, and the errors of AggregationDivisors::from.
   ValueObjective(std::span<const Rollout> rollouts, std::span<const std::vector<double>> targets,
                  const Options& options);
 
   // Adds the edges' parts to parts() and overwrites dL/dvalue. A masked token gives zero and adds nothing.
   void add_edges(std::span<const LossEdge> edges, std::span<const double> value, std::span<double> grad_value) override;
-  // The same for one token.
+  // The same for one token; returns dL/dvalue.
   double add_token(std::int32_t rollout, std::int32_t position, double value);
 
   ValueLossParts parts() const;  // sums so far, with the loss's weights and denominators
