@@ -1,4 +1,5 @@
-// A block of raw logits: the log-probs and entropies of its rows' edges, and in place the gradient of the logits.
+// A block of logits: the log-probs and entropies of its rows' edges, and in place the gradient of the logits. raw is a
+// logit of the block, before the temperature.
 //
 //   z_bv = raw_bv / temperature_b;  lse_b = log sum_v exp z_bv
 //   logprob_e = z_{b(e), target(e)} - lse_{b(e)};  entropy_b = lse_b - sum_v p_bv z_bv
@@ -28,7 +29,7 @@ struct EdgeBlock {
   at::Tensor temperature_B;  // float64
   at::Tensor begin_B1;       // int32: edges [begin_b - begin_0, begin_{b + 1} - begin_0) of `target` leave row b
   at::Tensor target_E;       // int32
-  LogitShape shape = {};     // already applied to the logits; the computed gradient is that of the raw logits
+  LogitShape shape = {};     // already applied to the logits; logit_gradients goes back through it
 };
 
 // With y = (raw - max) / temperature. After score_edges the two sums hold log_sum and entropy instead.
@@ -38,17 +39,17 @@ struct LogitSums {
 };
 
 struct HeadOperations {
-  // raw -> logits, in place.
+  // Applies the shape in place.
   void (*shape_logits)(const LogitShape& shape, const at::Tensor& logits_BV);
   // Overwrites sums with those of these columns, and raw with each target's logit, or 0 if another rank has its column.
   void (*logit_sums)(const EdgeBlock& edges, std::int64_t first, const at::Tensor& logits_BV, const LogitSums& sums,
                      const at::Tensor& raw_E);
-  // Rescales the sums to a larger maximum, max_B, which becomes sums.max.
+  // Rescales the sums to max_B, a maximum at least as large, which becomes sums.max.
   void (*raise_maximum)(const EdgeBlock& edges, const at::Tensor& max_B, const LogitSums& sums);
   // From the sums and raw logits of all columns: overwrites logprob and entropy, and sums with (log_sum, entropy).
   void (*score_edges)(const EdgeBlock& edges, const at::Tensor& raw_E, const LogitSums& sums,
                       const at::Tensor& logprob_E, const at::Tensor& entropy_E);
-  // Overwrites the logits with their gradient. `sums`: after score_edges.
+  // Overwrites the logits with the gradient of the logits before `shape`. `sums`: after score_edges.
   void (*logit_gradients)(const EdgeBlock& edges, std::int64_t first, const LogitSums& sums,
                           const at::Tensor& grad_logprob_E, const at::Tensor& grad_entropy_E,
                           const at::Tensor& logits_BV);

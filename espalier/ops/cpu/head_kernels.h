@@ -29,7 +29,7 @@ inline double token_logprob(double raw, double inverse_temperature, const HeadRo
   return (raw - sums.max_raw) * inverse_temperature - sums.log_sum;
 }
 
-// Sums are kept in double over runs of 1024 values. One pass over memory.
+// Sums over a run of 1024 values are in the type of the logits, sums over runs in double. One pass over memory.
 HeadRowParts compute_row_parts(const float* raw, std::int64_t columns, double inverse_temperature);
 HeadRowParts compute_row_parts(const double* raw, std::int64_t columns, double inverse_temperature);
 // The same sums for a larger maximum; for an equal maximum bitwise identical.
