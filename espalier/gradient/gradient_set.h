@@ -1,6 +1,6 @@
 // One accumulator per parameter: the sum of all contributions of the phases, in float32 (float64 in float64 runs).
 //
-// Only functions named add_... write here, and only through `views()`.
+// During a pass only functions named add_... write the accumulators, through `views()`.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -34,7 +34,8 @@ class GradientSet {
   void finish_sums();
   std::int64_t given_ahead() const { return sums_ ? sums_->given() : 0; }  // bytes in sums begun before `finish_sums`
   ModelViews& views() { return views_; }
-  // The guest that sums gradients over ranks around the stops of a pass; null if no other rank has the same weights.
+  // The guest that sums gradients over ranks around the stops of a pass; null if weights are neither sharded over ranks
+  // nor held by several.
   Guest* guest();
   Device& device() const { return device_; }
   const ParameterTable& table() const { return table_; }

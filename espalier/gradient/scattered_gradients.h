@@ -21,8 +21,8 @@ class ScatteredGradients final : public Guest {
 
   // The views of the stop's gradients hold 0 from now on.
   void enter(const Stop& stop) override;
-  // Reduces the gradients in the views over the ranks and adds them to each rank's part, at the end of the step at the
-  // latest.
+  // Starts to reduce the gradients in the views over the ranks. The next leave, or finish, adds the sums to each rank's
+  // part.
   void leave(const Stop& stop) override;
   // Waits until all released gradients are reduced and added.
   void finish();

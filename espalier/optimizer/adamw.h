@@ -3,9 +3,9 @@
 // One update: the gradient's global norm decides the clipping factor, the factor enters the moments, the moments move
 // the masters, the masters are rounded into the weights. In float32 and float64 the masters are the weights.
 //
-// With a sharded state each rank keeps masters and moments of a contiguous range of elements, updates those
-// weights and sends them to the others (ZeRO-1). With sharded weights each rank updates its own part (ZeRO-3).
-// With a model in parts the norm covers the whole gradient; a part on several ranks counts once
+// With --shard optimizer each rank keeps masters and moments of a contiguous range of elements, updates these weights
+// and sends them to the others (ZeRO-1). With --shard full each rank updates its own part of the weights (ZeRO-3). The
+// norm is that of the whole model's gradient on every rank; a part that several ranks hold counts once
 // (Shard::counted).
 #pragma once
 
@@ -34,7 +34,8 @@ struct AdamWSettings {
 // Source: torch.nn.utils.clip_grad_norm_.
 double clip_factor(double norm, double max_norm);
 
-// Learning rate of step t = 1, 2, ... of T = total_steps, with w = warmup_steps, s = t - 1 and r = min_lr_ratio:
+// Learning rate of step t = 1, 2, ... of T = total_steps, which all schedules but constant need, with w = warmup_steps,
+// s = t - 1 and r = min_lr_ratio:
 //   s < w: lr s / w.   Later lr (r + (1 - r) f) with x = (s - w) / max(1, T - w) and
 //   f = 1 (constant), max(0, 1 - x) (linear), (1 + cos(pi min(1, x))) / 2 (cosine).
 // Source: the schedules of transformers and verl, whose first step of a warm-up has rate 0; mathematics section 17.
@@ -42,7 +43,7 @@ double learning_rate(const AdamWSettings& settings, std::int64_t step);
 
 // The ranks of an optimizer.
 struct OptimizerRanks {
-  Group& shares = mesh_of_one().dp;    // under --shard: each keeps a part of the state
+  Group& shares = mesh_of_one().dp;    // with --shard optimizer: each keeps a part of the state
   Group& world = mesh_of_one().world;  // together these ranks have the whole gradient
 };
 OptimizerRanks optimizer_ranks(const Options& options, const Mesh& mesh);
@@ -55,9 +56,9 @@ class AdamW {
 
   struct Update {
     double grad_norm = 0, clip_factor = 1, lr = 0;
-    double seconds = 0;
+    double seconds = 0;  // set by the caller of step()
   };
-  // One update from the gradient of the table's parameters, which must be equal on all ranks that hold them. Every rank
+  // One update from `gradient`, in the table's layout and equal on all ranks that hold the same parameters. Every rank
   // of the world calls it. Errors: InputError, on all ranks, if the norm is not finite; nothing has changed then.
   Update step(const at::Tensor& gradient);
 
@@ -73,7 +74,8 @@ class AdamW {
   const at::Tensor& exp_avg() const { return exp_avg_; }
   const at::Tensor& exp_avg_sq() const { return exp_avg_sq_; }
 
-  // Rounds masters into the weights on all ranks, after other code has written the masters.
+  // Rounds the masters into the weights and sends them to all ranks of shares(), each of which calls it. Needed after
+  // other code has written the masters.
   void masters_changed();
 
   struct Range {
