@@ -1,4 +1,5 @@
-// How many ranks share each axis of a run, and which ranks those are. Without tensors, for the planner uses it too.
+// The number of ranks along each axis of a run, and which ranks share an axis. Uses no tensors, so that the planner can
+// include it.
 //
 // Ranks are counted with tp fastest, then cp, pp, dp: rank = ((dp_ * PP + pp_) * CP + cp_) * TP + tp_. Experts are
 // spread over neighbours among the dp x cp x tp ranks of one pipeline stage, tp fastest.
@@ -28,7 +29,7 @@ struct Place {
 };
 Place place_of(std::int64_t rank, const Degrees& degrees);
 
-// Most waves of a stage of pp whose backward has not run (program/program.h).
+// The most waves of a stage of pp that wait for their backward at once (program/program.h).
 std::int64_t waves_in_flight(const Degrees& degrees, const Place& place, bool gradients);
 
 enum class Axis {
@@ -55,7 +56,7 @@ struct AxisBytes {
   std::int64_t total() const { return tp + cp + pp + dp + ep; }
 };
 
-// The same for a step, by phase: trunk forwards, waves, trunk backwards, and the sums of gradients after them. The
+// The bytes of a step, by phase: trunk forwards, waves, trunk backwards, and the sums of gradients after them. The
 // exchange of plans, losses and log-probs is not included.
 struct TrafficBytes {
   AxisBytes a, b, c, reduction;

@@ -1,8 +1,9 @@
 // A rank group: the ranks that share one axis of a run, as processes, or as threads in tests. Callers see only
 // collectives, not whether threads or a communication library implement them.
 //
-// Every rank of a group calls the same collectives in the same order, with equal shapes (but for exchange) and dtypes.
-// Tensors are contiguous. A group of one is a real object: sums are the tensor itself, nothing is moved or counted.
+// Every rank of a group calls the same collectives in the same order, with equal dtypes and, except in exchange, equal
+// shapes. Tensors are contiguous. A group of one rank leaves sums as they are and copies inputs to outputs; it counts
+// and logs nothing.
 // Errors: CommunicationError if another rank has died, calls something else, or is silent for --comm-timeout.
 #pragma once
 
@@ -58,17 +59,17 @@ class Group {
   int rank() const { return rank_; }
   int size() const { return size_; }
 
-  // x <- sum of x over ranks. The same bits on all of them.
+  // x <- sum of x over ranks, bitwise identical on all of them.
   void add_over_ranks(const at::Tensor& x);
   // x <- element-wise maximum over ranks.
   void max_over_ranks(const at::Tensor& x);
   // whole <- the parts end to end in rank order; whole has size() times the elements of part.
   void gather(const at::Tensor& part, const at::Tensor& whole);
-  // part <- part number rank() of the sum of the wholes, cut into size() equal parts. Overwrites whole with anything.
+  // part <- part number rank() of the sum of the wholes, cut into size() equal parts. Leaves `whole` undefined.
   void scatter_sum(const at::Tensor& whole, const at::Tensor& part);
-  // The same, waited for later, so that it goes on beside what this rank computes. Collectives of a group run in the
-  // order they were started, whether waited for at once or not; each is bitwise identical to its blocking form. `of`:
-  // what is given, for the log.
+  // The same without waiting: the collective runs beside this rank's own work. Collectives of a group run in the order
+  // they were started, blocking or not; each is bitwise identical to its blocking form. `of`: the name of the data, for
+  // the log.
   Pending start_add(const at::Tensor& x, std::string of = {});
   Pending start_gather(const at::Tensor& part, const at::Tensor& whole, std::string of = {});
   Pending start_scatter_sum(const at::Tensor& whole, const at::Tensor& part, std::string of = {});
@@ -76,7 +77,7 @@ class Group {
   // rank 0, 1, ... in turn. Counts may be 0 and must agree between sender and receiver.
   void exchange(const at::Tensor& send, std::span<const std::int64_t> send_rows, const at::Tensor& receive,
                 std::span<const std::int64_t> receive_rows);
-  // x <- that of rank `root`.
+  // x <- x of rank `root`.
   void broadcast(const at::Tensor& x, int root);
   // From one rank to another; sends to one rank arrive in order. send may return before the other has received.
   void send(const at::Tensor& x, int to);
@@ -84,7 +85,7 @@ class Group {
   // Returns when every rank has called it.
   void wait_for_all();
 
-  // Bytes that this rank has sent in collectives so far: x of a sum, a maximum, a send, and of a broadcast on its
+  // Bytes that this rank has given to collectives so far: x of a sum, a maximum, a send, and of a broadcast on its
   // root; the part of a gather; the whole of a scatter_sum; the rows of an exchange that go to other ranks. Counted
   // when a collective is started.
   std::int64_t bytes() const { return bytes_; }
@@ -94,7 +95,7 @@ class Group {
   double waited() const { return waited_; }
 
  protected:
-  // The same for groups larger than one, on arguments that were checked.
+  // The collectives of groups larger than one, on arguments that were checked.
   virtual std::unique_ptr<Pending::Work> do_start_add(const at::Tensor& x) = 0;
   virtual std::unique_ptr<Pending::Work> do_start_gather(const at::Tensor& part, const at::Tensor& whole) = 0;
   virtual std::unique_ptr<Pending::Work> do_start_scatter_sum(const at::Tensor& whole, const at::Tensor& part) = 0;
@@ -109,7 +110,7 @@ class Group {
   bool alone() const { return size_ == 1; }
   // Counts and logs a starting collective; null: there is no log.
   std::shared_ptr<CollectiveEvent> begin(std::string_view call, std::int64_t bytes, std::string of = {});
-  // A collective that is waited for at once.
+  // Counts and logs a blocking collective.
   template <class Call>
   void run(std::string_view name, std::int64_t bytes, Call&& call);
 
@@ -120,11 +121,12 @@ class Group {
   std::string_view axis_;
 };
 
-// Numbers of the host.
+// Collectives of numbers in host memory. Every rank gets the result.
 std::vector<double> sums_over_ranks(Group& group, std::vector<double> values);
 void add_over_ranks(Group& group, std::span<std::int64_t> counts);  // in place
 std::vector<double> maxima_over_ranks(Group& group, std::vector<double> values);
-// Each value from any rank that has it (NaN elsewhere). Ranks that have a value must agree.
+// Each value from any rank that has it; ranks without it pass NaN. NaN if no rank has it. Ranks that have a value must
+// agree.
 std::vector<double> values_of_any(Group& group, std::vector<double> values);
 // The text of rank `root`.
 std::string text_of_rank(Group& group, const std::string& text, int root = 0);

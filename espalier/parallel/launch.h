@@ -5,8 +5,8 @@
 //   mpirun    OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE (Open MPI); PMI_RANK, PMI_SIZE, MPI_LOCALRANKID,
 //             MPI_LOCALNRANKS (MPICH, Intel)
 //
-// srun and mpirun only start processes: rank 0 serves the rendezvous at MASTER_ADDR:MASTER_PORT. The default is this
-// machine, or the first node of srun's list, and a port derived from the job's number.
+// srun and mpirun only start processes: rank 0 serves the rendezvous at MASTER_ADDR:MASTER_PORT. Defaults: this
+// machine, or the first node of srun's list; a port derived from the number of srun's job or of mpirun's process.
 #pragma once
 
 #include <functional>
@@ -31,7 +31,8 @@ struct Launch {
 // Null: the variable is not set.
 using Environment = std::function<const char*(const char* name)>;
 
-// Errors: OptionError where the variables contradict each other.
+// Errors: OptionError where a variable is no number or contradicts another, or where mpirun runs ranks on several
+// machines without MASTER_ADDR.
 Launch launch_of(const Environment& environment);
 Launch launch_of_environment();
 

@@ -49,8 +49,8 @@ struct GroupKey {
 // A mesh and the groups it refers to. Axes of the same ranks and kind share a connection and count their bytes apart.
 class OwnedMesh {
  public:
-  // Makes the group of two ranks or more, `rank` among them. Every rank makes the groups of an axis at the same place
-  // in the order, so that making them may wait for the others.
+  // Makes a group of at least two ranks, this one among them. Every rank makes the groups of the axes in the same
+  // order, so that making one may wait for its other ranks.
   using MakeGroup = std::function<std::shared_ptr<Group>(const GroupKey& key)>;
 
   OwnedMesh(int rank, const Degrees& degrees, const MakeGroup& make);

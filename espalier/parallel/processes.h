@@ -12,7 +12,7 @@ namespace espalier {
 
 class Processes {
  public:
-  // Ranks start one after another: the least number of seconds that they wait for each other at the start.
+  // Ranks do not start at the same moment. At the start they wait for each other at least this many seconds.
   static constexpr double kStart = 10;
 
   // Finds the rendezvous; rank 0 makes it if the launcher does not. `timeout`: seconds until a silent rank is
@@ -23,11 +23,12 @@ class Processes {
   // Connects every rank with those that share an axis with it. Called once. Errors: CommunicationError.
   const Mesh& connect(const Degrees& degrees);
 
-  // The text that `make` returns on rank 0, sent to all ranks before they connect. Errors: CommunicationError if rank 0
-  // failed or is silent.
+  // The text that `make` returns on rank 0, sent to all ranks before they connect. Errors: on rank 0 those of `make`;
+  // on other ranks CommunicationError if rank 0 failed or is silent.
   std::string told_by_rank_0(const std::string& what, const std::function<std::string()>& make);
 
-  // After a failure: true on the first rank that calls it. The message of that rank is shown.
+  // After a failure: true on the first rank that calls it, whose message is shown, and on ranks that cannot reach the
+  // rendezvous. Ends this rank's connections, so that ranks that wait for it fail now; the mesh is gone then.
   bool is_first_to_fail();
   // "rank 2": the ranks that did not call is_first_to_fail within half a second; empty: none, or unknown.
   std::string silent_ranks();

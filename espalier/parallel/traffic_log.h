@@ -1,4 +1,4 @@
-// The collectives of a step as --profile shows them: when each began, when it was over, and how long its rank waited.
+// The collectives of a step as --profile shows them: when each began and ended, and from when its rank waited for it.
 #pragma once
 
 #include <algorithm>
@@ -14,10 +14,10 @@ namespace espalier {
 // there, not the rank.
 struct CollectiveEvent {
   std::string_view axis, call;  // "dp", "sum"
-  std::string of;               // what was given, where the caller says so
+  std::string of;               // the name of the data, if the caller gave one
   std::int64_t bytes = 0;       // that this rank gave
   double started = 0, ended = 0;
-  double wanted = 0;  // when this rank began to wait for it: at once, unless it was started ahead
+  double wanted = 0;  // when this rank began to wait for it; equal to `started` unless it was started ahead
 
   double seconds() const { return ended - started; }
   double hidden() const { return std::max(0.0, std::min(wanted, ended) - started); }  // beside the rank's own work
