@@ -1,8 +1,8 @@
 // Keys and values of a path, and their gradients, sharded over cp (--path-state divide).
 //
 // Rank r of R keeps rows r, R + r, 2 R + r, ... of every layer, so that any number of first rows is split evenly.
-// The layer in use is gathered into one buffer that all layers share; the next layer is gathered into a room
-// meanwhile. Gradients that ranks have added there are reduced to the ranks that keep the rows while the next layer
+// The layer in use is gathered into one buffer that all layers share; the next layer is gathered into a room meanwhile.
+// The gradients that ranks add to the layer in use are reduced to the ranks that keep the rows while the next layer
 // computes. These are collectives: every rank of cp goes through the same layers in the same order
 // (program/joint_order.h).
 //

@@ -13,7 +13,7 @@ namespace espalier {
 
 class SleepingPath : public PathKeeper {
  public:
-  // Both must outlive the object. The queue reserves buffers for writing, because reads and writes overlap.
+  // Both must outlive the object. The queue must keep buffers free for writing, because reads and writes overlap.
   SleepingPath(Arena& arena, SpillQueue& queue) : arena_(arena), queue_(queue) {}
   ~SleepingPath() override;
 

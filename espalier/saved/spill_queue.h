@@ -1,7 +1,7 @@
 // Moves chunks to a store and back on one thread while others compute.
 //
-// A bounded number of chunks is in flight. Writes go first; otherwise jobs run in the order of the calls. An error of
-// the thread is thrown by the next call that waits, on the caller's thread.
+// A bounded number of chunks is in flight. Writes go first; otherwise jobs run in the order of the calls. After an
+// error the thread stops working, and reserve, room and take throw that error on the caller's thread.
 #pragma once
 
 #include <condition_variable>
@@ -35,9 +35,10 @@ class SpillQueue {
   // Writes the buffer's bytes to the chunk as it is now. The chunk must not move until its bytes are read or the queue
   // is gone, and may be written again.
   void write(StoredChunk& chunk, std::byte* room);
-  // Requests a written chunk. Chunks arrive in the order of the calls, read ahead as far as buffers allow.
+  // Requests a written chunk, which must not move until it is taken. Chunks arrive in the order of the calls, read
+  // ahead as far as buffers allow.
   void ask(const StoredChunk& chunk);
-  // The buffer with the oldest chunk that was requested and not yet taken.
+  // Waits for the oldest chunk that was requested and not yet taken; returns its buffer.
   std::byte* take();
   std::int64_t asked() const { return asked_; }  // chunks requested and not taken
   void give_back(std::byte* room);
