@@ -28,7 +28,7 @@ class Arena {
   Arena& operator=(const Arena&) = delete;
 
   // An uninitialised contiguous tensor, valid until the stack is released below it. The stack grows by
-  // arena_bytes(its bytes). Errors: MemoryBudgetError if that exceeds the limit.
+  // arena_bytes(its bytes). Errors: MemoryBudgetError if that exceeds the limit or the reserved addresses.
   at::Tensor take(at::IntArrayRef sizes, at::ScalarType dtype);
   // A declared buffer, in a run whose activations have this dtype; undefined if it was not declared.
   at::Tensor take(const BufferList& declared, BufferList::Place place, at::ScalarType dtype);
@@ -50,7 +50,8 @@ class Arena {
   // Releases the pages of the range; its content is lost. The range may not be used until wake, after which it is
   // uninitialised, or until the stack is released below it. Sleeping ranges do not overlap.
   void sleep(Range range);
-  void wake(Range range);  // a sleeping range
+  // Errors: MemoryBudgetError if more than the limit is held then.
+  void wake(Range range);
   // Copy a range of the stack to and from host memory.
   void copy_out(Range range, std::byte* host) const { device_.copy_out(base_ + range.begin, range.bytes(), host); }
   void copy_in(const std::byte* host, Range range) { device_.copy_in(host, range.bytes(), base_ + range.begin); }

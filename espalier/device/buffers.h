@@ -97,7 +97,7 @@ class BufferList {
     for (int stage = 0; stage < kMostStages; ++stage) most = std::max(most, held_[stage] + nested_[stage]);
     return most;
   }
-  // Checks that each buffer ends before the buffers below it in the stack.
+  // Errors: InternalError unless each buffer ends no later than the buffers below it in the stack.
   void expect_stack() const;
 
  private:

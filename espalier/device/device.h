@@ -36,11 +36,11 @@ class Device {
   // Bytes of its memory that can still be allocated.
   virtual std::int64_t free_bytes() = 0;
   // Bytes of its memory in use: the process's resident memory; on a GPU all bytes taken since it was opened, also by
-  // libraries.
+  // libraries and other programs.
   virtual std::int64_t held_bytes() = 0;
   // Seconds of a steady clock, read after everything called so far has run.
   virtual double seconds() = 0;
-  // moment() marks a place in the order of the work, seconds_between gives the seconds of the work between two marks.
+  // moment() marks a place in the order of the work; seconds_between returns the seconds of the work between two marks.
   // Only seconds_between waits. Use each moment in one call only.
   struct Moment {
     double seconds = 0;

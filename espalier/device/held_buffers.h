@@ -26,7 +26,8 @@ class HeldBuffers {
     enter_stage(static_cast<int>(stage));
   }
 
-  // [rows, width]; undefined if the buffer was not declared.
+  // [rows, width], or [rows] of Buffer::kVector; undefined if the buffer was not declared. Errors: InternalError if
+  // this stage does not hold it.
   const at::Tensor& operator[](BufferList::Place place) const;
 
  private:
