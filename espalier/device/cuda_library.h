@@ -15,10 +15,10 @@ enum class AttentionBy { automatic, own, flash, cudnn };
 const char* name_of(AttentionBy attention);
 
 struct GpuChoice {
-  int index = 0;  // of the GPU on this machine: the rank's number among the machine's ranks
+  int index = 0;  // of the GPU: the rank's number among the machine's ranks. Not used if the process sees one GPU only
   AttentionBy attention = AttentionBy::own;
   bool emulated = false;  // for tests: use the library that runs the same host code and kernels on the CPU
-  // The meaning of automatic on a GPU of this name: the fastest that was measured there, or automatic without any.
+  // Returns the attention that was measured to be the fastest on a GPU of this name; automatic: none was measured.
   std::function<AttentionBy(const std::string& gpu)> fastest = nullptr;
 };
 

@@ -65,7 +65,7 @@ struct ExpertOperations {
   // first entry takes its S from there.
   void (*choose_experts)(const at::Tensor& logits_RE, const at::Tensor& given_RK, const RouterRule& rule,
                          const at::Tensor& choice_RK, const at::Tensor& weight_RK);
-  // dL/dlogits from dL/dweight and the penalties. Overwrites grad_logits, and where there is a penalty penalties [2]
+  // dL/dlogits from dL/dweight and the penalties. Overwrites grad_logits and, if it is defined, penalties [2]
   // (float64): the auxiliary and the z penalty, each summed over rows.
   void (*router_backward)(const at::Tensor& logits_RE, const at::Tensor& choice_RK, const RouterRule& rule,
                           const at::Tensor& grad_weight_RK, const RouterPenalty& penalty,

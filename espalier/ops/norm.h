@@ -6,7 +6,8 @@
 // NormKind::layer:  c = stream - mean(stream), rstd = 1/sqrt(mean c^2 + eps), n = c rstd, y = w n + bias;
 //   grad_stream_r += rstd_r (u_r - mean(u_r) - n_r mean_m(u_rm n_rm));  grad_bias_m += sum_r grad_y_rm
 //
-// Shapes: R rows, M width; all contiguous. rstd and grad_weight are in the accumulator dtype, all else in the stream's.
+// Shapes: R rows, M width; all contiguous. rstd and the gradients of weight and bias are in the accumulator dtype, all
+// else in the stream's.
 // bfloat16: statistics in float32; NormKind says what is rounded.
 #pragma once
 

@@ -1,8 +1,8 @@
 // Heads of queries or keys: normalised (QK-norm) if there is a weight, then rotated by their row's position.
 //
 //   n = head w / sqrt(mean_d head_d^2 + eps), w = weight or 1 + weight; or with the mean over all heads of the row
-//   (a, b) -> (a cos - b sin, b cos + a sin) on the two halves of n's first K channels, or on its even and odd
-//   channels; the other channels stay. Without a norm, the K channels may begin at another channel F.
+//   (a, b) -> (a cos - b sin, b cos + a sin) on the two halves of n's first K channels; the other channels stay.
+//   Without a norm, the pairs may be even and odd channels, and the K channels may begin at another channel F.
 //
 // Shapes: R rows, W = heads * D columns, N positions of the tables, K channels that rotate. Rows may have a stride; a
 // row's heads are contiguous. bfloat16 is rounded where Hugging Face rounds it.
@@ -41,9 +41,8 @@ struct Rotation {
 struct RotationOperations {
   // Overwrites out, which may be `in`.
   void (*rotate)(const Rotation& rotation, const at::Tensor& in_RW, const at::Tensor& out_RW);
-  // `in`: that of rotate. Overwrites grad_in; adds to grad_norm_weight (accumulator dtype), which is undefined if there
-  // is no trained weight.
-  // grad_out is in the dtype of `in` or of its accumulator.
+  // `in`: as it was before rotate. grad_out is in the dtype of `in` or of its accumulator. Overwrites grad_in; adds to
+  // grad_norm_weight (accumulator dtype), which is undefined if there is no trained weight.
   void (*add_rotate_backward)(const Rotation& rotation, const at::Tensor& in_RW, const at::Tensor& grad_out_RW,
                               const at::Tensor& grad_in_RW, const at::Tensor& grad_norm_weight_D);
 };

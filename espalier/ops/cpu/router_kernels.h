@@ -1,8 +1,9 @@
 // The router of an expert layer: the experts and weights of every row, and the backward.
 //
 //   p = softmax(logits) or sigmoid(logits);  S = the k largest p + correction in the best groups, ties to the lower
-//   index w_j = scaling p_j, or with `renormalise` scaling p_j / sum_S p penalties of a row:  sum_e g_e p_e  (auxiliary
-//   loss, g from LoadAccounting)  and  z (log sum_e exp logit_e)^2
+//     expert
+//   w_j = scaling p_j, or with `renormalise` scaling p_j / sum_S p
+//   penalties of a row:  sum_e g_e p_e  (auxiliary loss, g from LoadAccounting)  and  z (log sum_e exp logit_e)^2
 //
 // Shapes: R rows, E experts, k chosen of them, G groups of rows with the same penalty. T is float, double or bfloat16,
 // A = accumulator_t<T>: probabilities and weights are computed in A and weights rounded to T, as Hugging Face does.
@@ -16,7 +17,7 @@
 
 namespace espalier::moe {
 
-// Overwrites choice [R, k] (by falling probability) and weight [R, k]. If recorded [R, k] is given, a row with a
+// Overwrites choice [R, k] (by falling probability) and weight [R, k]. If given_RK is not null, a row with a
 // non-negative first entry takes its S from there (k distinct experts) instead of the k largest.
 template <class T>
 void choose_experts(const RouterShape& shape, const T* logits_RE, const std::int32_t* given_RK, std::int32_t* choice_RK,
