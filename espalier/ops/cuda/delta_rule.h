@@ -1,5 +1,6 @@
-// The gated delta rule and Mamba-2 behind a short convolution on a device: equations and shapes in ops/delta_rule.h,
-// a block's matrices in ops/cpu/delta_rule_ranges.h. T is float, double or bfloat16, A = accumulator_t<T>.
+// The gated delta rule with decays of heads, and Mamba-2, behind a short convolution on a device: equations and shapes
+// in ops/delta_rule.h, a block's matrices in ops/cpu/delta_rule_ranges.h. T is float, double or bfloat16, A =
+// accumulator_t<T>.
 #pragma once
 
 #include <cstdint>
@@ -47,16 +48,16 @@ struct DeltaSums {
   A *conv_CK, *conv_bias_C, *a_log_H, *dt_bias_H, *skip_H;
 };
 
-// Shared memory of the forward's blocks, and how much of it every GPU has.
+// Shared memory of one block of the forward, which must not exceed kMostDeltaBytes: every GPU has that much.
 inline constexpr std::int64_t kMostDeltaBytes = 96 * 1024;
 std::int64_t delta_forward_bytes(std::int64_t key_dim, std::int64_t number_bytes);
 
-// Runs that do not follow each other. Overwrites o_TV (null: not wanted) and the runs' end states.
+// For runs that do not follow each other. Overwrites o_TV (null: not computed) and the runs' end states.
 template <class T>
 void delta_rule(const DeltaShape& shape, const DeltaWeights<T>& weights, const DeltaRuns<accumulator_t<T>>& runs,
                 T* o_TV);
-// Runs that do not follow each other. Overwrites grad_projected (but z), adds to the runs' grad_start and to sums,
-// whose members may be null.
+// For runs that do not follow each other. Overwrites grad_projected except z, and adds to the runs' grad_start and to
+// sums, whose members may be null.
 template <class T>
 void add_delta_rule_backward(const DeltaShape& shape, const DeltaWeights<T>& weights,
                              const DeltaRuns<accumulator_t<T>>& runs, const T* grad_o_TV, T* grad_projected_TW,
@@ -77,7 +78,7 @@ template <class T>
 void add_gated_norm_backward(const GatedParts& parts, const T* o, const T* projected, const T* weight, const T* grad_y,
                              T* grad_o, T* grad_projected, accumulator_t<T>* grad_weight);
 
-// y = x sigmoid(gate); rows of `width`, heads of head_dim with query and gate behind each other.
+// y = x sigmoid(gate) for rows of `width`; a row of query_gate has each head's query and gate, [2 head_dim].
 template <class T>
 void gate_heads(std::int64_t rows, std::int64_t width, std::int64_t head_dim, const T* x, const T* query_gate, T* y);
 // grad_x may be grad_y.

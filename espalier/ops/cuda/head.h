@@ -27,7 +27,7 @@ void score_edges(std::int64_t rows, const Edges& edges, const double* raw_E, con
 // cap 0: none.
 template <class L>
 void shape_logits(std::int64_t rows, std::int64_t columns, std::int64_t stride, L scale, L cap, L* logits);
-// With the scale and cap that the logits have; of raw ones they are 1 and 0.
+// `scale`, `cap`: those that shape_logits has applied to the logits, else 1 and 0.
 template <class L>
 void logit_gradients(std::int64_t rows, std::int64_t columns, const Edges& edges, std::int64_t first,
                      const RowSums& sums, const double* grad_logprob_E, const double* grad_entropy_E, L scale, L cap,

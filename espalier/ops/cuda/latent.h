@@ -10,7 +10,7 @@ namespace espalier::cuda {
 struct LatentHeads {
   std::int64_t heads = 0, plain = 0, shared = 0, value = 0;  // J, N, K, Dv
 };
-// Rows at their strides; those that a call does not read are null.
+// Rows and their strides. Members that a call does not use are null.
 template <class T>
 struct LatentRows {
   T *kv = nullptr, *shared = nullptr, *k = nullptr, *v = nullptr;

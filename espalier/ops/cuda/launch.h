@@ -31,8 +31,8 @@ void* take_scratch(std::size_t bytes);
 void give_back_scratch(void* memory);
 
 void fill_zero(void* memory, std::size_t bytes);
-void copy_on_device(void* to, const void* from, std::size_t bytes);    // ranges apart
-void copy_to_host(void* host, const void* memory, std::size_t bytes);  // done when it returns
+void copy_on_device(void* to, const void* from, std::size_t bytes);    // the ranges must not overlap
+void copy_to_host(void* host, const void* memory, std::size_t bytes);  // returns when it is done
 
 template <class T>
 class Scratch {

@@ -16,8 +16,8 @@ void norm(NormKind kind, std::int64_t rows, std::int64_t width, const T* stream,
 template <class T>
 void norm_again(NormKind kind, std::int64_t rows, std::int64_t width, const T* stream, const T* weight, const T* bias,
                 const accumulator_t<T>* rstd, T* y);
-// The largest width with column sums that fit a block's shared memory on every GPU.
-inline constexpr std::int64_t kWidestNorm = 96 * 1024;  // bytes of accumulators
+// The most bytes of a row of accumulators: its column sums fit a block's shared memory on every GPU.
+inline constexpr std::int64_t kWidestNorm = 96 * 1024;
 // Adds to grad_stream and grad_weight (null: it has no gradient); the order of additions depends on `rows` alone.
 template <class T>
 void add_norm_backward(NormKind kind, std::int64_t rows, std::int64_t width, const T* stream, const T* weight,
@@ -27,7 +27,7 @@ struct Heads {
   std::int64_t rows = 0, heads = 0, head_dim = 0;
   double eps = 0;
   const std::int32_t* position = nullptr;  // [rows]
-  // Read by rotate_part alone: rotate turns whole heads in halves, behind Llama's norm.
+  // Read by rotate_part alone. rotate takes whole heads whose halves are the pairs, with RMSNorm or no norm.
   std::int64_t rotary = 0, first = 0;  // channels that rotate, and the first one
   bool interleaved = false;            // even and odd channels are the pairs
   bool wide_norm = false;              // over all heads of a row, weight [heads * D]

@@ -1,4 +1,4 @@
-// Which keys a query row sees and what a pair scores, for the attention kernels: windows and soft caps of scores
+// The keys that a query row sees, and the score of a pair, for the attention kernels: windows and soft caps of scores
 // (ops/cpu/attention/attention.h).
 #pragma once
 
@@ -20,13 +20,13 @@ __device__ __forceinline__ std::int64_t own_row_of(const Shape& shape, std::int6
 __device__ __forceinline__ std::int32_t first_depth_of(const Shape& shape, std::int64_t row) {
   return shape.window > 0 ? shape.depth[row] + 1 - static_cast<std::int32_t>(shape.window) : 0;
 }
-// The depth of own row `row`; any that all rows see where there is no window.
+// The depth of own row `row`; without a window 0, which every row sees.
 __device__ __forceinline__ std::int32_t depth_of(const Shape& shape, std::int64_t row) {
   return shape.window > 0 ? shape.depth[row] : 0;
 }
 
-// A score and its slope by the scaled product. tanh x = 1 - 2 / (1 + e^2x) is off by some units of 1, which is as
-// much as the cap's own rounding.
+// A score and its slope by the scaled product. tanh x = 1 - 2 / (1 + e^2x) is off by a few units in the last place of
+// 1, as much as the cap's own rounding.
 template <class A>
 struct Score {
   A value, slope;
