@@ -60,7 +60,7 @@ class LibraryAttention {
                                      const CausalSquares& squares, double scale) const = 0;
 };
 
-// Queries [begin, end) against all own keys [first, begin) that they see.
+// Queries [begin, end) against own keys [first, begin), all of which they see.
 struct Rectangle {
   std::int64_t first, begin, end;
 };
@@ -77,7 +77,8 @@ ComposedCalls composed_calls(const std::vector<std::int32_t>& subtree_end, std::
 // Rows of the call that saw no keys have lse +inf, as FlashAttention-2 writes it, or -inf.
 void merge_result(const LibraryAttention::Result& result, const at::Tensor& out, const at::Tensor& lse);
 
-// Whether the problem can be composed: heads and dtype that the library takes, a query at each own row, no window.
+// Whether the problem can be composed: heads and dtype that the library takes, values as wide as keys, a query at each
+// own row, no window and no soft cap.
 bool composes(const LibraryAttention& library, const AttentionProblem& problem, at::ScalarType dtype);
 
 // The contract of AttentionOperations. The calls are worked out once for a problem's subtree_end_T and kept while that

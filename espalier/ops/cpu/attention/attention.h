@@ -1,9 +1,9 @@
 // Shared-prefix attention: the rows of one set attend to the whole path above and, tree-causally, to each other.
 //
-//   S_ij = scale * q_i . k_j ;  row i sees path row j always, own row j iff j <= r_i < subtree_end_j; with a window W,
-//   only those of them with a depth above depth(r_i) - W: the row itself and the W - 1 before it in its rollout
+//   S_ij = scale * q_i . k_j ;  row i sees path row j always, own row j iff j <= r_i < subtree_end_j
+//   with a window W it sees only the rows at depths above depth(r_i) - W: itself and the W - 1 before it in its rollout
 //   with a soft cap C: S = C tanh(scale q . k / C)
-//   out_i = sum_j softmax_j(S_i)_j v_j ;  lse_i = log sum_j exp S_ij   (mathematics, sections 1, 4, 5)
+//   out_i = sum_j softmax(S_i)_j v_j ;  lse_i = log sum_j exp S_ij   (mathematics, sections 1, 4, 5)
 //
 // Shapes: T own rows, Q query rows, P path rows, H query heads, J key/value heads (H a multiple of
 // J; query head h reads key/value head h / (H/J)), D head size, Dv head size of values (default D).

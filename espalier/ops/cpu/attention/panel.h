@@ -44,7 +44,7 @@ ESPALIER_SIMD_INLINE void transpose(Vector<A> (&x)[kLanes<A>]) {
   }
 }
 
-// row of lane, element d = from[d][lane] * factor[lane]: overwrites.
+// Overwrites element d of each lane's row with from[d][lane] * factor[lane].
 template <class T>
 void unpack_panel(const Shape& shape, const accumulator_t<T>* from, const accumulator_t<T>* factor, std::int64_t head,
                   const Lanes& p, Rows<T> rows) {

@@ -37,7 +37,7 @@ ESPALIER_SIMD_INLINE A magnitude(double scale) {
   return static_cast<A>(scale < 0 ? -scale : scale);
 }
 
-// Cuts one buffer into pieces, each aligned to a cache line.
+// Cuts one buffer into pieces that begin at multiples of 256 bytes.
 class Carver {
  public:
   explicit Carver(void* base) : at_(static_cast<char*>(base)) {}

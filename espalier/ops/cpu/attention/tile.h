@@ -152,7 +152,7 @@ void outer(std::int64_t n, std::int64_t steps, const E* s, std::int64_t s_stride
   }
 }
 
-// These products, for operands.h to name.
+// The products above as one type, a member of the operands (operands.h).
 struct VectorProducts {
   // Factors per step of a sum, rows and vectors of sums computed together.
   static constexpr int kSteps = 1, kRows = 1, kVectors = 1;

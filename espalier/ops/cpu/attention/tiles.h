@@ -4,9 +4,9 @@
 // same operations in C++). Tests run the emulation on any CPU with AVX512_BF16, which checks layout, indexing and
 // edges; tiles_test.cpp also runs the machine code of HardwareTiles there, each instruction emulated by a signal
 // handler. The speed on a CPU with AMX has not been measured.
-//   tile t: 16 rows of 64 bytes; t = 0..3 sums, t = 4, 5 left factors [row][pair], t = 6, 7 right factors
-//   [pair][column] dot<i, j>: tile(2 i + j) += tile(4 + i) . tile(6 + j); the products of a pair's first numbers and of
-//   its second ones are summed apart, then added to each other and to the sum (Intel SDM, TDPBF16PS).
+//   tile t: 16 rows of 64 bytes; t = 0..3 sums, t = 4, 5 left factors [row][pair], t = 6, 7 right ones [pair][column]
+//   dot<i, j>: tile(2 i + j) += tile(4 + i) . tile(6 + j); the products of a pair's first numbers and of its second
+//     numbers are summed apart, then added to each other and to the sum (Intel SDM, TDPBF16PS)
 #pragma once
 
 #include "espalier/ops/cpu/attention/panel.h"
