@@ -11,11 +11,11 @@
 
 namespace espalier {
 
-// Pieces of a product of R rows: full pieces of the first size, then of the second; one piece of kFewPieceRows if that
-// is enough. The last piece is padded.
+// Pieces of a product of R rows: full pieces of the first size, then of the second. The rows behind them are one more
+// piece, of the third size if that is enough: it is padded with rows of 0, or computes rows of the piece before again.
 inline constexpr std::int64_t kPieceRows = 256, kSmallPieceRows = 32, kFewPieceRows = 8;
 
-// out_RN = base_RN + a_RK b_KN; base undefined: 0; it may be out.
+// out_RN = base_RN + a_RK b_KN. Overwrites out, which may be base; base undefined: 0.
 void product_of_rows(const at::Tensor& out_RN, const at::Tensor& base_RN, const at::Tensor& a_RK,
                      const at::Tensor& b_KN);
 

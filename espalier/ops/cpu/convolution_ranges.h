@@ -22,10 +22,11 @@ struct ConvolutionRanges {
   // sums_j += sum_r grad_mixed_r line_{r + j}; sums [K, W].
   void (*add_weight_gradient)(std::int64_t rows, std::int64_t width, std::int64_t kernel, const A* line,
                               const A* grad_mixed, double* sums);
-  // y = silu(x), and the gradient of x from that of y, in place.
+  // y = silu(x). The backward turns the gradient of y into that of x, in place.
   void (*silu)(std::int64_t width, const A* x, A* y);
   void (*silu_backward)(std::int64_t width, const A* x, A* grad);
-  // y = scale u / |u| with u = silu(x), |u|^2 = the sum of squares + 1e-6. Returns 1 / |u| for the gradient.
+  // y = scale u / |u| with u = silu(x), |u|^2 = the sum of squares + 1e-6. Returns 1 / |u|, the backward's `inverse`.
+  // The backward turns the gradient of y into that of x, in place.
   A (*unit)(std::int64_t width, const A* x, A scale, A* y);
   void (*unit_backward)(std::int64_t width, const A* x, const A* y, A scale, A inverse, A* grad);
 };

@@ -6,7 +6,8 @@
 // 0, k ascending; bfloat16 takes the steps of each pair (2 i, 2 i + 1) in the order 2 i + 1, 2 i, as the AVX512_BF16
 // instructions do. Blocks are added in ascending order to base, or, where there is none, to the first block. The sum is
 // of accumulator_t<T>; a result in bfloat16 is rounded once, at the end. The baseline set has no fused multiply-adds
-// and rounds each product as well: bits of its own. Subnormal factors and sums of bfloat16 are 0 to the instructions.
+// and rounds each product as well, so its results differ. The AVX512_BF16 instructions
+// take subnormal factors and sums as 0.
 #pragma once
 
 #include <cstddef>

@@ -2,7 +2,7 @@
 //
 // A lane of a packed factor holds an element: a number of the accumulator type, or two steps of bfloat16 where the
 // processor multiplies them. A panel of b is [element][kPanelColumns]; rows of a are [row][kRowStride] where steps are
-// adjacent, else [element][kTileRows].
+// adjacent, else [element][kSumRows].
 #pragma once
 
 #include <type_traits>

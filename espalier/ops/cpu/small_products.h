@@ -11,8 +11,7 @@ struct LeftFactor {
   const A* at;
   std::int64_t row, step;
 };
-// The elements of a left factor, or of a result, that count: all; step (column) <= row; step >= row. Other elements in
-// the same tile must be 0.
+// The elements of a left factor that count: all; step <= row; step >= row. Other elements in the same tile must be 0.
 enum class Triangle : std::uint8_t { none, lower, upper };
 
 namespace detail {

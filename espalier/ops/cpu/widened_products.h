@@ -13,8 +13,8 @@ namespace espalier {
 bool widens_products(at::ScalarType dtype);
 
 // out_RN = base_RN + a_RK b_KN. a, b: bfloat16, each contiguous along one of its dimensions. out: bfloat16, or float32,
-// which takes the sum as it is; base: as out, and it may be out; undefined: 0. Holds three panels of float32
-// (kWidenedPanelBytes of the memory model) from the first call on.
+// which takes the sum as it is; base: as out, and it may be out; undefined: 0. The calling thread holds three panels of
+// float32 (kWidenedPanelBytes of the memory model) from its first call on.
 void widened_product(const at::Tensor& out_RN, const at::Tensor& base_RN, const at::Tensor& a_RK,
                      const at::Tensor& b_KN);
 

@@ -26,7 +26,7 @@ void multiply(const at::Tensor& out_RN, const at::Tensor& a_RK, const at::Tensor
 
 // out = a b_e for the rows of each expert e, [end_{e-1}, end_e), with end_E (int32) on the device, so that the host
 // does not wait. Sums as above, rounded once to the common dtype. a and out are contiguous, and b_EKN or its transpose.
-// Requires has_grouped_products.
+// Requires has_grouped_products: bfloat16, k and n multiples of 8, a Hopper GPU or newer, and a torch with CUDA.
 void multiply_grouped(const at::Tensor& out_RN, const at::Tensor& a_RK, const at::Tensor& b_EKN,
                       const at::Tensor& end_E);
 bool has_grouped_products(at::ScalarType dtype, std::int64_t k, std::int64_t n);

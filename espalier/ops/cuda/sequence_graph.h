@@ -40,7 +40,7 @@ struct SequenceAddresses {
   void* keys = nullptr;
 };
 
-// One operand: [B, heads, rows, size], elements between neighbours.
+// One operand, [B, heads, rows, size]. `strides`: elements between neighbours.
 struct OperandPlace {
   Operand operand;
   bool written, of_queries;

@@ -10,7 +10,7 @@
 namespace espalier::cuda {
 
 constexpr int kTileThreads = 128;  // four warps
-constexpr int kTileKeys = 64;      // own keys whose subtree ends and depths are summed up (TileFacts)
+constexpr int kTileKeys = 64;      // own keys of a tile (TileFacts: the range of their subtree ends and depths)
 
 // Bytes from a tile's begin to a piece of a row.
 template <int D>
