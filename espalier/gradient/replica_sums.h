@@ -1,4 +1,4 @@
-// Sums over ranks that hold the same weights: the gradients, once a step, beside the backward that computes them.
+// Sums the gradients over ranks that hold the same weights, once a step, beside the backward that computes them.
 //
 // In the last backward of a step a layer's gradient is complete as soon as the layer is done, so its sum begins while
 // the layers below still run. The order is that of a backward on every rank: head and final norm first, the embedding

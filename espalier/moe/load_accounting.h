@@ -1,4 +1,4 @@
-// Router losses and expert loads with every shared row counted as often as it is shared.
+// Router losses and expert loads, with every shared row counted once for each of its rollouts.
 //
 // With m_u rollouts through row u, over the rows of rollout i (scope rollout) or of the mini-batch:
 //   C_e = sum_u m_u [e in top-k(u)],  f_e = C_e / (k T),  P_e = sum_u m_u p_ue / T,  T = sum_u m_u

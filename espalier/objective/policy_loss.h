@@ -43,14 +43,14 @@ struct PolicyTerm {
 // Arguments of a token's term.
 struct PolicyToken {
   double logprob = 0, old_logprob = 0, advantage = 0;
-  // Over the rollout's loss tokens, for losses that need the whole rollout: the mean of lp - old, and the sum of lp -
-  // old and of the logs of the tokens' importance weights, each clamped (vespo).
+  // Over the rollout's loss tokens, for losses that need the whole rollout: the mean of lp - old; for vespo also the
+  // sum of lp - old and of the logs of the tokens' importance weights, each clamped.
   double mean_log_ratio = 0, sum_log_ratio = 0;
 };
 
 // An importance ratio and its derivative with respect to the token's log-prob (0 beyond the bounds). At sequence level
-// the value is detached and each token's own log-prob gets the gradient; the mean of these over the rollout is the
-// derivative through the mean log-ratio.
+// the value is detached and each token's own log-prob gets the gradient; for a sum over the rollout with equal weights
+// this is the derivative through the mean.
 struct Ratio {
   double value = 1, gradient = 1;
 };

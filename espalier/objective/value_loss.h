@@ -24,7 +24,7 @@ namespace espalier {
 void check_value_targets(std::span<const Rollout> rollouts);
 
 // R of every response token: the record's `returns`, else values + GAE of the reward before whitening (30).
-// Errors: as check_value_targets; InputError if a turn of a trajectory lacks values and a turn lacks `returns`.
+// Errors: as check_value_targets; InputError if a turn lacks `returns` and a turn of its trajectory lacks values.
 std::vector<std::vector<double>> compute_value_targets(std::span<const Rollout> rollouts, const Options& options);
 
 struct ValueTerm {

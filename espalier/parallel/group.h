@@ -65,7 +65,7 @@ class Group {
   void max_over_ranks(const at::Tensor& x);
   // whole <- the parts end to end in rank order; whole has size() times the elements of part.
   void gather(const at::Tensor& part, const at::Tensor& whole);
-  // part <- part number rank() of the sum of the wholes, cut into size() equal parts. Leaves `whole` undefined.
+  // part <- part number rank() of the sum of the wholes, cut into size() equal parts. The content of `whole` is lost.
   void scatter_sum(const at::Tensor& whole, const at::Tensor& part);
   // The same without waiting: the collective runs beside this rank's own work. Collectives of a group run in the order
   // they were started, blocking or not; each is bitwise identical to its blocking form. `of`: the name of the data, for

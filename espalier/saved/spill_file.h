@@ -9,11 +9,11 @@
 namespace espalier {
 
 // Bytes that may be offloaded to this folder without being requested (empty: the system's folder for temporary files):
-// 90 % of the free space; 0 if the folder does not exist or is in memory (tmpfs).
+// 90 % of the free space; 0 if the folder does not exist or is in memory (tmpfs, ramfs).
 std::int64_t room_to_spill(const std::filesystem::path& folder);
 
-// Bytes a second of writing to a file in this folder and of reading it back, checksums included; measured with at most
-// 64 MiB, and no more than are written in 0.3 seconds. Throws the errors of SpillFile.
+// Bytes a second of writing to a file in this folder and of reading it back, checksums included. Measured with 64 MiB,
+// or as much as is written in 0.3 seconds. Throws the errors of SpillFile.
 double spill_bytes_per_second(const std::filesystem::path& folder);
 
 class SpillFile final : public Store {

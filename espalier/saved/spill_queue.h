@@ -1,7 +1,7 @@
 // Moves chunks to a store and back on one thread while others compute.
 //
 // A bounded number of chunks is in flight. Writes go first; otherwise jobs run in the order of the calls. After an
-// error the thread stops working, and reserve, room and take throw that error on the caller's thread.
+// error the thread runs no more jobs, and reserve, room and take throw the error on the caller's thread.
 #pragma once
 
 #include <condition_variable>

@@ -36,7 +36,7 @@ class Store {
   virtual void read(const StoredChunk& chunk, std::byte* memory) = 0;
 };
 
-// A store in host memory. It cannot grow: only the first reserve may ask for bytes.
+// A store in host memory. It cannot grow after the first reserve.
 class HostStore final : public Store {
  public:
   HostStore() = default;
