@@ -95,8 +95,8 @@ std::int64_t sampling_bytes(const LocalShape& shape, DType dtype, std::int64_t r
 // Random numbers depend on (seed, prompt, response, position) alone. So a response does not depend on the number of
 // responses decoded at once, on threads or on sharing, except where rounding decides between two tokens.
 // Activations come from `arena`; keys and values have memory of their own. Every rank of the decoder's mesh calls it
-// with the same prompts and settings and gets all responses; rows and tokens of the report are sums over all ranks,
-// steps and seconds are maxima.
+// with the same prompts and settings and gets all responses; rows and tokens of the report are totals over dp,
+// steps and seconds maxima.
 // The decoder's rotary tables must cover positions_needed. Errors: OptionError for settings out of range; InputError
 // for prompts that are empty, leave the model no position, begin with an observation as long as a response may be, or
 // hold ids beyond the vocabulary, and for logits that are not finite; MemoryBudgetError where not even one response

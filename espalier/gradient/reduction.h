@@ -7,7 +7,8 @@
 namespace espalier {
 
 // Every accumulator <- its sum over the ranks that hold the same weights, over copies within tp, and for a tied
-// embedding over its stages of pp. Bitwise identical on all of them. Called after the last backward of a step.
+// embedding over the first and the last stage of pp. Bitwise identical on all of these ranks. Called after the last
+// backward of a step.
 void sum_over_ranks(GradientSet& gradients, const Mesh& mesh);
 
 }  // namespace espalier
