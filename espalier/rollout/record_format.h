@@ -28,14 +28,14 @@ struct RecordReader {
 // From the fields of a file's first record. UnsupportedError for text-only dumps, by the name of their writer.
 RecordFormat detect_format(RecordReader& reader, std::string_view line, const RecordPlace& place);
 
-// True for a row of a data set of text: pairs (chosen, rejected), scored answers, or answers (completion, messages,
-// text). False for any record with token ids. InputError for what is no JSON object.
+// True for a row of a data set of text: it has chosen, answers, completion, messages, conversations or text, and no
+// field ..._ids. InputError for what is no JSON object.
 bool is_text_row(RecordReader& reader, std::string_view line, const RecordPlace& place);
 
 // The names of the fields that a neutral record may have (docs/rollout_format.md).
 std::span<const std::string_view> neutral_fields();
-// One record of the neutral format, a rollout or the two of a pair, which are appended; `index` and `where` are left to
-// the caller.
+// Appends one record of the neutral format: a rollout, the two of a pair, or the answers of a list. The caller sets
+// `index` and `where`.
 void read_neutral_record(RecordReader& reader, std::string_view line, const RecordPlace& place,
                          std::vector<Rollout>& out);
 
