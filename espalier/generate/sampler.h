@@ -96,9 +96,9 @@ std::int64_t sampling_bytes(const LocalShape& shape, DType dtype, std::int64_t r
 // decoded at once, on threads or on sharing, but where floating-point rounding decides between two tokens.
 // Activations come from `arena`; keys and values have memory of their own. Every rank of the decoder's mesh calls it
 // with the same prompts and settings and gets all responses; rows and tokens of the report are those of all ranks.
-// Errors: OptionError for settings out of range; InputError for prompts that are empty, longer than the model's
-// positions or hold ids beyond the vocabulary, and for logits that are not finite; MemoryBudgetError where not even one
-// response fits.
+// Errors: OptionError for settings out of range; InputError for prompts that are empty, leave no position of the model
+// for a response or hold ids beyond the vocabulary, and for logits that are not finite; MemoryBudgetError where not
+// even one response fits.
 Generated generate(const Decoder& decoder, std::span<const Prompt> prompts, const SamplingSettings& settings,
                    Arena& arena, Progress& progress);
 
