@@ -50,15 +50,15 @@ struct SamplingSettings {
 
 struct Prompt {
   std::vector<std::int32_t> ids;  // at least one
-  std::int64_t observed = 0;      // the last of them, which count towards max_response_length
-  std::int64_t dp_rank = -1;      // that decodes its responses; -1: they are dealt
+  std::int64_t observed = 0;      // how many of the last ids count towards max_response_length
+  std::int64_t dp_rank = -1;      // the rank of dp that decodes its responses; -1: they are dealt
   std::string group, carried;     // JSON text, as in rollout.h
   std::string where;              // "prompts.jsonl:3"; for messages
 };
 
 struct GenerateReport {
   std::int64_t prompts = 0, responses = 0;
-  std::int64_t prompt_rows_logical = 0, prompt_rows_physical = 0;  // one prompt per response; what was computed
+  std::int64_t prompt_rows_logical = 0, prompt_rows_physical = 0;  // if every response had its own; computed
   std::int64_t response_tokens = 0, decode_steps = 0;
   std::int64_t turns = 0, observation_tokens = 0;  // of trajectories; response_tokens are the model's alone
   double seconds_prompt = 0, seconds_decode = 0;

@@ -27,7 +27,7 @@ struct RunStart {
 std::vector<HeldModel> models_of_loop(const ModelShape& shape, const Options& options,
                                       const Mesh& mesh = mesh_of_one());
 
-// Checks what a new run checks before it writes anything: options, model, room, prompts, reward.
+// The checks of a new run before it writes anything: options, model, room, prompts, reward.
 // Errors: OptionError, InputError, UnsupportedError, MemoryBudgetError.
 struct CheckedRun {
   ModelShape shape;

@@ -28,8 +28,9 @@ struct DecoderSaved {
 
 class DecoderForward {
  public:
-  // Overwrites `saved`. Everything in it is taken from the arena and stays valid until the caller releases it. `state`:
-  // the treatment of the layers' activations until the backward; empty without a backward.
+  // Overwrites `saved`. All of it but choice_LTK, which is its own allocation, is taken from the arena and stays valid
+  // until the caller releases it. `state`: the treatment of the layers' activations until the backward; empty without a
+  // backward.
   DecoderForward(const Decoder& decoder, const DecoderRun& run, std::optional<ItemState> state, DecoderSaved& saved);
 
   void run(const Stop& stop);

@@ -2,9 +2,9 @@
 //
 //   trace.json        versions, options, dtype, the steps and the checkpoints that were recorded
 //   rollouts.jsonl.gz records with `step` (other names as trace.json says)
-//   model/            the initial weights; of a run with adapters those of the model below them, as its files have them
+//   model/            the initial weights; with adapters, the weights below them as the model's files store them
 //   adapter/          the initial adapter, of a run that has one, as peft stores it
-//   checkpoints/      step-000010.safetensors: what trains after step 10, Hugging Face names
+//   checkpoints/      step-000010.safetensors: the trained parameters after step 10, Hugging Face names
 #pragma once
 
 #include <filesystem>

@@ -36,7 +36,7 @@ class WholeValues {
     ParameterTable table;
   };
 
-  // A rank, and what it has of a parameter in the flat tensor that is given.
+  // A rank, and its part of a parameter in the flat tensor that is given.
   struct Piece {
     int rank;
     Kept kept;
