@@ -14,16 +14,17 @@ namespace espalier {
 // The value of the environment variable. OptionError for any other value.
 std::optional<bool> defined_sums_by_environment();
 
-// Sets for the whole process what a run in `dtype` takes. said: what --products says; none: the environment, then the
-// dtype: the library multiplies bfloat16 where the processor has tiles for it (AMX), several times as fast; all else is
-// own. Must not be called while an operation runs. OptionError for a wrong value of the variable.
+// Sets the value for the whole process, for a run in `dtype`. said: the choice of --products; empty: that of the
+// environment, then of the dtype. By dtype the library multiplies bfloat16 if the processor has tiles for it (AMX),
+// several times as fast, and own products do everything else. Must not be called while an operation runs. OptionError
+// for a wrong value of the variable.
 void choose_defined_sums(std::optional<bool> said, DType dtype);
 // Sets the value itself, for runs in any dtype.
 void set_defined_sums(bool defined);
 
-// The value in force; before it was chosen the variable's, or true.
+// The value in force; before it is set, the environment variable's, or true.
 bool defined_sums();
-// By the choice, for a run in another dtype.
+// The value that the same choice gives a run in another dtype.
 bool defined_sums(DType dtype);
 
 // Bytes of the buffers that a thread keeps after its first own product.

@@ -41,7 +41,7 @@ class OptionError : public Error {
   OptionError(const char* kind, ErrorText text) : Error(kind, 2, std::move(text)) {}
 };
 
-// A place that was named for output and that the system refuses.
+// An output path that the system refuses to create or write.
 class WriteError : public OptionError {
  public:
   explicit WriteError(ErrorText text) : OptionError("write", std::move(text)) {}

@@ -4,8 +4,7 @@
 // c_i of 16 for each number and the largest magnitude a_b of each block
 //
 //   w_i = round(kCodes[c_i] a_b)        the product in float32, rounded to the dtype that the matrix was quantised from
-//   a_b = map[q_b] m_{b / 256} + o      nested: codes q of 8 bits; a factor m for 256 blocks, an offset o for the
-//   matrix
+//   a_b = map[q_b] m_{b / 256} + o      nested: codes q of 8 bits, a factor m for 256 blocks, one offset o for all
 //
 // In memory every row is a run of bytes that says everything about its numbers, so that matrices are cut and joined at
 // rows like any other tensor: Header, the factors m that its blocks use (or all a_b), the codes q, the codes c (two in

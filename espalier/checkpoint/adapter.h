@@ -2,12 +2,11 @@
 //
 //   W' = W + s B A,  s = alpha / r, or alpha / sqrt(r) with use_rslora
 //
-// r and alpha may be other ones for modules whose names match expressions (rank_pattern, alpha_pattern; the first that
-// matches counts). A [r, in] is base_model.model.<module>.lora_A.weight, B [out, r]
-// base_model.model.<module>.lora_B.weight. A module of
-// modules_to_save is stored whole, base_model.model.<module>.weight (and .bias). Beside an adapter of the head peft
-// stores W, base_model.model.lm_head.base_layer.weight. Modules that are several projections here, and experts:
-// checkpoint/adapter_places.h.
+// Modules whose names match an expression may have another r or alpha (rank_pattern, alpha_pattern; the first match
+// counts). A [r, in] is base_model.model.<module>.lora_A.weight, B [out, r] base_model.model.<module>.lora_B.weight. A
+// module of modules_to_save is stored whole, base_model.model.<module>.weight (and .bias). Beside an adapter of the
+// head peft stores W, base_model.model.lm_head.base_layer.weight. Modules that are several projections here, and
+// experts: checkpoint/adapter_places.h.
 // Source: peft 0.21, LoraConfig and get_peft_model_state_dict.
 #pragma once
 
@@ -29,10 +28,10 @@ namespace espalier {
 
 class Adapter {
  public:
-  // `base`: of the base model. Errors: InputError for a directory without the two files, for
-  // damaged files, for a tensor that no parameter of the model belongs to, for shapes that do not fit, for half of a
-  // pair and for a listed target without its pair; UnsupportedError, with the member's or tensor's name, for adapters
-  // that compute another formula (DoRA, biases, other methods).
+  // `base`: the shape of the base model. Errors: InputError for a directory without the two files, for damaged files,
+  // for a tensor that no parameter of the model belongs to, for shapes that do not fit, for half of a pair and for a
+  // listed target without its pair; UnsupportedError, with the member's or tensor's name, for adapters that compute
+  // another formula (DoRA, biases, other methods) or give a tied head and its embedding different values.
   Adapter(const std::filesystem::path& directory, const ModelShape& base);
 
   bool changes(const std::string& parameter) const { return changes_.contains(parameter); }
@@ -59,7 +58,7 @@ class Adapter {
   // not finite.
   bool has(const std::string& parameter) const;
   std::vector<std::byte> values(const std::string& parameter, DType dtype) const;
-  // Whether it stands beside a head that is the embedding: no merged matrix holds what it adds to the logits alone.
+  // Whether it stands beside a tied head. It then changes the logits but not the embedding, so no merged matrix exists.
   bool changes_tied_head() const;
 
   // Turns the base model's values of a parameter that the adapter changes into those with the adapter. Errors:

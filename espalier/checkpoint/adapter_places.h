@@ -5,11 +5,11 @@
 //
 //   qkv_proj.lora_A [r, in]                   its A;  qkv_proj.lora_B [out, r]: rows of q, then k, then v
 //   experts.base_layer.lora_A [E r, M]        gate_up_proj: r rows of each expert in turn
-//   experts.base_layer.lora_B [2 F, r E]      column j E + e is column j of expert e; rows of gate, then of up, or one
-//   of
-//                                             gate and one of up in turn (gpt-oss)
-//   experts.lora_A [E r, F], lora_B [M, r E]  down_proj. Without an adapter of one the other's are named
-//   experts.lora_A.
+//   experts.base_layer.lora_B [2 F, r E]      column j E + e is column j of expert e; rows of gate, then of up, or
+//                                             in gpt-oss a row of gate and one of up in turn
+//   experts.lora_A [E r, F], lora_B [M, r E]  down_proj
+//
+// If only one of the two parameters has an adapter, its tensors are experts.lora_A and experts.lora_B.
 //
 // Source: peft 0.21, ParamWrapper and inject_parameters.
 #pragma once

@@ -12,7 +12,7 @@
 
 namespace espalier {
 
-// The names here by those of files, and the other way round; other names are not in the result. Files may also begin
+// Maps from the files' names to the names here, and back; other names are not in the result. Files may also begin
 // with "model.", as transformers names its modules.
 std::map<std::string, std::string> names_of_blocks(std::span<const std::string> names_of_files);
 std::map<std::string, std::string> names_of_half_blocks(std::span<const std::string> names_of_parameters);

@@ -19,9 +19,9 @@ namespace espalier {
 
 class MappedWeights {
  public:
-  // Maps the narrow matrices (TrainedParameters::narrow) of a rank's part of the model that files hold as they are
-  // read: a whole matrix, or some of its rows, in bfloat16; and matrices that one product reads, one behind the other.
-  // Errors: as load_parameters.
+  // Maps the narrow matrices (TrainedParameters::narrow) of a rank's part of the model whose bytes in the files are
+  // those that products read: a whole matrix, or consecutive rows of it, in bfloat16; matrices that one product reads
+  // must follow each other in the file. Errors: as load_parameters.
   MappedWeights(const std::filesystem::path& directory, const LocalShape& shape, ValueHead head);
 
   // In the order of for_each_parameter; null: no matrix fits.
@@ -29,7 +29,7 @@ class MappedWeights {
   // The first of a matrix's numbers.
   const std::byte* values(const std::string& name) const { return values_.at(name); }
 
-  // The first of the model's weight files that is not as it was, or empty.
+  // The first of the model's weight files that has changed since it was mapped, or empty.
   std::filesystem::path changed_file() const;
 
  private:

@@ -39,9 +39,10 @@ enum class ValueHead {
 void load_parameters(const std::filesystem::path& directory, const ParameterTable& table, DType dtype, void* flat,
                      const ElementProgress& progress = {}, ValueHead head = ValueHead::stored);
 
-// The same of a table of parameters in NF4, as rows of bytes (base/nf4.h): as the directory has them, or quantised from
-// float32, float16 or bfloat16. Further errors: UnsupportedError for a matrix that a quantised model's files hold in
-// another form than its config says. `progress`: of numbers, without their sum.
+// The same for a table of parameters in NF4, as rows of bytes (base/nf4.h): as the directory has them, or quantised
+// from float32, float16 or bfloat16. `progress` counts elements, its total is 0. Further errors: UnsupportedError for a
+// matrix of float64, and for one that a quantised model's files hold in another form than its config says; InputError
+// for absmax that is nested against `nested`.
 void load_nf4(const std::filesystem::path& directory, const ParameterTable& table, bool nested, void* flat,
               const ElementProgress& progress = {}, ValueHead head = ValueHead::stored);
 
@@ -97,11 +98,11 @@ struct WriteOptions {
 
 // Fills the directory `target` (usually AtomicDirectory::path(), created when absent) with a model: the weights as
 // `to` in model.safetensors, or in shards with their index, and the content of the other files at the top of `source`:
-// no weight files in any format, no hidden files, no folders. config.json states `to` as its dtype and is otherwise
-// copied byte for byte; a language model's becomes that of a token (sequence) classifier with one label if the table
-// has a value head. For ...ForConditionalGeneration the text model's weights get the names of the source, and all
-// other tensors of the source are copied. Errors: InputError for an unreadable source, OptionError for a failing
-// output.
+// no weight files in any format, no hidden files, no folders. config.json is copied byte for byte if it fits; otherwise
+// it is written anew with `to` as its dtype, without quantization_config, and as a token (sequence) classifier's with
+// one label if the table has a value head. For ...ForConditionalGeneration the text model's weights get the names of
+// the source, and all other tensors of the source are copied; so are layers that predict further tokens, unless the
+// table has a value head. Errors: InputError for an unreadable source, OptionError for a failing output.
 void write_model_directory(const std::filesystem::path& target, const std::filesystem::path& source,
                            const ParameterTable& table, DType from, const ParameterValues& values, DType to,
                            const WriteOptions& options = {});

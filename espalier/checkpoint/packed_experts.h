@@ -36,7 +36,8 @@ Packed packed_as(std::string_view name);
 // The shape of the tensor from the number of its parts and the shape of one of them: [outputs, inputs] or [outputs].
 std::vector<std::int64_t> packed_shape(Packed kind, std::int64_t parts, const std::vector<std::int64_t>& part);
 
-// Overwrites `out` with one expert's slice: of gate and up, or of down (`up` null). `bytes`: of an element.
+// Overwrites `out` with one expert's slice: of gate (`first`) and up, or of down (`first`; `up` is not read). `part`:
+// the shape of one of them.
 void pack(Packed kind, const std::vector<std::int64_t>& part, std::int64_t element_bytes, const std::byte* first,
           const std::byte* up, std::byte* out);
 

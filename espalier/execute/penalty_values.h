@@ -14,7 +14,8 @@ class PenaltyValues {
 
   // The buffer [expert layers, 2] for the next backward of an own item; undefined without router losses.
   at::Tensor next() { return values_IL2_.defined() ? values_IL2_.select(0, backwards_++) : at::Tensor(); }
-  // Adds the values in the order of the backwards, which ends in the first layer.
+  // Adds the values to the step's accounting: items in the order of their backwards, each from its last layer to its
+  // first. Waits for the device.
   void add_up() const;
 
  private:

@@ -47,7 +47,7 @@ struct RunResult {
   PhaseSeconds seconds;
   PhasePeaks arena_bytes;                                   // high-water mark of the arena in each phase
   TrafficBytes bytes;                                       // sent by this rank to others, without the reduction
-  double last_backward_began = 0, last_backward_ended = 0;  // Timer::steady_seconds, if it was called
+  double last_backward_began = 0, last_backward_ended = 0;  // Timer::steady_seconds; 0 without a backward
 };
 
 }  // namespace espalier

@@ -1,5 +1,5 @@
-// The buffers of every block of the engine (device/buffers.h). model/, objective/ and phase/ take them from the arena,
-// and the memory model adds them up.
+// The buffers of every block of the engine (device/buffers.h). model/, objective/ and execute/ take them from the
+// arena, and the memory model adds them up.
 //
 // T rows, R rows that continue past keys and values, O output rows, P path rows, H query heads, J key/value heads, D
 // head size, Dv that of values, C width of a latent, M width, F inner width (of one expert in expert layers), E
@@ -153,7 +153,7 @@ struct LayerBackwardBuffers : BufferList {
   Place rotated_q_RW, rotated_k_TW, grad_rotated_q_RW, grad_k_TW, grad_v_TW;
   Place normed_TM, kv_product, query_input_RM, query_product;
   Place query_part_RM;  // where the block is narrow
-  // With latent attention. Normed latents are overwritten with the gradients of the norms' results.
+  // With latent attention. Latents after their norm are overwritten with the gradients of the norm's result.
   Place value_TW, grad_rotary_key_sum_TK, grad_rotary_key_TK;
   Place grad_latent_TC, latent_TC, latent_product;  // the latter also for the shared key
   Place grad_query_latent_RC, query_latent_RC, query_latent_product;

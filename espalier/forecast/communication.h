@@ -3,8 +3,8 @@
 // T rows of a set, O of them with edges, R of a layer that continue (all, or the outputs in a narrow last layer), M
 // width, k experts a row, E experts, b bytes of an activation, s of a sum. n ranks share the axis; nothing is sent if n
 // = 1. A rank of tp sends for every set
-//   forward   T M b (embedding), R M b a layer (attention's output), R M b a dense layer, R M s a layer of experts
-//   (MLP) head      8 (3 O + edges) for maximum and sums of the logits; with gradients O M b (s where b is narrower)
+//   forward   T M b (embedding), R M b a layer (attention's output), R M b a dense MLP, R M s an MLP of experts
+//   head      8 (3 O + edges) for maximum and sums of the logits; with gradients O M b (s where b is narrower)
 //   backward  T M b a layer (norm before attention), R M b a dense layer, R (M + k) s a layer of experts
 //   recompute R M b a layer
 // and once a step its share of the gradients of key/value heads and head norms that several ranks hold. A rank of ep

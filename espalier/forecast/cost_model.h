@@ -68,7 +68,8 @@ struct MachineProfile {
 MachineProfile default_profile(Choice<DeviceType> device, DType dtype, int threads);
 
 Json to_json(const MachineProfile& profile);
-// `device`, `memory_bytes` and `fit` may be absent. Errors: InputError naming the member that is missing or absurd.
+// Required are name, source, dtype, matrix and the rates of attention, bytes and calls; other members may be absent.
+// Errors: InputError naming the member that is missing or absurd, OptionError for a dtype that is none.
 MachineProfile profile_of(const Json& json, const std::string& where);
 
 class CostModel {
@@ -81,7 +82,7 @@ class CostModel {
   CostParts parts(const Work& work, ItemState state) const;
   double flops(const Work& work, ItemState state) const { return all_flops(work, state).total(); }
   // The sum, plus the cost of offloading: the part of writing and reading not hidden behind forward and backward, and
-  // the copies. `path`: what the item does for its path.
+  // the copies. `path`: the item's part in the traffic and the products of its path.
   double seconds(const Work& work, ItemState state, const PathTraffic& path = {}) const;
   const ActivationBytes& bytes() const { return bytes_; }
   int threads() const { return profile_.threads; }
@@ -92,7 +93,7 @@ class CostModel {
   // The part proportional to the work, at the rates for sets of `rows` rows; before the fit.
   CostParts variable_parts(const Flops& flops, const Work& work, std::int64_t rows, double passes) const;
   Flops all_flops(const Work& work, ItemState state) const;
-  // The time of an item; `again` is the part of a forward that its backward repeats.
+  // The passes over an item's rows, counted in forwards; `again` is the part of a forward that its backward repeats.
   double passes_of(double again) const;
   // FLOPs for one row, one pair and so on: a step's FLOPs are linear in the work and computed very often.
   struct UnitFlops {

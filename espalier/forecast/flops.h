@@ -1,11 +1,11 @@
 // Floating-point operations of a set of rows (mathematics, section 9).
 //
 // Per row: 2 x (weights in matrices). Per visible (query, key) pair of a layer: 4 H D. Backward: 2 x for matrices
-// (gradients of inputs and of weights; 1 x for held matrices), 2.5 x for attention; layers below the first trained one
+// (gradients of inputs and of weights; 1 x for held matrices), 2.5 x for attention; layers before the first trained one
 // have no backward. The last layer's query, attention, output and MLP, the final norm and the head run for output rows
 // (rows with edges) only; its K and V for all rows. A last layer of experts runs all rows if their choices are needed.
-// Recurrent layers: 6 dk dv per row and value head, at any depth. T rows, O output rows, H query heads, J key/value
-// heads, D head size, M width, F inner width, L layers, V vocabulary.
+// Recurrent layers: 6 dk dv (Mamba-2: 4 dk dv) per row and value head, at any depth. T rows, O output rows, H query
+// heads, J key/value heads, D head size, M width, F inner width, L layers, V vocabulary.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +35,7 @@ struct Flops {
 Flops forward_flops(const ModelShape& shape, const Work& work, bool all_rows_choose = false);
 Flops backward_flops(const ModelShape& shape, const Work& work, bool all_rows_choose = false);
 // The second forward of rows with recomputed activations, and a counting pass: the layers without the head. For rows
-// that recompute only gate and up: those products.
+// that recompute only the second half of a block: the router, gate and up, and down if a norm follows it.
 Flops recompute_flops(const ModelShape& shape, const Work& work, bool all_rows_choose = false);
 Flops gate_up_flops(const ModelShape& shape, const Work& work, bool all_rows_choose = false);
 

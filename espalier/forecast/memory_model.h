@@ -2,7 +2,7 @@
 //
 // Every number of bytes in the planner comes from ActivationBytes. Bytes of the arena come from the declarations that
 // the engine itself uses (forecast/block_buffers.h). This file adds the order of layers, and PeakWalk the order of
-// items: the stack discipline of model/decoder.cpp and of the schedule.
+// items: the stack discipline of model/decoder_pass.cpp and of the schedule.
 #pragma once
 
 #include <array>
@@ -39,27 +39,27 @@ struct PathBytes {
 // such layers and the rooms for one gathered layer and one layer's reduced gradients.
 PathBytes path_bytes(const BlockShape& block, PathRows rows, bool with_gradients, const PathPlan& path,
                      std::int64_t cp);
-// Whether layers with a window keep only what it shows to rows below; they are then in memory always. Ranks of cp share
-// whole rows.
+// Whether layers with a window keep only the rows that it shows to rows below; these are then always in memory. Under
+// cp above 1 layers keep all rows.
 inline bool keeps_windows(const ModelShape& shape, std::int64_t cp) { return shape.window > 0 && cp == 1; }
 
-// Whether the path may be carried as latents: of latent attention alone. Ranks of cp share whole keys and values.
+// Whether the path may be carried as latents: with latent attention in the model, no windows, and one rank of cp.
 inline bool may_carry_latents(const ModelShape& shape, std::int64_t cp) {
   return shape.has_latents() && shape.window == 0 && cp == 1;
 }
 
-// The path's part of an item: bytes that it moves between the path's store and memory, each way counted; products by
-// which keys and values come from latents, and their gradients return to those.
+// An item's work for its path: bytes moved between the path's store and memory, both ways counted; and FLOPs of the
+// products that expand latents to keys and values and take their gradients back.
 struct PathTraffic {
   std::int64_t forward = 0, backward = 0;
   double flops = 0;
 };
 
-// K and V of one prefix token over all layers: 2 L J D b (mathematics, section 10).
+// K and V of one prefix token over all layers of attention: 2 L J D b (mathematics, section 10).
 std::int64_t kv_bytes_per_token(const ModelShape& shape, DType dtype);
 
-// Bytes of activations. Not thread-safe: it keeps the bytes of items that it was asked for, because a planner asks
-// again for each of them: for peaks, for seconds and for every other plan with the same item.
+// Bytes of activations. Not thread-safe: it caches the bytes of items, because a planner asks for an item many times:
+// for peaks, for seconds and for every other plan with the same item.
 class ActivationBytes {
  public:
   // For one rank: its parameters, heads and columns of inner width.
@@ -90,7 +90,7 @@ class ActivationBytes {
   }
   // Bytes that it has in the store in the meantime.
   std::int64_t stored(const Work& work, ItemState state) const { return item(work, state, false).stored; }
-  // Device bytes in flight for this many bytes in the store. A GPU's store is in host memory.
+  // Device bytes in flight for this many bytes in the store; 0 on a GPU, whose store is in host memory.
   std::int64_t in_flight(std::int64_t stored_bytes) const;
   // Peak bytes of an item, saved state included: during its forward and the head, and during its backward. `wave`: its
   // keys, values and their gradients are its own; a trunk's are in the path.

@@ -10,21 +10,22 @@
 
 namespace espalier {
 
-// The settings of --n, --temperature, --top-k, --top-p, --max-response-length, --max-num-seqs, --token-budget and
-// --seed. Stop ids and the limit of keys and values are not set.
+// The settings of --n, --temperature, --top-k, --top-p, --max-response-length, --max-num-seqs, --token-budget, --turns
+// and --seed. Stop ids and the limit of keys and values are not set. Errors: OptionError for an --n that is not one
+// whole number of at least 1.
 SamplingSettings sampling_settings(const Options& options);
 
-// --stop-ids, or eos_token_id (a number or a list) of generation_config.json, or else of config.json, in the model's
-// directory, and with it the eos token of the tokenizer, where one is given; none: no token ends a response. Errors:
-// OptionError for ids beyond the vocabulary, InputError for an eos_token_id of another kind.
+// The tokens of --stop-ids. Without the option: eos_token_id (a number or a list) of generation_config.json in the
+// model's directory, or else of config.json, and the eos token of `tokenizer`, which may be null. Empty: no token ends
+// a response. Errors: OptionError for ids beyond the vocabulary, InputError for an eos_token_id of another kind.
 std::vector<std::int32_t> stop_ids(const Options& options, std::int64_t vocabulary, const Tokenizer* tokenizer);
 
 // Errors: OptionError for --turns without --env and --env beside --reward.
 void check_environment(const Options& options);
 
-// Splits --memory-budget, or else the free memory, into activations and keys and values: sets `settings.token_budget`
-// and `settings.kv_limit_bytes` if they are not set. For one rank; all ranks of the mesh use the settings of the rank
-// with the least memory.
+// Splits --memory-budget, or else the free memory, into activations and keys and values: sets `settings.token_budget`,
+// `settings.max_num_seqs` and `settings.kv_limit_bytes` if they are not set. For one rank; all ranks of the mesh use
+// the settings of the rank with the least memory.
 void plan_memory(const LocalShape& shape, const Options& options, SamplingSettings& settings,
                  const Mesh& mesh = mesh_of_one());
 
@@ -34,9 +35,9 @@ struct GeneratedRecords {
 };
 
 // Loads --model, reads --prompts, writes the responses to --out in prompt order: with their text where the model has a
-// tokenizer, and with rewards where --reward gives them. Errors: those of the parts; --out is as it was before then,
-// except for InputError of the reward function: the responses are in --out, without rewards. Every rank of the mesh
-// generates its part; rank 0 rewards and writes.
+// tokenizer, and with rewards where --reward or --env gives them. Errors: those of the parts; --out is then unchanged,
+// except after an InputError of the user's Python: the responses are in --out, without the rewards of --reward, and
+// under --env with unfinished trajectories cut. Every rank of the mesh generates its part; rank 0 rewards and writes.
 GeneratedRecords generate_records(const Options& options, Progress& progress, const Mesh& mesh = mesh_of_one());
 
 }  // namespace espalier

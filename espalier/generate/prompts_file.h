@@ -1,6 +1,6 @@
-// Prompts as JSON Lines, plain or gzip, or in verl's Parquet layout: one object a line (a row) with `prompt`, a text or
-// a list of chat messages, or `prompt_ids`; optionally `group`, `id`, `meta`, and what a reward is told: `data_source`,
-// `ground_truth` (or `reward_model` with it), `extra_info`.
+// Prompts as JSON Lines, plain, gzip or zstd, or in verl's Parquet layout: one object a line (a row) with `prompt`, a
+// text or a list of chat messages, or `prompt_ids`; optionally `id`, `meta`, `group` (in every record or in none), and
+// the arguments of a reward: `data_source`, `ground_truth` (or `reward_model` with it), `extra_info`.
 //
 // Other fields are carried through and reported once, as in records of rollouts; fields that belong to a response are
 // refused, because what is written would hold them twice.
@@ -23,12 +23,12 @@ struct PromptFile {
 };
 
 // Text becomes tokens by `tokenizer`. A prompt that was text carries `prompt`, the text that the model sees, and
-// `messages`, where it was given so; of `prompt_ids` beside a `prompt` the ids are taken.
+// `messages` if it was given as messages; `prompt_ids` beside a `prompt` override its text.
 // Errors: InputError with "file:line", the field, what was expected and found; ids are checked against the vocabulary.
 // Also errors of PythonRecords for Parquet, and of Tokenizer.
 PromptFile read_prompts(const std::string& path, std::int64_t vocabulary, LazyTokenizer& tokenizer, Progress& progress);
 
-// The same for JSON Lines in memory (plain or gzip); `name` stands for the file in messages.
+// The same for JSON Lines in memory (plain, gzip or zstd); `name` stands for the file in messages.
 PromptFile parse_prompts(std::string_view text, const std::string& name, std::int64_t vocabulary,
                          LazyTokenizer& tokenizer);
 

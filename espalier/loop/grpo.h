@@ -4,8 +4,9 @@
 //   batch b = 0, 1, ...:  --train-batch-size prompts of --task or --prompts x --n responses by the current weights
 //     rewards        the task's own, or those of --reward or --env (responses are then trajectories of turns), plus
 //                    overlong shaping; with --filter-groups, unequal groups alone
-//     old log-probs  by the shared score pass, where a batch takes several steps or --rollout-is compares them with
-//                    the sampler's; otherwise the policy's own in the step (ratio 1)
+//     old log-probs  where a batch takes several steps or --rollout-is compares them with the sampler's: by the shared
+//                    score pass, or the sampler's own if these are bitwise those of training; otherwise the policy's
+//                    own in the step (ratio 1)
 //     ref log-probs  by the weights the loop started from, where --kl-loss-coef is not 0
 //     steps          advantages over the batch, --epochs passes over mini-batches of --mini-batch-size
 //

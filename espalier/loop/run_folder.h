@@ -5,7 +5,7 @@
 //   events.out.tfevents.*  the same numbers for TensorBoard
 //   fresh/              config.json and tokenizer of a fresh model
 //   checkpoints/warm-start/   of an interrupted warm start, until it is over
-//   checkpoints/step-000010/  a Hugging Face directory, with what exact continuation needs in espalier/
+//   checkpoints/step-000010/  a Hugging Face directory; espalier/ in it holds the state for exact continuation
 //   last_rollouts.jsonl the records of the last batch before the newest checkpoint
 //   model/              the trained model
 //

@@ -22,11 +22,12 @@ struct RunStart {
   std::unique_ptr<Questions> questions;
 };
 
-// The models that a run holds from its first batch on: the trained model, a reference if there is a KL term, a critic.
+// The models that a run holds from its first batch on: the trained model; a reference if there is a KL term, unless
+// only adapters train; a critic.
 std::vector<HeldModel> models_of_loop(const ModelShape& shape, const Options& options,
                                       const Mesh& mesh = mesh_of_one());
 
-// Checks what a new run checks before it writes anything: options, model, room, prompts, reward.
+// The checks of a new run before it writes anything: options, model, room, prompts, reward.
 // Errors: OptionError, InputError, UnsupportedError, MemoryBudgetError.
 struct CheckedRun {
   ModelShape shape;
@@ -34,8 +35,8 @@ struct CheckedRun {
 };
 CheckedRun check_new_run(const Options& options, Progress& progress, const Mesh& mesh = mesh_of_one());
 
-// Errors: OptionError where --out holds a run with a checkpoint, and neither --resume nor --overwrite says what becomes
-// of it.
+// Errors: OptionError if --out holds a run with a checkpoint or an interrupted warm start, and neither --resume nor
+// --overwrite is given.
 void require_new_run(const Options& options);
 
 // Opens --resume, or --out; writes run.json where it is new or its options have changed. Rank 0 does this and

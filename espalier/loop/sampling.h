@@ -49,7 +49,8 @@ void check_sampling(const Options& options);
 
 class Sampling {
  public:
-  // `held`: the models of the run, which leave room for so many keys and values. The arena may be that of updates.
+  // `held`: the models of the run; keys and values get the memory that these leave of the budget, a quarter of it at
+  // most. The arena may be that of updates.
   Sampling(const Options& options, Questions& questions, const Decoder& decoder, std::span<const HeldModel> held,
            Arena& arena, Progress& progress);
 
@@ -57,7 +58,7 @@ class Sampling {
   // groups of equal rewards are dropped and more are sampled. A function of the weights, the options and the arguments.
   SampledBatch batch(std::int64_t index, std::int64_t drawn);
 
-  // The held-out prompts, the same ones at every call, answered greedily; none where there are none.
+  // The held-out prompts, the same ones at every call, answered greedily; empty without held-out prompts.
   std::optional<Evaluation> evaluate();
 
   // Tokens of the longest rollout.
@@ -80,7 +81,7 @@ class Sampling {
   Arena& arena_;
   Progress& progress_;
   std::vector<Prompt> held_out_;
-  std::int64_t budget_, held_bytes_;  // of the run; of its models and of the process
+  std::int64_t budget_, held_bytes_;  // bytes of the run's budget; bytes of its models and of the process
   SamplingSettings sampled_;          // of training batches; the seed is that of the last sampling
 };
 

@@ -23,7 +23,7 @@ namespace espalier {
 
 struct Problem {
   TokenIds prompt_ids;
-  TokenIds answer_ids;  // without what ends a response
+  TokenIds answer_ids;  // without <end>
 };
 
 enum class Split { train, held_out };
@@ -37,14 +37,14 @@ struct Task {
   // arguments. Errors: OptionError where the prompt length is too short for the task.
   std::vector<Problem> problems(Split split, Random random, std::int64_t most) const;
 
-  std::int64_t shortest_prompt() const;  // of a document with two things to tell apart
+  std::int64_t shortest_prompt() const;  // tokens of a prompt whose document has two things to tell apart
 
-  // Tokens of the longest right answer, with what ends it.
+  // Tokens of the longest right answer, with <end>.
   std::int64_t longest_answer() const;
 };
 
-// How right a response is, in [0, 1]: the share of places where it has the answer's token, places of the longer of the
-// two; what ends it is not counted, and a response without an end has one place too many.
+// How right a response is, in [0, 1]: the number of places where it has the answer's token, over the number of places.
+// These are the tokens of the longer of the two, without <end>, and one more for a response that has no <end>.
 double answer_score(std::span<const std::int32_t> response_ids, std::span<const std::int32_t> answer_ids);
 
 }  // namespace espalier

@@ -32,9 +32,9 @@ class Vocabulary {
     bool holds(std::int32_t id) const { return id >= begin && id < begin + count; }
   };
   Range digits() const { return digits_; }    // "0" ... "9"
-  Range names() const { return names_; }      // what facts are about
-  Range colours() const { return colours_; }  // what facts say
-  Range fillers() const { return fillers_; }  // what stands between facts
+  Range names() const { return names_; }      // the words that facts are about
+  Range colours() const { return colours_; }  // the words that facts give to names
+  Range fillers() const { return fillers_; }  // the words between facts
 
  private:
   Vocabulary();

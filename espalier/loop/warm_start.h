@@ -56,11 +56,11 @@ class WarmStart {
  public:
   WarmStart(ModelState& model, const Task& task, const Options& options, const MachineProfile& machine);
 
-  // Overwrites the model's weights, step by step. False: an interrupt came, and the rest is still to do.
+  // Overwrites the model's weights, step by step. False: an interrupt came, and steps are left to run.
   bool run(Progress& progress, const std::function<void(const WarmStartStep&)>& on_step);
   const WarmStartStep& last() const { return last_; }
 
-  // A checkpoint beside which `metrics_bytes` is kept; load gives it back. Errors: OptionError, InputError.
+  // Saves a checkpoint with `metrics_bytes`, which load returns. Errors: OptionError; InputError in load.
   void save(const std::filesystem::path& directory, std::int64_t metrics_bytes) const;
   std::int64_t load(const std::filesystem::path& directory);
 

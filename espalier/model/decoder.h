@@ -37,7 +37,7 @@ class Decoder {
   Device& device() const { return device_; }
   // The backward ends at this layer, because nothing before it trains.
   std::int64_t first_layer() const { return shape_.trained.first_layer; }
-  // False if no layer saves anything, because nothing in or below its layers trains.
+  // False if no layer saves anything, because nothing in or before this rank's layers trains.
   bool has_backward() const { return first_layer() < shape_.layers; }
   // The sizes on which its buffer declarations depend.
   BlockShape block() const;
@@ -50,7 +50,8 @@ class Decoder {
   NormWeights final_norm(const ModelViews& views) const {
     return {views.final_norm_M, shape_.norm, views.final_norm_bias_M};
   }
-  // False if the last block runs all rows because its router's choices are counted.
+  // Whether this rank's last block continues with output rows alone: on the last stage of pp, unless the block has
+  // experts and the choices of all rows are counted.
   bool last_block_is_narrow(const ModelInput& input) const;
   LayerContext layer(const DecoderRun& run, std::int64_t layer, const RouterPenalties* penalties = nullptr) const;
 

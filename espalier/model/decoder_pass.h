@@ -28,8 +28,9 @@ struct DecoderSaved {
 
 class DecoderForward {
  public:
-  // Overwrites `saved`. Everything in it is taken from the arena and stays valid until the caller releases it. `state`:
-  // the treatment of the layers' activations until the backward; empty without a backward.
+  // Overwrites `saved`. All of it but choice_LTK, which is its own allocation, is taken from the arena and stays valid
+  // until the caller releases it. `state`: the treatment of the layers' activations until the backward; empty without a
+  // backward.
   DecoderForward(const Decoder& decoder, const DecoderRun& run, std::optional<ItemState> state, DecoderSaved& saved);
 
   void run(const Stop& stop);
@@ -59,8 +60,8 @@ class DecoderForward {
 class DecoderBackward {
  public:
   // Given dL/d(normed_OM), adds every parameter's gradient except the head's to `grads` (accumulator dtype), and this
-  // set's contribution to the gradients of the keys and values that its rows attended to. Consumes `saved`. Includes
-  // the gradients that later rows added to the set's own keys and values. All arguments must outlive the object.
+  // set's contribution to the gradients of the keys and values that its rows attended to. The gradients that later rows
+  // added to the set's own keys and values are included. Consumes `saved`. All arguments must outlive the object.
   DecoderBackward(const Decoder& decoder, const DecoderRun& run, DecoderSaved& saved, const at::Tensor& grad_normed_OM,
                   ModelViews& grads, const RouterPenalties& penalties);
 

@@ -15,7 +15,8 @@ struct ExpertInputGradients {
 // Both functions are described in ops/experts.h. The caller sums over tp: each rank has a part of the experts' inner
 // columns, or of the rows. `scratch`: for R rows, if the products run here.
 struct ExpertProducts {
-  // Adds the experts' results for normed_RM to sum_RM. If sum is undefined, it only fills saved.gate_up.
+  // Adds the experts' results for normed_RM to sum_RM. If sum is undefined, it only fills saved.gate_up; with several
+  // ranks of ep it then does nothing, because the backward computes gate and up again.
   void (*add_forward)(const LayerContext& context, const LayerSaved& saved, const at::Tensor& normed_RM,
                       const at::Tensor& sum_RM, const ExpertScratch& scratch);
   // From dL/dsum: adds the gradients of the experts and of their inputs.

@@ -35,11 +35,12 @@ class KvPath {
     at::Tensor grad_k, grad_v;  // of the same shapes, accumulator dtype; undefined in forward-only passes
   };
 
-  // The rows of one layer carried as latents, C channels normed and K rotated ones: [P, C], [P, K]. Gradients as above.
+  // The rows of one layer carried as latents: C channels after the norm [P, C] and K rotated channels [P, K]. Gradients
+  // as above.
   struct Latents {
     at::Tensor latent_PC, rotary_PK, grad_latent_PC, grad_rotary_PK;
   };
-  // Buffers for blocks of B rows: what latents give to heads, its width W; gradients of latents, and sums in the
+  // Buffers for blocks of B rows: the latents' projection to heads, W wide; gradients of latents; and sums in the
   // accumulator dtype.
   struct LatentBlock {
     at::Tensor kv_BW, grad_latent_BC, sum_latent_BC, sum_rotary_BK;
@@ -56,7 +57,8 @@ class KvPath {
   static KvPath of_latents(const ModelShape& shape, std::int64_t capacity, at::ScalarType dtype, bool with_gradients,
                            Arena& arena);
 
-  // A trunk's final state [N] in one recurrent layer, and the sum of its gradients. Undefined: 0; not needed.
+  // A trunk's final state [N] in one recurrent layer, and the sum of its gradients. An undefined state is 0; an
+  // undefined gradient is not needed.
   struct State {
     at::Tensor state_N, grad_state_N;
   };
@@ -83,7 +85,7 @@ class KvPath {
   Latents latents(std::int64_t layer, std::int64_t rows) const;
   Latents top_latents(std::int64_t layer) const;
   const LatentBlock& latent_block() const { return latent_block_; }
-  // Whether the room has keys and values of the first `rows` rows of this layer; and that it now has them.
+  // Whether the room has the keys and values of the first `rows` rows of this layer; the second call says that it has.
   bool room_holds(std::int64_t layer, std::int64_t rows) const { return layer == room_layer_ && rows <= room_rows_; }
   void filled_room(std::int64_t layer, std::int64_t rows) { room_layer_ = layer, room_rows_ = rows; }
 

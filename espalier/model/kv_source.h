@@ -45,7 +45,7 @@ class KvSource {
   // J*D]; otherwise `kept` is undefined.
   virtual bool keeps(std::int64_t /*layer*/) const { return false; }
   virtual KeysValues kept(std::int64_t) const { return {}; }
-  // Called after `attend` of rows that the layer does not keep: copies those that outlive the forward all the same.
+  // Called after every `attend`: where `keeps` is false, copies the keys and values that outlive the forward, if any.
   virtual void leave(const LayerAttention&) {}
 
   // The path that carries the visible rows as latents (model/path_latents.h), and the number of rows seen; null: it

@@ -30,13 +30,14 @@ struct LatentSaved {
 void latent_forward(const LayerContext& context, const Latent& weights, const LatentSaved& saved,
                     const at::Tensor& x_RM, const at::Tensor& normed_RC, const at::Tensor& y_RN);
 
-// From the gradient of the norm's results: overwrites grad_latent_RC with that of x down^T + b, and adds to the
-// gradient of the norm.
+// From the gradient of the norm's results: overwrites grad_latent_RC with the gradient of x down^T + b, and adds to the
+// gradient of the norm's weight.
 void latent_norm_backward(const LayerContext& context, const Latent& weights, const Latent& grads,
                           const LatentSaved& saved, const at::Tensor& grad_normed_RC, const at::Tensor& grad_latent_RC);
 
-// Overwrites grad_latent_RC with the gradient of x down^T + b, and the scratch normed_RC; adds to the gradients of `up`
-// and the norm. The caller computes the gradients of `down` and x.
+// From dL/dy: overwrites grad_latent_RC with the gradient of x down^T + b, and the scratch normed_RC; adds to the
+// gradients of `up` and of the norm's weight. product_NC: scratch as in add_linear_grad_weight. The caller computes the
+// gradients of `down` and x.
 void add_latent_backward(const LayerContext& context, const Latent& weights, const Latent& grads,
                          const LatentSaved& saved, const at::Tensor& grad_RN, const at::Tensor& normed_RC,
                          const at::Tensor& product_NC, const at::Tensor& grad_latent_RC);

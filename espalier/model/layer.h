@@ -16,7 +16,7 @@
 
 namespace espalier {
 
-// Take the members of the first half of a block from the arena, and of the second half.
+// Take the buffers of a block's saved members from the arena: of its first half, and of its second half.
 void take_attention_saved(const LayerContext& context, LayerSaved& saved);
 void take_mlp_saved(const LayerContext& context, LayerSaved& saved);
 
@@ -24,7 +24,7 @@ void take_mlp_saved(const LayerContext& context, LayerSaved& saved);
 // Keys and values are written to the source if it keeps them. stream_out may be stream_mid.
 void layer_forward(const LayerContext& context, LayerSaved& saved, const at::Tensor& stream_out_RM);
 
-// Recomputes the members that `state` drops from the saved ones, and takes their buffers.
+// Takes buffers for the members that `state` recomputes, and fills them from the members that were saved.
 void layer_forward_again(const LayerContext& context, LayerSaved& saved, ItemState state);
 
 // grad_stream_RM holds dL/dz on entry and is overwritten. Overwrites grad_in_TM with dL/dx; it is grad_stream itself if

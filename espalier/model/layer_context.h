@@ -30,7 +30,7 @@ struct LayerSaved {
   // Latent attention: latents before their norm, and the rotated row that all keys share.
   at::Tensor query_latent_RC, query_latent_rstd_R, latent_TC, latent_rstd_T, rotary_key_TK;
   at::Tensor branch_RM, branch_rstd_R;  // o_proj's result, if a norm follows it
-  at::Tensor projected_TW, mixed_TV;    // of the delta rule (ops/delta_rule.h), instead of the two lines above
+  at::Tensor projected_TW, mixed_TV;    // of the delta rule (ops/delta_rule.h), instead of attention's members
   at::Tensor gate_latents_TC;           // of z and a (DeltaRuleShape::gate_latent), side by side
   at::Tensor stream_mid_RM, mlp_rstd_R;
   at::Tensor mlp_branch_RM, mlp_branch_rstd_R;
@@ -49,7 +49,7 @@ struct LayerContext {
   const ModelShape& shape;  // this rank's part: LocalShape::own()
   const LayerViews& weights;
   const RotaryTables& rotary;        // for this layer's kind
-  const RotaryTables& query_rotary;  // the same, or that of queries alone
+  const RotaryTables& query_rotary;  // the same, or the tables of queries (growing_tables)
   const ModelInput& input;
   KvSource& kv;
   std::int64_t layer;
@@ -74,7 +74,7 @@ struct LayerContext {
   // The sizes on which the block's buffer declarations depend.
   BlockShape block() const;
   BlockRows block_rows() const;
-  // Overwrites x_R with x_T at the output rows. If all rows continue, returns x itself.
+  // Overwrites x_RM with x_TM at the output rows and returns it; if all rows continue, returns x_TM.
   at::Tensor continuing_rows(const at::Tensor& x_TM, const at::Tensor& x_RM) const;
 };
 

@@ -29,23 +29,23 @@ struct Projection {
 struct LayerViews {
   at::ScalarType dtype = at::kFloat;  // dtype of rows; held matrices may be bfloat16 beside float32
   at::Tensor attention_norm_M;
-  Projection query;               // [H*D, M], or from latents [H*D, C]
+  Projection query;               // [H*D, M], with an output gate [H*2*D, M], or from latents [H*D, C]
   Projection key_value;           // [2*J*D, M], keys then values, or from latents [J*(N + Dv), C] (ops/latent.h)
   at::Tensor q_norm_D, k_norm_D;  // or over all heads [H*D], [J*D]
   at::Tensor sinks_H;
   Projection query_latent, key_value_latent;  // [C, M] each
   Projection rotary_key;                      // [K, M]
   at::Tensor query_latent_norm_C, key_value_latent_norm_C;
-  Projection output;  // [M, H*D]
-  // With the delta rule, instead of query, key and value: [W, M], or without the columns of z and a; the latents of
-  // these [2 C, M], and their projections [V, C] and [A, C].
+  Projection output;  // [M, H*D], of latent attention [M, H*Dv], with the delta rule [M, V]
+  // With the delta rule, instead of query, key and value: `projected` [W, M]; where decays are of channels, z and a are
+  // left out of it and have latents [2 C, M] and projections [V, C] and [A, C].
   Projection projected, gate_latents, gate_z, gate_a;
   at::Tensor conv_CK, a_log_H, dt_bias_H, conv_bias_C, skip_H;  // ops/delta_rule.h
   at::Tensor mixed_norm;
   at::Tensor mlp_norm_M;
   at::Tensor attention_norm_bias_M, mlp_norm_bias_M;
   at::Tensor attention_post_norm_M, mlp_post_norm_M;  // norms of each half's addition to the stream
-  Projection gate_up;                                 // [2*F, M], gate then up
+  Projection gate_up;                                 // [2*F, M], gate then up; without a gate [F, M]
   Projection down;                                    // [M, F]
   Projection router;                                  // [E, M], all experts
   at::Tensor expert_gate_up_EWM, expert_down_EMF;     // [E, 2*F, M], [E, M, F], F of one expert
@@ -71,8 +71,8 @@ struct ModelViews {
 struct FlatParameters {
   const ParameterTable& table;
   at::Tensor flat, rooms;
-  // Parameters in bfloat16 that are in no buffer: where a name's numbers are, and behind them those of the parameters
-  // that the same product reads.
+  // For bfloat16 parameters in a mapped file instead of `flat`: the address of the named parameter's elements, behind
+  // which the other parameters of the same product follow.
   std::function<const std::byte*(const std::string& name)> values = {};
 };
 

@@ -25,7 +25,7 @@ inline constexpr const char* kValueBias = "score.bias";      // [1]
 struct Parameter {
   std::string name;
   std::vector<std::int64_t> shape;  // on this rank, padding included; the whole shape with one rank
-  std::int64_t offset = 0;          // elements, or bytes of what is in NF4
+  std::int64_t offset = 0;          // in elements; in bytes for parameters in NF4
   std::int64_t count = 0;
   Shard shard;               // which part of the file's tensor this is
   std::string fused;         // the file tensor that holds it with its neighbours; "": its own tensor

@@ -32,7 +32,7 @@ class PathKeeper {
   virtual bool one_place() const = 0;
   // Registers a member, which is not in use from now on; returns its number.
   virtual int add(const Member& member) = 0;
-  // Requests a member ahead of bring_back. Requests are served in order, while others compute.
+  // Requests a member ahead of bring_back. Requests are served in order, while the caller computes.
   virtual void ask(int member, std::int64_t rows) = 0;
   // Brings the member back: its first `rows` rows are as they were last put away, the others are undefined. It must be
   // the oldest request, or there are no requests.

@@ -3,8 +3,8 @@
 //   kv_p = latent_p up^T,  k_ph = (kv_ph[0, N), rotary_p),  v_ph = kv_ph[N, N + Dv)          (ops/latent.h)
 //
 // A row of the path then takes C + K numbers in each layer in place of J (D + Dv), and keys and values stand in memory
-// for the layer in use alone. Gradients are sums over everything below, in the accumulator dtype. The bits of keys and
-// values are those of the rows' own forward where sums have a defined order (base/defined_sums.h).
+// for the layer in use alone. Gradients are sums over everything below, in the accumulator dtype. Where sums have a
+// defined order (base/defined_sums.h), keys and values are bitwise identical to those of the rows' own forward.
 //
 // Shapes: P rows of the path, T rows of a set, J key/value heads, D and Dv sizes of a key and of a value, N channels of
 // a key without rotation, C width of the latent, K rotated channels.
@@ -24,8 +24,8 @@ void expand_path(const LayerContext& context, std::int64_t rows);
 void zero_expanded_gradients(const LayerContext& context, std::int64_t rows);
 // Keeps the latents of a trunk's own rows, whose keys and values are written to the room.
 void keep_latents(const LayerContext& context, const LatentSaved& latent, const at::Tensor& rotary_key_TK);
-// Takes the gradients of keys and values of the first `rows` rows: adds to those of the rows' latents and of `up`.
-// product_NC: scratch as in add_linear_grad_weight.
+// From the gradients of the keys and values of the first `rows` rows: adds to the gradients of these rows' latents and
+// rotated channels, and to grad_up. product_NC: scratch as in add_linear_grad_weight.
 void add_expand_path_backward(const LayerContext& context, const Projection& grad_up, std::int64_t rows,
                               const at::Tensor& product_NC);
 

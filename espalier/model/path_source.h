@@ -1,7 +1,8 @@
 // A set of rows over the open trunks: row i sees the first P rows of the path, and row j of its own set if and only if
-// j <= i < subtree_end[j]. A layer with a window W keeps only rows less than W above row i, by depth along the path.
-// The keys and values of a trunk stay at the top of the path for everything below; of a layer with a window perhaps the
-// last ones only. Depths are then counted from the first row that the path shows (KvPath::first_row).
+// j <= i < subtree_end[j]. In a layer with a window W, row i sees only those of them that are less than W above it, by
+// depth along the path. The keys and values of a trunk stay at the top of the path for everything below; a layer with a
+// window may keep only the last ones. Depths are then counted from the first row that the path keeps
+// (KvPath::first_row).
 //
 // Shapes: T rows, P visible rows of the path.
 #pragma once

@@ -3,8 +3,9 @@
 //   inv_freq_i = theta^(-2i/K), rescaled as the config says;  table_pi = a cos or a sin (p inv_freq_i)
 //   llama3: long wavelengths are divided by `factor`, short ones kept, those in between blended
 //   linear: all are divided by `factor`
-//   yarn: frequency i is divided by `factor` by as much as the ramp of i between the channels that turn beta_fast and
-//         beta_slow times in the original context says; a is the attention factor
+//   yarn: (1 - ramp_i) inv_freq_i + ramp_i inv_freq_i / factor, where the ramp rises from 0 at the channel that turns
+//         beta_fast times in the original context to 1 at the channel that turns beta_slow times; a is the attention
+//         factor
 //   longrope: frequency i is divided by short_factor_i, or by long_factor_i if there are more positions than the
 //         original context has; a is the attention factor. One table serves all rows of a step, so that a prompt's rows
 //         are equal in all of its rollouts.

@@ -1,4 +1,5 @@
-// The links between stages of pp: they send rows to the next stage, and gradients back.
+// The link of a stage of pp to its neighbours: a forward sends rows to the next stage, a backward gradients to the
+// previous one.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,11 +11,11 @@ namespace espalier {
 
 class StageLink final : public Guest {
  public:
-  // `stream_TM`: the pass's input of its next stop. Both must outlive the object.
+  // `stream_TM`: the input of the pass's next stop, in a backward a gradient. Both must outlive the object.
   StageLink(const Decoder& decoder, const at::Tensor& stream_TM) : decoder_(decoder), stream_TM_(stream_TM) {}
 
-  // At this rank's first layer of a pass overwrites the stream with the previous stage's; after the last layer sends it
-  // on.
+  // Before this rank's first layer of a pass, receives the stream from the neighbour that ran before; after its last
+  // layer, sends the stream on. A backward sends nothing if nothing before this stage trains.
   void enter(const Stop& stop) override;
   void leave(const Stop& stop) override;
 

@@ -67,7 +67,7 @@ class Choice {
   E value_;
 };
 
-// A row of policy_losses.def, its function apart.
+// A row of policy_losses.def without its function.
 struct PolicyLossRow {
   bool needs_whole_rollout;  // a token's derivative depends on other tokens of its rollout
   Aggregation by_default;

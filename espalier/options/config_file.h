@@ -16,7 +16,7 @@ namespace espalier {
 // The settings of `path` for one verb, top-level keys first. A top-level key may belong to other verbs and is then left
 // out; a key of the verb's own table may not. `verbs` are the names that may head a table.
 // Errors: InputError where the file cannot be read, OptionError with file and line for TOML that cannot be parsed, an
-// unknown name (with the nearest known one) or a value that is no string, number, boolean or array of numbers.
+// unknown name (with the nearest known one) or a value that is no string, number, boolean or array of these.
 std::vector<OptionSetting> read_config(const std::string& path, const std::string& verb, char letter,
                                        const std::vector<std::string>& verbs);
 

@@ -9,7 +9,8 @@
 namespace espalier {
 
 // The candidate with the fewest edits (a letter inserted, deleted, changed, or two neighbours swapped) from `name`, or
-// "" where even that one is more than max(2, a third of the name) edits away. The first of equals wins.
+// "" if even that one is more than max(2, a third of the name) edits away, or has no letter in common. The first of
+// equals wins.
 std::string nearest_name(std::string_view name, const std::vector<std::string>& candidates);
 
 // The one of `options` (names with '-') whose name, or whose name elsewhere ("learning-rate" for lr), is nearest to

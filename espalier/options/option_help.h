@@ -20,8 +20,9 @@ std::string short_option_help(char verb, std::size_t width = 110);
 // one of their own, behind the others.
 const char* section_of(const OptionRow& row);
 
-// The same for options with `word` in the name, the meaning, the choices, or the names in TRL, verl and other trainers.
-// "" if it is not found. `verb` '\0': options of all verbs, which are named.
+// The entries of option_help, without sections, for options with `word` in the name, the meaning, the choices, the
+// section, or the names in TRL, verl and other trainers. "" if it is not found. `verb` '\0': options of all verbs,
+// which are named.
 std::string option_search(char verb, const std::string& word, std::size_t width = 100);
 
 // The meaning of a row for one verb, and for all of them: "{tr|the file}{l|each batch}" of the table's help is

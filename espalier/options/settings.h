@@ -17,9 +17,9 @@ struct OptionSetting {
 };
 
 // Applies the settings of one source in order. TRL's and peft's names are translated to Espalier's first, so that
-// within one source Espalier's own names override them. Values of an earlier source stay unless TRL's names set them
-// explicitly; each translation adds a sentence to `notes`. Errors: OptionError; UnsupportedError for a value of TRL
-// without a counterpart.
+// within one source Espalier's own names override them. Defaults that TRL's names imply do not override values of an
+// earlier source. Each translation adds a sentence to `notes`. Errors: OptionError; UnsupportedError for a value of TRL
+// or peft without a counterpart.
 void apply_settings(Options& options, const std::vector<OptionSetting>& settings, std::vector<std::string>& notes);
 
 }  // namespace espalier

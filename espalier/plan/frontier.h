@@ -49,7 +49,8 @@ struct Frontier {
 // `options`: schedule and trunk state are ignored, because the ways set them; the memory budget must be set. Offloaded
 // state must fit options.spill_room. On several ranks budget and spill room are per rank, and `ranks` is the layout.
 // Prompts are limited by the model's positions and found to within a 256th. Takes seconds, because it plans very many
-// steps. `on_cell` receives the number of finished cells; may be empty.
+// steps. `on_cell` receives the number of finished cells; may be empty. Errors: OptionError if the response alone takes
+// all positions, or if the layout does not divide the model.
 Frontier find_frontier(const ModelShape& shape, const PlanOptions& options, const MachineProfile& profile,
                        std::vector<std::int64_t> sizes, std::int64_t response, const FrontierRanks& ranks = {},
                        const std::function<void(std::int64_t cells)>& on_cell = {});

@@ -36,6 +36,9 @@ class Layout {
         options_(options),
         budget_(options.budget < 2 ? 2 : options.budget) {}
 
+  // The next three append a tree's items and loose blocks. OptionError: the budget splits a path into more than 4,096
+  // trunks below one another.
+
   // Every rollout on its own.
   void add_dense(std::int32_t tree, LayoutResult& result) const;
   // No trunks: the tree, or its leaves in order in as few sets as the budget allows, each with all rows above them.

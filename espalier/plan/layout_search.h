@@ -26,8 +26,9 @@ struct FoundLayout {
   std::string reason;              // for users
 };
 
-// Plans the busiest rank under every combination of degrees for `ranks` that divides the model. If none fits, the best
-// is the one that needs the least memory. Errors: OptionError if no combination divides the model.
+// Plans the busiest rank of dp under every combination of degrees for `ranks` that divides the model, then all ranks
+// under the best. If none fits, the best is the one that needs the least memory. Errors: OptionError if no combination
+// divides the model.
 FoundLayout find_layout(const LayoutProblem& problem, std::int64_t ranks, const SearchedAxes& axes = {});
 
 Json to_json(const TriedLayout& tried);

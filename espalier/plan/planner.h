@@ -23,11 +23,11 @@ struct PlanOptions {
   std::int64_t memory_budget = 0;  // bytes for everything held; 0: unlimited
   SavedState trunk_state = SavedState::automatic;  // automatic: kept; if that does not fit, the cheapest that does
   SavedState wave_state = SavedState::automatic;   // the same, but never offloaded
-  // The path's layers. Automatic: in memory; if that does not fit, as many unused layers as necessary are
-  // sharded over cp, or offloaded if trunks may be, whichever is cheaper. With one rank of cp nothing is
-  // sharded.
+  // The path's layers. Automatic: in memory; if that does not fit, all layers are latents if the model allows it, or as
+  // many unused layers as necessary are sharded over cp, or offloaded if trunks may be, whichever is cheapest. With one
+  // rank of cp nothing is sharded.
   PathState path_state = PathState::automatic;
-  std::int64_t spill_room = 0;  // bytes that may be offloaded without being requested
+  std::int64_t spill_room = 0;  // the most bytes that an automatic state may offload
   DType dtype = DType::float32;
   bool all_logprobs = false;  // masked response tokens have edges too
   bool must_fit = true;       // false: a plan that does not fit is returned with its missing bytes
@@ -45,7 +45,7 @@ class StepTooLarge : public MemoryBudgetError {
 };
 
 // Made from the options alone, with the traits of their device; the caller adds the kind and the held bytes of a step.
-// Errors: OptionError for values that cannot be parsed.
+// Errors: OptionError for a --token-budget below 0 and for a --memory-budget that is 0 or cannot be parsed.
 PlanOptions plan_options_of(const Options& options);
 
 // The plan of one rank: `shape` is its part of the model. `trees` hold every rollout of the rank exactly once.
@@ -53,18 +53,19 @@ PlanOptions plan_options_of(const Options& options);
 // that fits the memory budget; it is never slower than dense. Without a token budget the waves are as small as fast
 // matrix products allow (2,048 to 16,384 rows; up to four times that if a row goes to few of many experts, and eight
 // times if every wave gathers sharded weights, provided that fewer waves save more than they cost), or as small as the
-// memory budget requires. Time: O(rollouts + nodes) for each schedule and budget tried. Errors: StepTooLarge (the
-// least sufficient budget, and options that lower it), OptionError (a budget that cuts a path into thousands of
-// trunks).
+// memory budget requires. Time: O(rollouts + nodes) for each schedule and budget tried. Errors: with options.must_fit
+// StepTooLarge (the least sufficient budget, and options that lower it); OptionError for a budget that cuts a path into
+// thousands of trunks; UnsupportedError for --path-state latents of a model that cannot carry them.
 StepPlan make_plan(std::span<const Rollout> rollouts, const std::vector<PrefixTree>& trees, const LocalShape& shape,
                    const PlanOptions& options, const MachineProfile& profile);
 
-// The least memory budget within which a step fits: `peak_within` plans within a budget and returns the peak, which
-// exceeds the budget if the plan does not fit. The result does not depend on the budget given, and the fit is checked.
+// The least memory budget within which a step fits, nearly always. `peak_within` plans within a budget and returns the
+// plan's peak, which exceeds the budget if the plan does not fit. It is called, first with 1 byte and then with its own
+// result, until a plan's peak is its budget, at most nine times.
 std::int64_t least_budget(const std::function<std::int64_t(std::int64_t budget)>& peak_within);
 
-// Remedy for a plan that does not fit: the sufficient budget, and the options that would lower it. `least`: the least
-// budget under given options. Only options that lower the need are named.
+// Remedy for a plan that does not fit: the sufficient budget `needed`, and the options that would lower it. `least`
+// returns the least budget under changed options. Only options that lower the need are named.
 std::string remedy_for(std::int64_t needed, const PlanOptions& options,
                        const std::function<std::int64_t(const PlanOptions& changed)>& least);
 

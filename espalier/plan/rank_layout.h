@@ -3,7 +3,7 @@
 //
 // Every rank of dp has its own plan, made as in a run: for its trees (plan/dealing.h) and its part of the model
 // (shape/local_shape.h). With pp a stage runs its layers of the plan; with cp a rank has 1 / cp of the rows of every
-// set. Ranks of tp are identical.
+// sharded set, and whole waves that are dealt to it. Ranks of tp are identical.
 //
 //   seconds of a step  = maximum over dp of (compute of the slowest stage + idle time + communication)
 //   balance            = mean / maximum of compute over ranks of dp

@@ -21,10 +21,10 @@ class StateChoice {
   std::span<const ItemState> of_waves() const { return waves_; }
   bool any() const { return trunks_.size() > 1 || waves_.size() > 1; }
 
-  // Sets the states of consecutive items and of everything below them. `room`: bytes beyond those held throughout. If
-  // nothing fits, it sets the states that need the least. Each wave takes the cheapest state that fits beside the open
-  // trunks. Trunks of one item first share the cheapest state that fits; then each takes a cheaper one if that still
-  // fits.
+  // Sets the states of consecutive items and of everything below them. `room`: the bytes left beside those held
+  // throughout. If nothing fits, it sets the states that need the least. Each wave takes the cheapest state that fits
+  // beside the open trunks. Trunks of one item first share the cheapest state that fits; then each, or each run of
+  // neighbours if there are many, takes a cheaper one if that still fits.
   void choose(std::vector<Draft>& items, std::int64_t room) const;
 
  private:
@@ -46,10 +46,11 @@ class StateChoice {
   std::vector<ItemState> trunks_, waves_;
 };
 
-// "; path ...": the number of path layers that are offloaded or sharded; empty if none are.
+// "; path offloaded but for 2 layers", "; path sharded" or "; path as latents"; empty if the path stays in memory.
 std::string path_text(const PathPlan& path);
 
-// ", trunks kept, waves recomputed": the items' states; empty if all are kept.
+// "; 3 trunks kept; 1 trunks offloaded; waves recomputed": the states of trunks and of waves, each kind left out if all
+// of its items are kept.
 std::string states_text(const std::vector<Draft>& items);
 
 }  // namespace espalier

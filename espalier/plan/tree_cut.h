@@ -23,6 +23,7 @@ class TreeCut {
   };
 
   // `seconds`: of the whole tree alone. Seconds that do not depend on rows are counted for every rank with a part.
+  // `full_rows`: the rows of a full wave, at whose rate rows are weighed (CostModel::marginal_seconds).
   // `shared`: false under --schedule dense, where every rollout runs all of its rows and a cut repeats none.
   TreeCut(const TreeIndex& index, const CostModel& model, std::int64_t full_rows, double seconds, bool shared);
 

@@ -12,8 +12,8 @@ namespace espalier {
 
 inline constexpr std::int32_t kToTheEnd = INT32_MAX;  // stands for the end of any path
 
-// The rows of leaves [leaf_begin, leaf_end) of a tree at depths [from, to), shared rows once. One leaf is one segment.
-// If `to` is given, the paths coincide down to it.
+// The rows of leaves [leaf_begin, leaf_end) of a tree at depths [from, to), shared rows once. The rows of a single leaf
+// are one segment. If `to` is given, the paths coincide down to it.
 struct Block {
   std::int32_t tree = 0;
   std::int32_t leaf_begin = 0, leaf_end = 0;

@@ -41,8 +41,8 @@ struct PathShares {
   std::int64_t most() const { return rows_of(0); }
 };
 
-// The segments of a rank's rows of a set, numbered from 0. Properties of the whole set (outputs,
-// pairs, ends of subtrees) are absent from a share.
+// The segments of a rank's rows of a set, their rows numbered from 0. Outputs, pairs and forks are 0, and subtree_end
+// stays a row of the whole set.
 RowSet share_of(const RowSet& set, const RowShares& shares, std::int64_t rank);
 
 // True if a rank of cp runs an item or its share of the item's rows (PlanItem::cp_rank).

@@ -13,7 +13,7 @@ struct RunEntry {
   char phase;  // 'A' a trunk's forward, 'B' a wave, 'C' a trunk's backward
   const PlanItem* item;
   int level;       // open trunks above
-  double seconds;  // predicted; a trunk's forward is a third of its time, or a quarter if it is recomputed
+  double seconds;  // predicted; a trunk's forward is a third of its time, a quarter if its attention is recomputed
 };
 
 // At most the first `most` entries. They point into `items`.

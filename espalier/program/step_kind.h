@@ -34,7 +34,7 @@ struct HeldState {
 inline constexpr HeldState kWeightsOnly{.gradients = false, .optimizer = false};
 
 struct DeviceTraits {
-  bool cuda = false;         // a GPU: counts its context and libraries instead of the process
+  bool cuda = false;         // a GPU of a planned machine: its context and libraries count, and not the process
   bool queued = false;       // its work is queued: the head computes a block of logits ahead
   bool writes_sums = false;  // its products write sums (ops/products.h)
 };
@@ -47,8 +47,9 @@ struct StepSetting {
   DeviceTraits device;
 };
 
-// True if a token's derivative depends on other tokens of its rollout: because of the policy loss, or because sequence
-// importance weights use the current log-probs of rollouts without old ones.
+// True if a token's derivative depends on other tokens of its rollout: because of the policy loss, a ratio for each
+// sequence (--ratio-level), an off-policy threshold, or because sequence importance weights use the current log-probs
+// of rollouts without old ones.
 bool needs_whole_rollout(const Options& options, std::span<const Rollout> rollouts);
 
 // The kind of a gradient on these rollouts. A critic (`shape` with a value head) has neither policy nor router losses.

@@ -1,4 +1,4 @@
-// JSON as text: what is carried through unread must still be JSON, and must leave as it came.
+// JSON as text. Fields that are carried through unread must be JSON and are written as they came.
 #pragma once
 
 #include <string>

@@ -24,7 +24,7 @@ class PythonRecords : public ByteStream {
   ~PythonRecords() override;
 
   // Errors: the child's own (InputError or UnsupportedError with its place and remedy), told at the end of its output;
-  // UnsupportedError with its last words where it died of something else.
+  // UnsupportedError with the last line of its stderr if it ended in another way.
   std::size_t read(char* out, std::size_t capacity) override;
   std::int64_t consumed_bytes() const override { return consumed_; }  // of the text
 

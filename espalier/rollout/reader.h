@@ -40,7 +40,7 @@ struct RolloutFile {
 
 RolloutFile read_rollouts(const std::vector<std::string>& paths, const ReadOptions& options = {});
 
-// The same for one text in memory (plain or gzip); `name` stands for the file in messages.
+// The same for one text in memory (plain, gzip or zstd); `name` stands for the file in messages.
 RolloutFile parse_rollouts(std::string_view text, const std::string& name, const ReadOptions& options = {});
 
 }  // namespace espalier

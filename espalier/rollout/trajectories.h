@@ -30,10 +30,10 @@ Trajectories trajectories_of(std::span<const Rollout> rollouts);
 // The reward of each trajectory, the sum over its turns; none where no turn has one.
 std::vector<std::optional<double>> rewards_of(std::span<const Rollout> rollouts, const Trajectories& trajectories);
 
-// Makes rewards mean what rewards_of takes them for: under `outcome` the number that a trajectory's turns repeat stays
-// with its last turn alone; under `sum` nothing changes; `automatic` is `sum` as soon as the turns of one trajectory
-// have unequal rewards, else `outcome`. Returns a note for the user; "" where no trajectory has several rewards.
-// InputError: unequal rewards under `outcome`.
+// Changes rewards so that a trajectory's is the sum over its turns: under `outcome` the number that its turns repeat
+// stays with the last turn alone; under `sum` nothing changes; `automatic` is `sum` as soon as the turns of one
+// trajectory have unequal rewards, else `outcome`. Returns a note for the user; "" where no trajectory has several
+// rewards. InputError: unequal rewards under `outcome`.
 std::string settle_turn_rewards(std::span<Rollout> rollouts, TurnRewards choice);
 
 }  // namespace espalier

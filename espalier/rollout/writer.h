@@ -21,7 +21,8 @@ struct ExtraSeries {
   std::span<const double> values;  // one per response token
 };
 
-// One record as JSON, without a newline. Not finite values are an InternalError: they have no JSON.
+// One record as JSON, without a newline. Errors: InternalError for values that are not finite, which JSON cannot hold;
+// UnsupportedError for an answer of a pair or list.
 std::string rollout_json(const Rollout& rollout, const std::vector<ExtraSeries>& extras = {});
 
 struct RolloutSink;  // where the text goes, packed or not

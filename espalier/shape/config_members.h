@@ -10,7 +10,7 @@
 
 namespace espalier {
 
-// A remedy for models that the program refuses and transformers code may run.
+// A remedy for models that the program refuses, but that transformers' code may run.
 inline constexpr const char* kServedInPython =
     "espalier.hf and espalier.trl share prompts around transformers' own code, for most causal models; "
     "espalier.hf.check(model) says whether for this one (docs/python.md)";

@@ -6,9 +6,9 @@
 
 namespace espalier {
 
-// Sets the members of `shape` that concern experts, its routers and the shared expert, by the row of its family.
-// shape.layers and shape.expert_layer [layers] are there. Errors: InputError for an absent or absurd member,
-// UnsupportedError for routing that looks at more than one token, that is random, or that the family does not have.
+// Sets the members of `shape` that concern experts, their routers and the shared expert, by the row of its family.
+// shape.layers and shape.expert_layer [layers] must be set. Errors: InputError for an absent or absurd member;
+// UnsupportedError for routing that depends on other tokens, is random, or is not the family's.
 void read_experts(const Members& config, const Family& family, ModelShape& shape);
 
 }  // namespace espalier

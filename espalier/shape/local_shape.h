@@ -25,10 +25,10 @@ struct Shard {
   std::int64_t begin = 0, end = 0;  // this rank's range of that dimension; of the first (only) one if dim is -1
   std::int64_t local = 0;           // its extent on this rank: end - begin, then padding
   std::int64_t whole = 0;           // its extent in files
-  std::array<std::int32_t, 5> sections = {};  // sections in files, of which a rank has a part each; 0: no such section
+  std::array<std::int32_t, 5> sections = {};  // sections in files: a rank has a part of each; 0: no such section
   std::int64_t copies = 1;                    // neighbouring ranks of tp that hold the same part, this one included
   bool partial_gradient = false;              // each copy has a part of the gradient: they must be summed
-  bool of_expert = false;  // copies elsewhere: Axis::expert_replicas where ep > 1, else Axis::replicas
+  bool of_expert = false;  // its other copies are on Axis::expert_replicas where ep > 1, else on Axis::replicas
   bool first = true;       // true on one of all ranks that hold the part
   bool counted = true;     // a global norm counts this part here
   bool padded() const { return local > end - begin; }
@@ -44,9 +44,10 @@ class LocalShape {
  public:
   // One rank has everything.
   LocalShape(const ModelShape& whole) : LocalShape(whole, Degrees{}, Place{}) {}  // NOLINT(google-explicit-constructor)
-  // Errors: OptionError if the model cannot be split this way: tp must divide the query heads, and divide or be a
-  // multiple of the key/value heads; ep must divide the experts and be a multiple of tp, or 1; and no rank may be
-  // empty.
+  // Errors: OptionError if the model cannot be split this way. tp must divide the query heads and the key heads of
+  // recurrent layers, divide or be a multiple of the key/value heads, be 1 with QK-norms over all heads, and cut NF4
+  // between blocks; ep must divide the experts and be a multiple of tp, or 1; cp must be 1 with recurrent layers; an
+  // adapter of a tied head excludes --shard full; and no rank may be empty.
   LocalShape(const ModelShape& whole, const Degrees& degrees, const Place& place);
 
   const ModelShape& whole() const { return whole_; }
@@ -59,10 +60,10 @@ class LocalShape {
   // number that routers choose from, and token ids stay those of the whole.
   const ModelShape& own() const { return own_; }
 
-  // The shape of the rank at this place of the last stage of pp, which has most layers, with as many waves in flight as
-  // the first. All stages plan with it.
+  // The shape of the rank at this place of the last stage of pp, which has the most layers, but with as many waves in
+  // flight as the first stage. All stages plan with it.
   LocalShape last_stage() const;
-  // Most waves of this stage of pp whose backward has not run (program/program.h).
+  // The most waves of this stage of pp that await their backward at a time (program/program.h).
   std::int64_t waves_in_flight() const { return waves_in_flight_; }
 
   struct Range {
@@ -73,14 +74,14 @@ class LocalShape {
     bool operator==(const Range&) const = default;
   };
   Range layers() const { return layers_; }
-  std::int64_t expert_layers_before() const;  // of other ranks, before the first layer here
+  std::int64_t expert_layers_before() const;  // layers of experts before this rank's first layer
   Range experts() const { return experts_; }
   Range vocabulary() const;  // rows of embedding and head, without padding
 
   // Empty if another rank has the parameter.
   std::optional<Shard> shard(const ParameterShape& parameter) const;
 
-  // Elements of this rank's parameters, padding included; of those in NF4 bytes.
+  // Elements of this rank's parameters, padding included; bytes with Parameters::nf4.
   std::int64_t parameters(Parameters which = Parameters::all) const;
 
  private:

@@ -32,8 +32,8 @@ enum class Biases : std::uint8_t {
   qkv_bias_on,
 };
 
-// Frequencies of rotary positions, in layers with a window: those of all layers, or the theta of a member of its own,
-// without scaling.
+// The rotary frequencies of layers with a window. `own`: those of rope_parameters.sliding_attention, or without it
+// theta_member's without scaling; else those of all layers.
 struct WindowRope {
   bool own = false;
   const char* theta_member = "rope_theta";
@@ -58,8 +58,8 @@ struct Experts {
   bool wide = false;     // RouterKind::wide
   bool biases = false;   // of the router, and of gate, up and down
   bool clamped = false;  // Activation::clamped, with swiglu_limit
-  // n_group, topk_group and routed_scaling_factor are read; other families have one group and no factor. Absent ones
-  // are:
+  // n_group, topk_group and routed_scaling_factor are read; other families have one group and no factor. If absent,
+  // they are:
   bool groups = false;
   std::int64_t group_count = 1, top_groups = 1;
   double scaling = 1;
@@ -70,7 +70,7 @@ struct Experts {
   bool type_list = false;    // mlp_layer_types, where it is there, says which layers are dense
   bool may_be_none = false;  // num_local_experts may be 0: then all layers are dense
   std::int64_t dense_layers = 1;
-  // The width of the shared expert: of a member, or so many times an expert's. An absent one is:
+  // The width of the shared expert: that of shared_member, or shared_count_member times an expert's. If absent:
   const char* shared_member = "";
   const char* shared_count_member = "";
   std::int64_t shared = 0;
@@ -128,7 +128,7 @@ struct Family {
       false;  // rope_interleave is read: neighbouring channels rotate together, which is also its absence
 
   bool scales_embedding = false;  // by the root of hidden_size
-  double query_scalar = 0;        // of an absent query_pre_attn_scalar, to whose -1/2 scores are scaled; 0: not read
+  double query_scalar = 0;        // of an absent query_pre_attn_scalar s: scores times 1/sqrt(s); 0: not read
   bool multipliers = false;       // Granite's members are read
   double attention_cap = 0;       // of an absent attn_logit_softcapping
   double logit_cap = 0;           // of an absent final_logit_softcapping

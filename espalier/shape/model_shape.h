@@ -26,7 +26,8 @@ struct RopeScaling {
   bool truncate = true;                                     // yarn: the ramp's ends are whole numbers
   std::vector<double> short_factor = {}, long_factor = {};  // longrope, one per frequency
 
-  // Whether rows of a longrope step rotate by long_factor: the longest rollout, of so many tokens, decides for all.
+  // Whether the rows of a longrope step rotate by long_factor. The step's longest rollout, of `longest` tokens, decides
+  // for all rows.
   bool is_long(std::int64_t longest) const { return longest > original_max_position_embeddings; }
 };
 
@@ -54,9 +55,9 @@ struct AttentionShape {
   std::int64_t growth_length = 0;
 };
 
-// Latent attention (DeepSeek-V2, DeepSeek-V3): rows are projected to a narrow latent, its norm to heads. A head of
-// queries and keys has channels without rotation and behind them those that rotate; the latter of a key are one row for
-// all heads, projected beside the latent.
+// Latent attention (DeepSeek-V2, DeepSeek-V3): a row is projected to a narrow latent, and the latent's norm to heads. A
+// head of queries and keys has channels without rotation, then channels that rotate. The rotated channels of keys are
+// one row for all heads, projected beside the latent.
 struct LatentShape {
   std::int64_t query = 0;                         // C of queries; 0: their heads are projected from the rows
   std::int64_t key_value = 0;                     // C of keys and values; 0: there is no latent attention
@@ -66,7 +67,7 @@ struct LatentShape {
   std::int64_t heads() const { return plain + value; }  // channels that the keys' and values' latent gives to a head
 };
 
-// Factors and caps of the whole model.
+// Factors and caps that are the same in all layers.
 struct Scales {
   double embedding = 1, residual = 1;  // of looked-up rows; of what each half of a block adds
   double logits = 1;                   // logits are multiplied by it
@@ -131,8 +132,8 @@ struct DeltaRuleShape {
     return {key, keys + key, 2 * keys + value};
   }
 
-  // Columns of a projected row where one key head has q, k, and what its value heads have: v, z, b, a; of Mamba-2 b is
-  // a.
+  // Columns of a projected row where q and k of one key head, and v, z, b, a of its value heads, begin. Mamba-2 has no
+  // b: `b` is `a`.
   struct Columns {
     std::int64_t q, k, v, z, b, a;
   };
@@ -168,7 +169,7 @@ struct ParameterNames {
   const char *gate = "mlp.gate_proj", *up = "mlp.up_proj", *down = "mlp.down_proj";
   const char* router = "mlp.gate";
   const char* correction_bias = "mlp.gate.e_score_correction_bias";
-  const char* experts = "mlp.experts";  // their module; those of an expert are
+  const char* experts = "mlp.experts";  // the module of all experts; an expert has expert_gate, expert_up, expert_down
   // Files hold the experts of a layer as <experts>.gate_up_proj [E, M, 2 F], a column of gate and one of up in turn,
   // and down_proj [E, F, M], with their biases beside them (gpt-oss; checkpoint/packed_experts.h).
   bool packed_experts = false;
@@ -178,7 +179,7 @@ struct ParameterNames {
   const char* shared_expert_gate = "mlp.shared_expert_gate";
   const char *fused_qkv = "", *fused_gate_up = "";  // one matrix in files: q, k, v; gate, up
   const char* fused_shared = "";                    // of the shared expert: gate, up
-  // Files hold the experts of a layer as these: [E, 2 F, M], of each expert gate and then up, and [E, M, F].
+  // Files hold the experts of a layer under these names: [E, 2 F, M], gate and then up of each expert, and [E, M, F].
   const char *stacked_gate_up = "", *stacked_down = "";
 };
 
@@ -212,7 +213,7 @@ struct AdapterShape {
   bool root_of_rank = false;           // rslora
   std::vector<AdaptedLayer> of_layer;  // one per layer
   AdaptedLayer somewhere;              // in any layer
-  bool head = false;                   // of the language-model head, which may be tied: the look-up has none
+  bool head = false;                   // the language-model head has one; of a tied head the look-up has none
 
   double scale() const;
 };
@@ -225,10 +226,10 @@ struct TrainedParameters {
   std::vector<TrainedLayer> of_layer;                     // one per layer; empty: all
   bool head = true;                                       // the matrix of the head
   std::int64_t first_layer = 0;                           // layers before it have no backward
-  bool input = true;  // the gradient of the first layer's input is used: by the embedding, or by the stage of pp before
+  bool input = true;  // the embedding, or the previous stage of pp, uses the gradient of the first layer's input
   AdapterShape adapter;
-  bool narrow = false;  // held matrices stay in bfloat16, where all else is float32 too
-  // Narrow matrices that are read where files are mapped (checkpoint/mapped_weights.h); null: none.
+  bool narrow = false;  // held matrices stay in bfloat16, even in a float32 run
+  // Narrow matrices that are read from a mapped file (checkpoint/mapped_weights.h); null: none.
   std::shared_ptr<const std::vector<bool>> mapped_parameters;
   // Held matrices in NF4 (base/nf4.h), in the order of for_each_parameter; null: none.
   std::shared_ptr<const std::vector<bool>> nf4_parameters;
@@ -237,10 +238,10 @@ struct TrainedParameters {
   bool all() const { return of_parameter == nullptr; }
 };
 
-// Matrices that files hold in NF4, as their config says.
+// The matrices that files hold in NF4, by the config.
 struct StoredNf4 {
-  bool any = false, nested = false;
-  std::vector<std::string> left_out;  // modules, or ends of their names, that are not quantised
+  bool any = false, nested = false;   // nested: scales are quantised too (bnb_4bit_use_double_quant)
+  std::vector<std::string> left_out;  // modules that are not quantised, by the end or the beginning of their names
 };
 
 struct ModelShape {
@@ -265,13 +266,13 @@ struct ModelShape {
   std::int64_t experts = 0, experts_per_token = 0, expert_inner = 0;
   bool norm_topk_prob = false;
   std::vector<std::uint8_t> expert_layer;  // one per layer, 1: its MLP is experts
-  // Rows of some layers see themselves and the window - 1 rows above them on their way, those of the others all rows.
+  // In layers with a window a row attends to itself and the window - 1 rows above it; in others to all rows above it.
   std::int64_t window = 0;                 // 0: no layer has a window
   std::vector<std::uint8_t> window_layer;  // one per layer, 1: it has
-  // Layers with a window may rotate otherwise (Gemma 3, OLMo 3); others, one per layer and 1, not at all (SmolLM3).
+  // Layers with a window may have other frequencies (Gemma 3, OLMo 3).
   bool has_window_rope = false;
   Rope window_rope;
-  std::vector<std::uint8_t> unrotated_layer;
+  std::vector<std::uint8_t> unrotated_layer;  // one per layer, 1: nothing rotates (SmolLM3); empty: all layers rotate
   // Empty: attention in all layers.
   std::vector<Mixer> mixer_of_layer;
   std::vector<std::uint8_t> without_mlp;  // one per layer, 1: it ends with its mixer (Nemotron-H); empty: none does
@@ -291,13 +292,13 @@ struct ModelShape {
   bool beside_vision = false;
   std::vector<std::int32_t> image_tokens;
   StoredNf4 stored_nf4;
-  DType stored_dtype = DType::float32;  // of the config, or once weights are read theirs
+  DType stored_dtype = DType::float32;  // the config's, then that of the weights once they are read
   TrainedParameters trained;
 
   bool has_experts(std::int64_t layer) const {  // in place of a dense MLP
     return !expert_layer.empty() && expert_layer[static_cast<std::size_t>(layer)] != 0;
   }
-  std::int64_t expert_layers() const;  // how many have them
+  std::int64_t expert_layers() const;  // the number of layers with experts
   // The most rows that a row of the layer sees, itself included; 0: all above it.
   std::int64_t window_of(std::int64_t layer) const { return is_window_layer(layer) ? window : 0; }
   Mixer mixer_of(std::int64_t layer) const {
@@ -316,7 +317,7 @@ struct ModelShape {
   bool rotates(std::int64_t layer) const {
     return unrotated_layer.empty() || unrotated_layer[static_cast<std::size_t>(layer)] == 0;
   }
-  // Columns of what the MLP's activation reads: gate and up, or up alone.
+  // Columns that the MLP's activation reads: gate and up, or up alone.
   std::int64_t gate_up_width() const { return gate_up_width(inner); }
   std::int64_t gate_up_width(std::int64_t of_inner) const { return (activation.gated ? 2 : 1) * of_inner; }
   Rope rope() const { return {rope_theta, has_rope_scaling, rope_scaling}; }
@@ -340,16 +341,17 @@ struct ModelShape {
 };
 
 // For ...ForConditionalGeneration, a text model with a vision tower (shape/model_families.h), the shape is the text
-// model's. Errors: InputError (missing file, bad JSON, missing or absurd member, with the member's name),
-// UnsupportedError for what is known but refused (mathematics, section 8: dropout, kinds of layers that no family here
-// has, other rope types, other activations than SiLU, other architectures).
+// model's. Errors: InputError (missing file, bad JSON, missing or absurd member, with the member's name);
+// UnsupportedError for properties that are known but refused (mathematics, section 8): dropout, other architectures,
+// kinds of layers, routers, rope types or quantisations, and activations other than silu, gelu, gelu_pytorch_tanh and,
+// in families whose MLPs have no gate, relu2. Families with recurrent layers take silu alone, except Nemotron-H.
 ModelShape read_model_shape(const std::filesystem::path& directory_or_config);
 ModelShape model_shape_of(const Json& config, const std::string& where);
 
 // A critic's shape, with value_head set. In ...ForTokenClassification and ...ForSequenceClassification with one label
 // the head is stored with the weights; from ...ForCausalLM the blocks are used and the head is new. Dropout before the
-// head (classifier_dropout) is none, as in verl. `architecture` of a language model becomes the token classifier's.
-// Errors: as above.
+// head (classifier_dropout) is not applied, as in verl. `architecture` of a language model becomes the token
+// classifier's. Errors: as above; UnsupportedError for a family without a token classifier in transformers.
 struct CriticShape {
   ModelShape shape;
   bool head_is_stored = false;
@@ -357,8 +359,8 @@ struct CriticShape {
 CriticShape read_critic_shape(const std::filesystem::path& directory_or_config);
 CriticShape critic_shape_of(const Json& config, const std::string& where);
 
-// A reward model's: as a critic's, but a ...ForSequenceClassification with one label, whose head has no bias, or the
-// language model that it begins from. Errors: as above; InputError for a token classifier.
+// A reward model's shape: as a critic's, but of a ...ForSequenceClassification with one label, whose head has no bias,
+// or of the language model that training begins from. Errors: as above; InputError for a token classifier.
 CriticShape read_reward_shape(const std::filesystem::path& directory_or_config);
 // True for ...ForSequenceClassification: score.bias is 0, does not train and is not written.
 bool scores_sequences(const ModelShape& shape);

@@ -20,7 +20,7 @@ enum class Cut { none, heads, kv_heads, state_heads, inner, expert_inner, shared
 struct Side {
   std::int64_t size = 0;
   Cut cut = Cut::none;
-  std::array<std::int32_t, 5> sections = {};  // from the first on: a rank has a part of each; 0: no such section
+  std::array<std::int32_t, 5> sections = {};  // sizes, end to end: a rank has a part of each; 0: no such section
 };
 
 // y = x W^T + b with W [out, in]. Its parameters are <prefix><name>.weight and <prefix><name>.bias.
@@ -29,7 +29,7 @@ struct ProjectionShape {
   Side out, in;
   bool bias = false;
   std::int64_t rank = 0;  // of its adapter (AdapterShape): <name>.lora_A.weight, <name>.lora_B.weight; 0: none
-  bool of_heads = false;  // each head reads all it gives
+  bool of_heads = false;  // every head reads all of its outputs
   // The module of transformers that is this projection with its neighbours: they have one A, <joint>.lora_A.weight,
   // which stands before the first of them, and a B each. "": an A of its own.
   const char* joint = "";
@@ -48,9 +48,9 @@ struct NormShape {
   std::int64_t parameters() const { return bias ? 2 * width : width; }
 };
 
-// A parameter of another form. Absent: no sides.
+// A parameter of another form; without sides if absent.
 struct TensorShape {
-  const char* name = "";  // the whole of it, behind the layer's prefix
+  const char* name = "";  // the whole name behind the layer's prefix
   std::vector<Side> sides = {};
 
   std::int64_t parameters() const {
@@ -248,11 +248,13 @@ void for_each_adaptable(Parameters& p, Adapted& adapted, Visit visit) {
   visit(p.shared_expert_gate, adapted.shared_expert_gate);
 }
 
-// Whether the model's parameters are those of transformers' modules, or joint ones. Others have no adapters: halves of
-// blocks (Nemotron-H), and names of files that are not those of modules (Granite 4, Kimi Linear).
+// Whether the model can have adapters: its parameters must be modules of transformers, or parts of joined ones. Models
+// whose blocks may be halves (Nemotron-H), or whose files name parameters otherwise than the modules (Granite 4, Kimi
+// Linear), take none.
 bool takes_adapters(const ModelShape& shape);
 
-// The parameters of a layer with the modules that transformers joins: what adapters stand beside.
+// The parameters of a layer, with ProjectionShape::joint set where transformers joins modules. Adapters stand beside
+// these modules.
 LayerParameters joined_parameters(const ModelShape& shape, std::int64_t layer);
 // The same with the ranks of the layer's adapters.
 LayerParameters adapted_parameters(const ModelShape& shape, std::int64_t layer);
@@ -270,7 +272,7 @@ struct OuterParameters {
   ProjectionShape head;  // nothing (0 by M) where it is the embedding
 };
 OuterParameters outer_parameters(const ModelShape& shape);
-// The head as adapters see it: beside a tied head they change the logits alone.
+// The head with its adapter, also where it is tied: the adapter then changes the logits alone.
 ProjectionShape adapted_head(const ModelShape& shape);
 
 // One tensor of a file.
@@ -317,7 +319,7 @@ inline bool belongs(const ParameterShape& parameter, Parameters which) {
   return false;
 }
 
-// Elements of trained matrices in layers: dense ones and routers, and experts.
+// Elements of trained matrices and adapters in layers: those of experts, and all others.
 struct TrainedWeights {
   std::int64_t layers = 0, experts = 0;
 };
@@ -326,7 +328,7 @@ TrainedWeights trained_weights(const ModelShape& shape);
 // Correction biases of routers decide between experts by their last digits: files hold them as the model's own do.
 inline bool keeps_its_dtype(const std::string& name) { return name.ends_with("e_score_correction_bias"); }
 
-// Matrices that products and look-ups alone read. Routers are small, and are not.
+// True for matrices that only products and look-ups read, without adapters and routers, which are small.
 bool is_read_by_products(const ModelShape& shape, const ParameterShape& p);
 
 // In the order of the flat buffer. Matrices that one product reads together (q, k, v; gate, up) are neighbours, and

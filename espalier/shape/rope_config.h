@@ -10,8 +10,8 @@ namespace espalier {
 // scaling that are not in RopeType.
 void read_rope(const Members& config, const Family& family, ModelShape& shape);
 
-// Names the factors of longrope where rollouts of at most `longest` tokens use the long ones; "" otherwise. `what`: the
-// longest of them, "rollouts.jsonl:3 has 5000 tokens".
+// A note that all rows of a step rotate by the long factors of longrope, because its longest rollout has `longest`
+// tokens; "" if they do not. `what`: the note's subject, "rollouts.jsonl:3 has 5000 tokens".
 std::string long_factors_note(const ModelShape& shape, std::int64_t longest, const std::string& what);
 
 }  // namespace espalier

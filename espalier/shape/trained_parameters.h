@@ -3,9 +3,9 @@
 // The words, separated by commas, each stand for a group of parameters:
 //   all         everything (the default)
 //   embeddings  the token embedding; of a tied head the head, too
-//   norms       every RMSNorm
-//   attention   query, key, value and output projections
-//   mlp         dense MLPs
+//   norms       every norm, with its bias
+//   attention   the parameters of attention and of recurrent layers' mixers, without their norms
+//   mlp         dense MLPs, and shared experts below "mlp" or "shared_mlp"
 //   router      routers of expert layers
 //   experts     experts of expert layers
 //   head        the language-model head; a critic's value head
@@ -57,29 +57,29 @@ struct TrainedChoice {
   std::string words = "all";
   AdapterChoice adapter;
   bool scores = false;  // of a reward model (--objective reward)
-  bool narrow = false;  // matrices that are held stay in bfloat16 where a float32 run's model is stored so
-  bool nf4 = false;     // those of layers are NF4
+  bool narrow = false;  // held matrices stay in bfloat16 if the files store them so
+  bool nf4 = false;     // held matrices of layers are in NF4
   bool frozen = false;  // nothing trains: the model is scored with, or sampled from
 };
 
-// A name for what one product reads together, the same for all its matrices; empty: it reads no other.
+// A name of the product that reads the parameter, equal for all parameters of that product; empty: it reads no other.
 std::string product_of(const ModelShape& shape, const ParameterShape& parameter);
 
 // Modules that can have an adapter, as transformers calls them: "model.layers.0.self_attn.q_proj", "lm_head";
 // "model.layers.0.mlp.experts.gate_up_proj", the parameter of all experts of a layer.
 std::vector<std::string> adaptable_modules(const ModelShape& shape);
 
-// True if only adapters train, so that the model without them does not change.
+// True if there are adapters and nothing else trains, so that the model's own parameters do not change.
 bool trains_adapters_alone(const ModelShape& shape);
 
-// The shape with its `trained` set. Errors: OptionError for an unknown word, a damaged expression, an item that
-// matches nothing (a critic may lack what an item names), for parts of what one product computes: keys and values;
-// gate and up; a matrix of all experts of a layer; for targets of adapters that match nothing, or a module that cannot
-// have one, or one whose weights train besides; and for a rank above the smaller side of a target; with
-// choice.nf4 where weights of the model train and no adapters do. UnsupportedError for NF4 with rows that are no whole
-// blocks.
+// The shape with its `trained` set. Errors: OptionError for a damaged expression; for an item that matches nothing (a
+// critic may lack what an item names); for some but not all parameters that one product reads (keys and values; gate
+// and up; a matrix of all experts of a layer); for a target of adapters that matches nothing, names the embedding, or
+// trains besides; for a rank above the smaller side of a target; and for choice.nf4 without adapters, unless nothing
+// trains. UnsupportedError for adapters in a model that takes none (takes_adapters, or beside a vision tower), for an
+// adapter of a module that cannot have one, and for NF4 with rows that are no whole blocks.
 ModelShape train_only(ModelShape shape, const TrainedChoice& choice);
-// The same of a model directory or its config.json, a reward model's where choice.scores; of a critic's.
+// The same from a model directory or its config.json, read as a reward model's with choice.scores; and as a critic's.
 ModelShape read_trained_shape(const std::filesystem::path& directory, const TrainedChoice& choice);
 ModelShape read_trained_critic_shape(const std::filesystem::path& directory, const TrainedChoice& choice);
 

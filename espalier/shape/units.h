@@ -49,9 +49,9 @@ struct Units {
   std::int64_t rooms = 0;  // elements of all rooms
   std::int64_t sums = 0;   // elements of the parts of one layer, or of another unit, at most
 
-  const Unit& at(std::int64_t element) const;  // the one that has it
+  const Unit& at(std::int64_t element) const;  // the unit that has this element of the rank's parameters
 };
-// Parameters that train and parameters that are held are divided separately: each have units of their own.
+// Each kind of parameters (trained, held, ...) is sharded separately and has its own units.
 Units units_of(const LocalShape& shape, Parameters which = Parameters::all);
 
 // The unit that the head reads: the embedding where they are tied.

@@ -6,9 +6,9 @@
 
 namespace espalier {
 
-// A Kimi Linear configuration, as published or as transformers writes it, with the names that DeepSeek-V3 and
-// Qwen3-Next have for the same members, and without those that transformers does not read. Errors: InputError for a
-// damaged linear_attn_config, UnsupportedError for members that mean another model.
+// A Kimi Linear configuration, as published or as transformers writes it, under the names that other families use for
+// the same members, and without the members of rotation. Errors: InputError for a damaged linear_attn_config,
+// UnsupportedError for members that mean another model.
 Json usual_members_of_kimi(const Members& config);
 
 }  // namespace espalier

@@ -1,5 +1,6 @@
-// The bytes of a process's models and of their training state, computed from shapes alone: do they fit, before any
-// weight is read, and what do other models hold during a step of one. For a running process: step/workspace.h.
+// The bytes of a process's models and of their training state, computed from shapes alone: to refuse models that do not
+// fit before any weight is read, and to count the other models during a step of one. For a running process:
+// step/workspace.h.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +20,7 @@ struct HeldModel {
   std::int64_t bytes(DType dtype) const;
 };
 
-// Bytes of all models but `one`.
+// Bytes of all models but `one`, which is an element of `held`.
 std::int64_t bytes_beside(const HeldModel& one, std::span<const HeldModel> held, DType dtype);
 
 // Bytes of all models and of the process itself.

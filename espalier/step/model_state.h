@@ -48,8 +48,10 @@ struct ModelState {
 // This rank's part of a model. Errors: as LocalShape.
 LocalShape local_shape(const ModelShape& shape, const Mesh& mesh);
 
-// Weights of a Hugging Face directory, converted to dtype, and adapters. `train`: the parameters that train. Errors: as
-// read_model_shape, train_only, load_parameters and Adapter.
+// Weights of a Hugging Face directory, converted to dtype, and adapters. `train`: the parameters that train; with
+// train.scores the model is a reward model, or a language model with a new head, reported in a note. Errors: as
+// read_model_shape, train_only, load_parameters and Adapter; UnsupportedError for adapters of experts or shared experts
+// on a GPU.
 std::unique_ptr<ModelState> load_model(const std::filesystem::path& directory, DType dtype, Progress& progress,
                                        const Mesh& mesh = mesh_of_one(), const TrainedChoice& train = {});
 
@@ -63,8 +65,9 @@ std::unique_ptr<ModelState> load_value_model(const std::filesystem::path& direct
 // A decoder with the same weights and without the adapters. The model must outlive it.
 std::unique_ptr<Decoder> decoder_without_adapters(const ModelState& model);
 
-// Random weights, initialised as in Hugging Face: matrices normal(0, initializer_range), biases 0, norms 1; adapters as
-// in peft: A uniform within 1 / sqrt(inputs), B 0. The same numbers on every machine and under every layout.
+// Random weights, for most families as in Hugging Face: parameters of norms 1, biases 0, all others normal(0,
+// initializer_range); adapters as in peft: A uniform within 1 / sqrt(inputs), B 0. The same numbers on every machine
+// and under every layout.
 std::unique_ptr<ModelState> random_model(const ModelShape& shape, DType dtype, std::uint64_t seed,
                                          const Mesh& mesh = mesh_of_one());
 

@@ -22,8 +22,8 @@ std::int64_t arena_limit(const Options& options);
 // The plan of this rank's part of one mini-batch: its prefix trees, dealt over dp, run as the options and the machine
 // require. A rank may have no trees. Without a memory budget all ranks plan for the rank with the least free memory, so
 // that their plans agree. With several ranks the chosen cost has seconds that include communication and waiting, the
-// bytes of this rank's stage, and the FLOPs of all ranks that share its trees. Errors: CommunicationError if ranks with
-// the same trees plan differently.
+// bytes of this rank's stage, and the FLOPs of all ranks that share its trees. Errors: as make_plan; CommunicationError
+// if ranks deal the trees differently, or if ranks with the same trees plan differently.
 StepPlan plan_step(const LocalShape& shape, const Options& options, const MachineProfile& machine,
                    std::span<const Rollout> rollouts, bool all_logprobs, const StepKind& kind, const HeldState& held,
                    const Mesh& mesh = mesh_of_one());

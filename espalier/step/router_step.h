@@ -41,7 +41,7 @@ class RouterStep {
  public:
   // Does nothing for models without experts. `scored` (may be null) is used if a loss needs counts before any backward,
   // the weights have not changed since, and every rollout was counted. Errors: OptionError for a router loss of a model
-  // without routers.
+  // without routers, or of one whose routers score by sigmoids.
   RouterStep(const ModelState& model, std::span<const Rollout> rollouts, const Options& options,
              const ScoredChoices* scored = nullptr);
 

@@ -14,8 +14,9 @@ struct FoundDegrees {
   std::string reason;
 };
 
-// Degrees for `processes` ranks, `local` of them here, on the mini-batch with most tokens. `verb`: its letter. Reads
-// config.json and the rollouts, no weights. Errors: those of reading; OptionError where nothing divides the model.
+// Degrees for `processes` ranks, `local` of them on this machine, by the mini-batch with the most tokens. `verb`: the
+// verb's letter; 's', score, takes all rollouts as one and runs forward only. Reads config.json and the rollouts, no
+// weights. Errors: those of reading; OptionError if no degrees divide the model.
 FoundDegrees find_degrees(const Options& options, char verb, std::int64_t processes, std::int64_t local,
                           Progress& progress);
 

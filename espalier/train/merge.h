@@ -17,7 +17,7 @@ struct MergeReport {
 
 // Writes --out: the weights of --model with the adapter's change, computed in float64 and rounded once to --save-dtype.
 // Tensors that the adapter does not change keep the bits of their file where its number format is written. Errors: as
-// Adapter, load_parameters and write_model_directory.
+// Adapter, load_parameters and write_model_directory; UnsupportedError for an adapter of a tied head.
 MergeReport merge(const std::filesystem::path& adapter, const Options& options, Progress& progress);
 
 }  // namespace espalier

@@ -19,9 +19,10 @@ class PairTraining {
  public:
   explicit PairTraining(const Options& options) : options_(options) {}
 
-  // The number of records without ref_..._logps; above 0 a reference model is needed.
+  // True if some record has no ref_..._logps, unless the loss has no reference (--reference-free).
   bool needs_reference(std::span<const Rollout> rollouts) const;
-  // The reference of all rollouts: as recorded, else from `logprobs_of`, which may be empty if it is not needed.
+  // Keeps the reference log-prob of every rollout: as recorded, else from `logprobs_of`, which may be empty if
+  // needs_reference is false. `rollouts`: all of the run.
   void take_reference(std::span<const Rollout> rollouts, const LogprobFunction& logprobs_of);
 
   // The loss of the mini-batch around the weights of `logprobs_of`. Errors: as linear_pairs.

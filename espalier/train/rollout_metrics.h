@@ -5,10 +5,10 @@
 // | reward, advantage               | as recorded; mean over loss tokens of the advantage that was used
 // | loss                            | what the rollout adds to the step's loss; these sum to it (router losses apart)
 // | ratio, ratio_max, clip_fraction | exp(log p - old log p): mean and largest over loss tokens; share of them clipped
-// | old_kl                          | mean of old log p - log p: how far the policy is from the one that sampled
+// | old_kl                          | mean of old log p - log p: the distance from the policy that sampled
 // | kl                              | mean of k3 to ref_logprobs, docs/objectives.md (29); empty without them
 // | entropy, logprob                | means over loss tokens
-// | tokens, loss_tokens             | of the response; of them with a loss
+// | tokens, loss_tokens             | tokens of the response; those with a loss
 #pragma once
 
 #include <cstdint>

@@ -29,13 +29,13 @@ struct ScoredRollouts {
 };
 
 // Log-probs and entropies of the rollouts under `decoder`, whose rotary tables must cover them. `counts` (may be null)
-// gets the choices of its routers: ScoredChoices::counts, of these rollouts in this order. Then every row runs a last
-// block of experts.
+// gets the choices of its routers, as in ScoredChoices::counts, for these rollouts in this order; with it every row
+// runs through a last block of experts.
 ScoredRollouts score_rollouts(const Decoder& decoder, std::span<const Rollout> rollouts, const Options& options,
                               const MachineProfile& machine, Workspace& workspace, Progress& progress,
                               moe::LoadAccounting* counts = nullptr, const Mesh& mesh = mesh_of_one());
 
-// Rows of text that `score` takes: a reward model's.
+// The way `score` reads rows of text: as a reward model's data, or not at all for a language model.
 TextRows scored_rows(const Options& options);
 
 // Writes the records of --rollouts to --out, in input order, with the field that --as names; with --critic and --values

@@ -2,9 +2,9 @@
 //
 //   trace.json        versions, options, dtype, the steps and the checkpoints that were recorded
 //   rollouts.jsonl.gz records with `step` (other names as trace.json says)
-//   model/            the initial weights; of a run with adapters those of the model below them, as its files have them
+//   model/            the initial weights; with adapters, the weights below them as the model's files store them
 //   adapter/          the initial adapter, of a run that has one, as peft stores it
-//   checkpoints/      step-000010.safetensors: what trains after step 10, Hugging Face names
+//   checkpoints/      step-000010.safetensors: the trained parameters after step 10, Hugging Face names
 #pragma once
 
 #include <filesystem>
@@ -32,7 +32,7 @@ struct Trace {
 
   std::filesystem::path model, rollouts;
   std::filesystem::path adapter;        // empty: none
-  std::int64_t positions = 0;           // that its rotary tables had; 0: not recorded
+  std::int64_t positions = 0;           // positions of the run's rotary tables; 0: not recorded
   Options options;                      // of the recorded run
   std::vector<Step> steps;              // ascending
   std::vector<Checkpoint> checkpoints;  // ascending
@@ -41,12 +41,13 @@ struct Trace {
 // Errors: InputError with the file and the member that is missing or wrong.
 Trace read_trace(const std::filesystem::path& directory);
 
-// Writes one while a run goes on; nothing is visible before finish(). Every rank has one: rank 0 writes, the others
-// give it their share of each tensor.
+// Writes a trace while a run goes on; nothing is visible before finish(). Every rank has a recorder: rank 0 writes, the
+// others give it their part of each tensor.
 class TraceRecorder {
  public:
   // `every`: steps between checkpoints. Copies the initial weights, and the initial adapter. Model and optimizer must
-  // outlive the object. Errors: OptionError.
+  // outlive the object. Errors: OptionError for a directory that exists and is none of Espalier's, or cannot be
+  // written.
   TraceRecorder(const std::filesystem::path& directory, std::int64_t every, const ModelState& model,
                 const AdamW& optimizer, const Options& options);
 

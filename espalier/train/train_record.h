@@ -14,7 +14,7 @@
 
 namespace espalier {
 
-// Fields of run.json that tell the model.
+// Fields of run.json that describe the model.
 Json shape_json(const ModelShape& shape);
 
 // The present time in UTC: "2026-01-31T13:00:00Z".
@@ -22,7 +22,7 @@ std::string utc_now();
 
 class TrainRecord {
  public:
-  // Takes over the lines that the run in `resumed` (empty: none) left up to `step`.
+  // Begins with the lines of metrics.jsonl up to `step` of the run in `resumed` (empty: none).
   TrainRecord(const std::filesystem::path& resumed, std::int64_t step);
 
   // The line of a step of `steps_total`: step_json, step_statistics, and `length` over the rollouts of its mini-batch.

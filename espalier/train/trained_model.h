@@ -17,11 +17,12 @@ DType accumulator_of(DType dtype);
 // The dtype of written weights: the one asked for; source: that of the model's files.
 DType saved_dtype(SaveDType asked, const ModelShape& shape);
 
-// On rank 0: the masters as `to`, and what does not train as the model's source stores it.
+// On rank 0: fills a directory with the model, trained parameters from the masters as `to`, held ones as the model's
+// source stores them.
 void write_changed_model(const std::filesystem::path& directory, const ModelState& model, const WholeValues& whole,
                          const ParameterValues& masters, DType to);
 
-// On rank 0: the model below the adapters, every number as its source has it.
+// On rank 0: fills a directory with the model below the adapters, every number as its source has it.
 void write_model_without_adapters(const std::filesystem::path& directory, const ModelState& model);
 
 // Every rank calls the functions that write; rank 0 does, the others give it their share of each tensor.
@@ -34,10 +35,10 @@ void write_trained_weights(const std::filesystem::path& directory, const ModelSt
 void save_trained_model(const std::filesystem::path& directory, const ModelState& model, const AdamW& optimizer,
                         RunState state, SaveDType save_dtype);
 
-// A note where the run reads weights from files (checkpoint/mapped_weights.h) that are not as they were.
+// Notes the first weight file that the run reads in place (checkpoint/mapped_weights.h) and that has changed since.
 void note_changed_files(const ModelState& model, Progress& progress);
 
-// Bytes of the weights and the state that save_trained_model writes of a model that is read from `source`.
+// Bytes of the weights and the state that save_trained_model writes for a model that is read from `source`.
 std::int64_t bytes_of_saved_model(ModelShape shape, const std::filesystem::path& source, const Options& options);
 
 // Overwrites masters, moments, the optimizer's step and the weights with those of a directory that save_trained_model

@@ -12,13 +12,13 @@ namespace espalier {
 // Sees every step's report as it ends, and the line that metrics.jsonl gets of it.
 using TrainStep = std::function<void(const StepReport& report, const Json& line)>;
 
-// An interrupt may reach one rank before the others: all of them are told of it. 0: there was none.
+// The signal of an interrupt that has reached any rank, the same on all ranks; 0: none has.
 int signal_of_any_rank(const Progress& progress, const Mesh& mesh);
 
 // Runs the steps that the options ask for and writes --out, --gradients, --logprobs, --rollout-metrics and --record at
 // the end: complete, or not at all; --out also every --save-freq steps. Errors: those of reading, planning and writing;
-// what was on disk before has not changed then, but for --out where it was saved. On an interrupt with --out the step
-// is finished, --out is saved and Interrupted is thrown.
+// files that existed before are then unchanged, except for --out if a checkpoint was saved. On an interrupt with --out
+// the step is finished, --out is saved and Interrupted is thrown.
 // Every rank of the mesh runs it; rank 0 writes and is told of the steps.
 void train(const Options& options, Progress& progress, const TrainStep& on_step, const Mesh& mesh = mesh_of_one());
 

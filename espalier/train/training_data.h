@@ -23,12 +23,13 @@ using ValueFunction = std::function<TokenSeries(std::span<const Rollout>)>;
 class TrainingData {
  public:
   // Advantages are computed over the whole file, or over the records of one `step`, before mini-batches are cut; with a
-  // critic that is done by prepare().
+  // critic prepare() computes them. Errors: those of cut_mini_batches, settle_turn_rewards and compute_advantages;
+  // InputError for pairs or lists without the objective that takes them, and the other way round.
   TrainingData(std::vector<Rollout> rollouts, const Options& options, bool with_critic = false);
 
   // With a critic, before mini_batch(index) is trained on: gives rollouts without recorded `values` the critic's, then
-  // computes advantages and targets. Where records have steps, those of the step, else those of the whole file; the
-  // first time alone: they are those before the first update on the records, and hold for all epochs.
+  // computes advantages and targets, for the records of its step if records have steps, else for the whole file. Later
+  // calls for the same records do nothing: values from before the first update on them hold for all epochs.
   void prepare(std::int64_t index, const ValueFunction& values_of);
 
   std::int64_t mini_batches() const { return static_cast<std::int64_t>(begins_.size()) - 1; }
@@ -37,16 +38,16 @@ class TrainingData {
   std::int32_t longest() const;                                       // tokens of the longest rollout
   bool has_steps() const { return !rollouts_.empty() && rollouts_.front().step.has_value(); }
 
-  // For the user: how the rewards of turns were read; what became of --mini-batch-size, where that is not what it says.
+  // For the user: how the rewards of turns were read, mini-batches of another size than --mini-batch-size, and fields
+  // of pairs and lists that the objective does not use.
   const std::vector<std::string>& notes() const { return notes_; }
 
-  // Values of the whole file end to end, not-a-number where none are known yet, for a run that goes on with them; and
-  // their way back.
+  // Values of the whole file end to end, NaN where none are known yet, for a run that continues; restore_values takes
+  // them back.
   std::vector<double> values() const;
-  bool restore_values(std::span<const double> values);  // false, and nothing done: not as many as response tokens
+  bool restore_values(std::span<const double> values);  // false: nothing was done, response tokens differ in number
 
-  // Tells one file's tokens and order from another's, so that a resumed run knows whether its position still means
-  // anything.
+  // A hash of the file's tokens, their order and recorded experts: a resumed run keeps its position if it is equal.
   std::string fingerprint() const;
   // The same for everything else that an update depends on, by field, as the file had it.
   const std::map<std::string, std::string>& field_fingerprints() const { return fields_; }
@@ -62,7 +63,7 @@ class TrainingData {
   std::vector<std::string> notes_;
 };
 
-// Tokens and order, as a number.
+// The hash behind TrainingData::fingerprint, as hexadecimal text.
 std::string fingerprint_of(std::span<const Rollout> rollouts);
 
 // Errors: UnsupportedError, with `where`, for a token that stands for an image or a video.
@@ -73,12 +74,14 @@ std::vector<std::string> position_notes(std::span<const Rollout> rollouts, const
 
 // Reads `paths` as --rollouts names them, checking ids and recorded experts against the model; remarks go to progress.
 // `temperature`: of records that do not say theirs. `experts_as_read` (may be null) gets the recorded experts as they
-// came, before they are fitted to the model. `rows`: how rows of text are read.
+// came, before they are fitted to the model. `rows`: how rows of text are read. Errors: those of read_rollouts,
+// fit_recorded_experts and refuse_image_tokens; OptionError for a temperature that is not above 0.
 std::vector<Rollout> read_for_model(const std::string& paths, const ModelShape& shape, Progress& progress,
                                     double temperature = 1, std::vector<RecordedExperts>* experts_as_read = nullptr,
                                     const TextRows& rows = {});
 
-// Rows of text of the objective, for the tokenizer of the model; none with policy losses, whose tokens were sampled.
+// The way rows of text are read: for the objective and by the model's tokenizer. Text is refused with policy losses,
+// whose tokens were sampled.
 TextRows text_rows_of(const Options& options);
 
 }  // namespace espalier

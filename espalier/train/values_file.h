@@ -10,7 +10,7 @@ namespace espalier {
 
 // `directory`: the critic's, with its espalier/ folder.
 void save_values(const std::filesystem::path& directory, std::span<const double> values);
-// Errors: InputError for a file that is missing or something else.
+// Errors: InputError for a file that is missing or holds anything but such a tensor.
 std::vector<double> load_values(const std::filesystem::path& directory);
 
 }  // namespace espalier

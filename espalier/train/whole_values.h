@@ -16,7 +16,7 @@ class WholeValues {
   // The model must outlive the object, and the object what of() gives.
   explicit WholeValues(const ModelState& model);
 
-  const ParameterTable& table() const { return table_; }  // of what trains, in the whole model
+  const ParameterTable& table() const { return table_; }  // the trained parameters of the whole model
 
   // Whole parameters of a flat tensor in the layout of model.table; or of a part of it: optimizer.masters() or a
   // moment. On rank 0, valid until the object gives the next; null on the others, which all ask for the same parameters
@@ -36,7 +36,7 @@ class WholeValues {
     ParameterTable table;
   };
 
-  // A rank, and what it has of a parameter in the flat tensor that is given.
+  // A rank, and its part of a parameter in the flat tensor that is given.
   struct Piece {
     int rank;
     Kept kept;
