@@ -313,6 +313,8 @@ MachineProfile machine_of(Context& context, PlanOptions& options) {
                                  : named.empty() ? machine_profile(context.options, context.progress)
                                                  : planned_machine(named, options.dtype, context.options.attention);
   options.setting.device.cuda = profile.device == "cuda";
+  options.setting.device.attention = profile.attention_kernels;
+  options.setting.device.deterministic = context.options.deterministic == OnOff::on;
   if (options.memory_budget == 0) options.memory_budget = profile.memory_bytes;
   const bool here = named.empty() && !any_gpu;  // of another machine nobody knows what it has room for
   options.spill_room = here ? room_to_spill(context.options.spill_dir) : std::numeric_limits<std::int64_t>::max();

@@ -94,6 +94,7 @@ void bind_device_of(const Verb& verb, const Options& options, const RunRanks& ra
                                                                                    : AttentionBy::own;
   bind_device(open_cuda_device({.index = ranks.local_rank(),
                                 .attention = attention,
+                                .deterministic = options.deterministic == OnOff::on,
                                 .emulated = options.device == DeviceType::emulate,
                                 .fastest = fastest_attention}));
 }

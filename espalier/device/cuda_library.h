@@ -17,7 +17,8 @@ const char* name_of(AttentionBy attention);
 struct GpuChoice {
   int index = 0;  // of the GPU: the rank's number among the machine's ranks. Not used if the process sees one GPU only
   AttentionBy attention = AttentionBy::own;
-  bool emulated = false;  // for tests: use the library that runs the same host code and kernels on the CPU
+  bool deterministic = true;  // attention by a library gives the same bits in every run
+  bool emulated = false;      // for tests: use the library that runs the same host code and kernels on the CPU
   // Returns the attention that was measured to be the fastest on a GPU of this name; automatic: none was measured.
   std::function<AttentionBy(const std::string& gpu)> fastest = nullptr;
 };
@@ -25,6 +26,7 @@ struct GpuChoice {
 struct OpenedGpu {
   std::string name;                                // from its driver; empty if no GPU was opened
   AttentionBy attention = AttentionBy::automatic;  // the kernels in use
+  bool emulated = false;
 };
 
 // Opens a GPU of this machine; a process has one. Errors: DeviceError naming what is missing: the library, a library

@@ -100,6 +100,7 @@ Json to_json(const MachineProfile& profile) {
           {"weight_gradient_flops_per_second", profile.weight_gradient_flops_per_second},
           {"head_flops_per_second", profile.head_flops_per_second},
           {"attention_flops_per_second", profile.attention_flops_per_second},
+          {"attention_kernels", name_of(profile.attention_kernels)},
           {"bytes_per_second", profile.bytes_per_second},
           {"seconds_per_call", profile.seconds_per_call},
           {"spill_bytes_per_second", profile.spill_bytes_per_second},
@@ -149,6 +150,12 @@ MachineProfile profile_of(const Json& json, const std::string& where) {
   if (json.contains("network_bytes_per_second"))
     profile.network_bytes_per_second = number(json, "network_bytes_per_second");
   if (json.contains("threads")) profile.threads = static_cast<int>(number(json, "threads"));
+  if (json.contains("attention_kernels")) {
+    const auto words = words_of(AttentionKernels{});
+    const auto found = std::ranges::find(words, text("attention_kernels"));
+    if (found == words.end() || found == words.begin()) fail("own, flash or cudnn as 'attention_kernels'");
+    profile.attention_kernels = static_cast<AttentionKernels>(found - words.begin());
+  }
   if (json.contains("device")) profile.device = text("device");
   if (profile.device != "cpu" && profile.device != "cuda") fail("cpu or cuda as 'device'");
   if (json.contains("memory_bytes") && json.at("memory_bytes") != Json(0))

@@ -46,10 +46,11 @@ struct MachineProfile {
   // computed in the accumulator dtype on a CPU. 0: use the table.
   double weight_gradient_flops_per_second = 0, head_flops_per_second = 0;
   double attention_flops_per_second = 0;
-  double bytes_per_second = 0;          // of memory-bound passes
-  double spill_bytes_per_second = 5e8;  // to and from the store of offloaded trunks
-  double seconds_per_call = 0;          // overhead of one kernel
-  std::int64_t memory_bytes = 0;        // memory of the device; 0: unknown
+  AttentionKernels attention_kernels = AttentionKernels::own;  // that have this rate
+  double bytes_per_second = 0;                                 // of memory-bound passes
+  double spill_bytes_per_second = 5e8;                         // to and from the store of offloaded trunks
+  double seconds_per_call = 0;                                 // overhead of one kernel
+  std::int64_t memory_bytes = 0;                               // memory of the device; 0: unknown
   // Ranks per machine, and bytes a second that a rank sends within it and to another machine. Stated, not measured.
   std::int64_t ranks_per_machine = 8;
   double link_bytes_per_second = 2e9, network_bytes_per_second = 1e9;

@@ -4,6 +4,7 @@
 
 #include "espalier/base/defined_sums.h"
 #include "espalier/base/instruction_set.h"
+#include "espalier/forecast/library_attention.h"
 #include "espalier/shape/units.h"
 
 namespace espalier {
@@ -15,8 +16,9 @@ namespace {
 // that of those for small ones, beside which the head and rows beyond the whole pieces are multiplied in float32.
 constexpr std::int64_t kProcessBytes = 128 << 20, kCodeBytes = 10 << 20, kPieceCodeBytes = 19 << 20, kPieceRows = 256,
                        kSmallPieceCodeBytes = 8 << 20;
-// Of a GPU: its context, the libraries' code and the matrix library's workspace. Round, not measured.
-constexpr std::int64_t kCudaBytes = std::int64_t{1} << 30;
+// Of a GPU: its context, the libraries' code and the matrix library's workspace; of one that this process has opened,
+// what comes after the context. Round, not measured.
+constexpr std::int64_t kCudaBytes = std::int64_t{1} << 30, kOpenedCudaBytes = std::int64_t{128} << 20;
 // The matrix library packs a product's factors, each thread up to a limit, in float64 up to one that grows with the
 // rows; attention takes more where rows see a path. Products of a few rows pack nothing.
 constexpr std::int64_t kMostPackedBytes = 7 << 20, kFewestPackedRows = 16;
@@ -98,8 +100,9 @@ std::int64_t ActivationBytes::model() const {
 }
 
 std::int64_t ActivationBytes::constant() const {
-  const std::int64_t process =
-      setting_.device.cuda ? kCudaBytes : kProcessBytes + (rounds_weight_gradients_ ? kCodeBytes : 0);
+  const std::int64_t process = setting_.device.opened ? kOpenedCudaBytes
+                               : setting_.device.cuda ? kCudaBytes
+                                                      : kProcessBytes + (rounds_weight_gradients_ ? kCodeBytes : 0);
   return process + setting_.held.beside_bytes + model();
 }
 
@@ -113,8 +116,12 @@ std::int64_t ActivationBytes::scratch(std::int64_t rows, std::int64_t path_rows,
   const std::int64_t q_width = shape_.query_width();
   const ElementBytes bytes = element_bytes(dtype_);
   const std::int64_t numbers = number_bytes(rows, path_rows);
-  if (setting_.device.cuda)
-    return numbers + arena_bytes(rows * q_width * 4);  // attention's backward sums dL/dq in float32
+  if (setting_.device.cuda) {
+    const std::int64_t of_library =
+        dtype_ == DType::bfloat16 ? library_attention_bytes(shape_, setting_.device, rows, path_rows, kind_.gradients)
+                                  : 0;
+    return numbers + of_library + arena_bytes(rows * q_width * 4);  // own kernels sum dL/dq in float32
+  }
   const std::int64_t widest = std::max({shape_.value_head ? 1 : shape_.vocabulary, q_width, shape_.key_value_width(),
                                         2 * shape_.inner, 2 * shape_.expert_inner});
   const std::int64_t panels =

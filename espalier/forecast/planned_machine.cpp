@@ -46,24 +46,21 @@ constexpr double kPlainAttention = 0.5;
 constexpr double kLaunchSeconds = 4e-6;
 
 // As a run takes them: auto is cuDNN's where there are any, FlashAttention-2 elsewhere.
-double attention_rate(const Gpu& gpu, AttentionKernels kernels) {
-  switch (kernels) {
-    case AttentionKernels::own:
-      return gpu.attention_own;
-    case AttentionKernels::flash:
-      return gpu.attention_flash;
-    case AttentionKernels::cudnn:
-      if (gpu.attention_cudnn == 0)
-        throw OptionError(
-            {"--attention", text_of("own or flash on an ", gpu.title), "cudnn, which needs Hopper", "leave it out"});
-      return gpu.attention_cudnn;
-    case AttentionKernels::automatic:
-      break;
-  }
-  return std::max(gpu.attention_flash, gpu.attention_cudnn);
+AttentionKernels kernels_on(const Gpu& gpu, AttentionKernels asked) {
+  if (asked == AttentionKernels::cudnn && gpu.attention_cudnn == 0)
+    throw OptionError(
+        {"--attention", text_of("own or flash on an ", gpu.title), "cudnn, which needs Hopper", "leave it out"});
+  if (asked != AttentionKernels::automatic) return asked;
+  return gpu.attention_cudnn > gpu.attention_flash ? AttentionKernels::cudnn : AttentionKernels::flash;
 }
 
-MachineProfile profile_of_gpu(const Gpu& gpu, DType dtype, AttentionKernels kernels) {
+double attention_rate(const Gpu& gpu, AttentionKernels kernels) {
+  return kernels == AttentionKernels::own     ? gpu.attention_own
+         : kernels == AttentionKernels::flash ? gpu.attention_flash
+                                              : gpu.attention_cudnn;
+}
+
+MachineProfile profile_of_gpu(const Gpu& gpu, DType dtype, AttentionKernels asked) {
   const double peak = dtype == DType::bfloat16 ? gpu.bfloat16 : dtype == DType::float32 ? gpu.float32 : gpu.float64;
   MachineProfile profile;
   profile.name = gpu.title;
@@ -76,8 +73,11 @@ MachineProfile profile_of_gpu(const Gpu& gpu, DType dtype, AttentionKernels kern
         static_cast<double>(bytes_of(dtype)) / (2 * static_cast<double>(rows) * profile.bytes_per_second);
     profile.matrix.push_back({rows, 1 / (reading + 1 / (kReachedFlops * peak))});
   }
-  profile.attention_flops_per_second =
-      dtype == DType::bfloat16 ? attention_rate(gpu, kernels) : kPlainAttention * kReachedFlops * peak;
+  profile.attention_flops_per_second = kPlainAttention * kReachedFlops * peak;
+  if (const AttentionKernels kernels = kernels_on(gpu, asked); dtype == DType::bfloat16) {
+    profile.attention_flops_per_second = attention_rate(gpu, kernels);
+    profile.attention_kernels = kernels;
+  }
   profile.seconds_per_call = kLaunchSeconds;
   profile.spill_bytes_per_second = kReachedBytes * gpu.host_bytes_per_second;
   profile.memory_bytes = gpu.memory_bytes;

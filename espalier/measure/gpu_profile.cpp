@@ -17,18 +17,18 @@ constexpr std::array<std::pair<AttentionBy, AttentionKernels>, 3> kKernels = {
      {AttentionBy::flash, AttentionKernels::flash},
      {AttentionBy::cudnn, AttentionKernels::cudnn}}};
 
-AttentionKernels kernels_of(AttentionBy attention) {
-  for (const auto& [by, kernels] : kKernels)
-    if (by == attention) return kernels;
-  return AttentionKernels::automatic;
-}
-
 std::filesystem::path file_of(const OpenedGpu& gpu, DType dtype) {
   return cache_file(
       text_of("gpu-", kProfileVersion, "-", file_word(gpu.name), "-", name_of(dtype), "-", name_of(gpu.attention)));
 }
 
 }  // namespace
+
+AttentionKernels kernels_of(AttentionBy attention) {
+  for (const auto& [by, kernels] : kKernels)
+    if (by == attention) return kernels;
+  return AttentionKernels::automatic;
+}
 
 bool keep_gpu_profile(const MachineProfile& profile, const OpenedGpu& gpu) {
   return write_cache(file_of(gpu, profile.dtype), to_json(profile));
@@ -48,10 +48,12 @@ std::optional<MachineProfile> kept_gpu_profile(const OpenedGpu& gpu, DType dtype
 }
 
 MachineProfile gpu_profile(const OpenedGpu& gpu, DType dtype) {
-  if (std::optional<MachineProfile> kept = kept_gpu_profile(gpu, dtype)) return *std::move(kept);
-  for (const auto& [word, machine] : {std::pair("H200", "h200"), {"A100", "a100"}})
-    if (gpu.name.find(word) != std::string::npos) return planned_machine(machine, dtype, kernels_of(gpu.attention));
-  return planned_machine("h100", dtype, kernels_of(gpu.attention));
+  std::optional<MachineProfile> kept = kept_gpu_profile(gpu, dtype);
+  const auto named = [&](const char* word) { return gpu.name.find(word) != std::string::npos; };
+  const char* const published = named("H200") ? "h200" : named("A100") ? "a100" : "h100";
+  MachineProfile profile = kept ? *std::move(kept) : planned_machine(published, dtype, kernels_of(gpu.attention));
+  profile.attention_kernels = kernels_of(gpu.attention);
+  return profile;
 }
 
 AttentionBy fastest_attention(const std::string& gpu) {

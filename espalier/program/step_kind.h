@@ -34,9 +34,12 @@ struct HeldState {
 inline constexpr HeldState kWeightsOnly{.gradients = false, .optimizer = false};
 
 struct DeviceTraits {
-  bool cuda = false;         // a GPU of a planned machine: its context and libraries count, and not the process
+  bool cuda = false;         // a GPU: its context and libraries count, and not the process
+  bool opened = false;       // by this process: its context is not in the memory that was free
   bool queued = false;       // its work is queued: the head computes a block of logits ahead
   bool writes_sums = false;  // its products write sums (ops/products.h)
+  AttentionKernels attention = AttentionKernels::own;  // of a GPU, in bfloat16
+  bool deterministic = true;                           // those of a library sum in one order
 };
 
 // The traits of a device type; the device need not be present.

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "espalier/base/units.h"
+#include "espalier/device/cuda_library.h"
 #include "espalier/device/device.h"
 #include "espalier/grouping/prefix_tree.h"
 #include "espalier/observe/memory.h"
@@ -69,8 +70,15 @@ std::vector<PrefixTree> dealt_trees(std::vector<PrefixTree> trees, const LocalSh
   return std::move(dealt[static_cast<std::size_t>(mesh.dp.rank())]);
 }
 
-DeviceTraits bound_traits() {
-  return {.queued = !bound_device().in_host_memory(), .writes_sums = bound_device().operations().writes_sums};
+// An emulated GPU has its memory in this process.
+DeviceTraits bound_traits(const Options& options, const MachineProfile& machine) {
+  const bool gpu = !opened_gpu().name.empty() && !opened_gpu().emulated;
+  return {.cuda = gpu,
+          .opened = gpu,
+          .queued = !bound_device().in_host_memory(),
+          .writes_sums = bound_device().operations().writes_sums,
+          .attention = machine.attention_kernels,
+          .deterministic = options.deterministic == OnOff::on};
 }
 
 // With stages, shares and communication; other ranks of dp are taken to have as much.
@@ -94,7 +102,7 @@ StepPlan plan_step(const LocalShape& shape, const Options& options, const Machin
   PlanOptions plan_options = plan_options_of(options);
   plan_options.all_logprobs = all_logprobs;
   plan_options.kind = kind;
-  plan_options.setting = {held, bound_traits()};
+  plan_options.setting = {held, bound_traits(options, machine)};
   const auto room = static_cast<double>(room_to_store(bound_device(), options.spill_dir) / mesh.local_ranks);
   plan_options.spill_room = static_cast<std::int64_t>(-maxima_over_ranks(mesh.world, {-room}).front());
   if (plan_options.memory_budget == 0) plan_options.memory_budget = room_of_every_rank(options, mesh);

@@ -19,6 +19,7 @@ class Run(TypedDict, total=False):
     seed: int | None
 
 class RunButInspectReport(TypedDict, total=False):
+    deterministic: Literal["on", "off"] | None
     dtype: Literal["float64", "float32", "bfloat16"] | None
     products: Literal["auto", "own", "library"] | None
 

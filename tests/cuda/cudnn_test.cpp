@@ -1,6 +1,8 @@
 // `--attention cudnn` without a GPU: what a graph is told of memory, by attending over exactly these addresses, and
 // that cuDNN itself builds the graphs, kernels and all, for an H100 that is described to it.
 #include <ATen/ATen.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 
@@ -11,6 +13,7 @@
 #include "espalier/base/error.h"
 #include "espalier/device/host_values.h"
 #include "espalier/device/scalar_type.h"
+#include "espalier/forecast/library_attention.h"
 #include "espalier/ops/cuda/cudnn.h"
 #include "espalier/ops/cuda/cudnn_attention.h"
 #include "espalier/prove/operation_check.h"
@@ -145,11 +148,18 @@ class WalkedGraphs final : public SequenceGraphs {
   std::int64_t backward_rows = CudnnAttention::kBackwardRows;
   std::map<SequenceGraph, int> runs;
 
-  std::int64_t workspace_bytes(const SequenceGraph&) override { return 1; }
+  std::int64_t workspace_bytes(const SequenceGraph& graph) override {
+    if (!graph.backward) return 1;
+    return cudnn_workspace_bytes(graph.query_heads, graph.head_size, graph.sequences * graph.queries,
+                                 graph.sequences * graph.keys, graph.sequences * graph.queries * graph.keys,
+                                 graph.deterministic);
+  }
   void run(const SequenceGraph& graph, const SequenceAddresses& addresses, void*) override {
     ++runs[graph];
     expect_rules(graph, addresses, static_cast<std::int64_t>(c10::elementSize(dtype)));
-    if (graph.backward) expect_room(graph);
+    if (graph.backward && backward_rows != kAnyRows) expect_room(graph);
+    EXPECT_EQ(graph.deterministic, !graph.backward || backward_rows != kAnyRows);
+    if (dtype == at::kBFloat16) return Walk<at::BFloat16, float>(graph, addresses).run();
     dtype == at::kDouble ? Walk<double, double>(graph, addresses).run() : Walk<float, float>(graph, addresses).run();
   }
 };
@@ -172,11 +182,8 @@ class Walked final : public CudnnAttention {
 WalkedGraphs* graphs = nullptr;
 
 const CudnnAttention& library() {
-  static std::map<std::int64_t, std::unique_ptr<Walked>> all;
-  auto& one = all[graphs->backward_rows];
-  static WalkedGraphs* of = graphs;
-  if (one == nullptr || of != graphs) one = std::make_unique<Walked>(*graphs, graphs->backward_rows);
-  of = graphs;
+  static std::unique_ptr<Walked> one;
+  one = std::make_unique<Walked>(*graphs, graphs->backward_rows);
   return *one;
 }
 
@@ -208,7 +215,7 @@ OperationCheck checked(const OperationCase& each, DType dtype) {
 }
 
 TEST(Cudnn, GraphsAttendOverTheMemoryThatTheyAreTold) {
-  for (const std::int64_t rows : {CudnnAttention::kBackwardRows, std::int64_t{64}, std::int64_t{16}})
+  for (const std::int64_t rows : {CudnnAttention::kBackwardRows, std::int64_t{64}, std::int64_t{16}, kAnyRows})
     for (const OperationCase& each : attention_cases()) {
       const auto says = [](const std::string& text, const char* word) { return text.find(word) != std::string::npos; };
       if (says(each.sizes, "some queries") || says(each.sizes, "window") || says(each.sizes, "cap") ||
@@ -295,6 +302,86 @@ TEST(Cudnn, RowsAreReadWhereTheyStandOrCopied) {
   }
 }
 
+// Memory of tensors that is in use, and the most of it since reset().
+class CountedMemory final : public c10::Allocator {
+ public:
+  void reset() { at_reset_ = most_ = live_; }
+  std::int64_t most() const { return most_ - at_reset_; }
+
+  c10::DataPtr allocate(std::size_t bytes) override {
+    live_ += static_cast<std::int64_t>(bytes), most_ = std::max(most_, live_);
+    auto* const block = new Block{*this, static_cast<std::int64_t>(bytes), std::vector<Aligned>(bytes / 64 + 1)};
+    return {block->memory.data(), block, &drop, at::kCPU};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override { default_copy_data(to, from, bytes); }
+
+ private:
+  struct alignas(64) Aligned {
+    std::byte bytes[64];
+  };
+  struct Block {
+    CountedMemory& of;
+    std::int64_t bytes;
+    std::vector<Aligned> memory;
+  };
+  static void drop(void* block) {
+    auto* const dropped = static_cast<Block*>(block);
+    dropped->of.live_ -= dropped->bytes;
+    delete dropped;
+  }
+
+  std::int64_t live_ = 0, most_ = 0, at_reset_ = 0;
+};
+
+// Rows behind a path or none, with forks or without: no more memory than planned.
+TEST(Cudnn, TakesThePlannedBytes) {
+  static CountedMemory counted;  // of tensors that are kept, too
+  const c10::Allocator* const usual = c10::GetCPUAllocator();
+  c10::SetCPUAllocator(&counted, 1);
+  for (const bool deterministic : {true, false})
+    for (const std::int64_t path : {0, 300})
+      for (const std::vector<std::int32_t>& end : {std::vector<std::int32_t>(400, 400), [] {
+                                                     std::vector<std::int32_t> fork(
+                                                         100, 400);  // a run of 100 rows, below it two
+                                                     fork.insert(fork.end(), 200, 300);
+                                                     fork.insert(fork.end(), 100, 400);
+                                                     return fork;
+                                                   }()}) {
+        constexpr std::int64_t H = 4, J = 2, D = 16;
+        const auto T = static_cast<std::int64_t>(end.size());
+        WalkedGraphs walked;
+        walked.dtype = at::kBFloat16;
+        walked.backward_rows = deterministic ? CudnnAttention::kBackwardRows : kAnyRows;
+        graphs = &walked;
+        const auto rows = [](std::int64_t count, std::int64_t heads) {
+          return normal({count, heads * D}, 1).to(at::kBFloat16);
+        };
+        const auto sums = [](std::int64_t count) { return at::zeros({count, J * D}, at::kFloat); };
+        const AttentionProblem problem{
+            D, rows(T, H), rows(T, J), rows(T, J), rows(path, J), rows(path, J), at::Tensor(), whole_numbers(end)};
+        const at::Tensor out = rows(T, H), lse = at::zeros({H, T}, at::kFloat), grad_out = rows(T, H);
+        const AttentionGradients to{rows(T, H), sums(T), sums(T), sums(path), sums(path)};
+        ModelShape shape;
+        shape.layers = 1, shape.heads = H, shape.kv_heads = J, shape.head_dim = D;
+        DeviceTraits device;
+        device.attention = AttentionKernels::cudnn, device.deterministic = deterministic;
+        constexpr std::int64_t kNumbers = 1 << 16;  // offsets and lengths of sequences
+        counted.reset();
+        composed_attention(library(), problem, out, lse);
+        const std::int64_t forward = library_attention_bytes(shape, device, T, path, false) - kAllocatorBytes;
+        EXPECT_LE(counted.most(), forward + kNumbers) << path << ' ' << end.front();
+        if (end[150] != end.front())  // a fork: the result of squares, and rows that are merged twice
+          EXPECT_GE(counted.most(), (2 + 4) * T * H * D);
+        counted.reset();
+        add_composed_attention_backward(library(), problem, out, lse, grad_out, to);
+        const std::int64_t both = library_attention_bytes(shape, device, T, path, true) - kAllocatorBytes;
+        EXPECT_LE(counted.most(), both + kNumbers) << path << ' ' << end.front() << ' ' << deterministic;
+      }
+  c10::SetCPUAllocator(const_cast<c10::Allocator*>(usual), 1);
+  EXPECT_EQ(kCudnnBackwardRows, CudnnAttention::kBackwardRows);
+}
+
 // What cuDNN 9.19 asks of a device, for an H100 with 80 GB.
 const char* const kH100 = R"({"deviceVer": 900, "driverVer": 13000, "cudaDeviceId": 0, "totalGlobalMem": 85520809984,
   "maxGridSize": [2147483647, 65535, 65535], "maxBlockSize": [1024, 1024, 64], "regsPerBlock": 65536,
@@ -325,7 +412,20 @@ SequenceGraph graph_of(bool backward, bool causal, std::int64_t sequences, std::
                        std::int64_t size) {
   constexpr std::int64_t kHeads = 8, kKeyHeads = 2;
   const std::int64_t fused = (kHeads + 2 * kKeyHeads) * size, out = kHeads * size;
-  return {backward, causal, sequences, queries, keys, kHeads, kKeyHeads, size, fused, fused, fused, out, out, 0.1};
+  return {.backward = backward,
+          .causal = causal,
+          .sequences = sequences,
+          .queries = queries,
+          .keys = keys,
+          .query_heads = kHeads,
+          .key_heads = kKeyHeads,
+          .head_size = size,
+          .q_row = fused,
+          .k_row = fused,
+          .v_row = fused,
+          .out_row = out,
+          .grad_out_row = out,
+          .scale = 0.1};
 }
 
 TEST(Cudnn, BuildsEveryKindOfGraphForAnH100) {
@@ -336,12 +436,14 @@ TEST(Cudnn, BuildsEveryKindOfGraphForAnH100) {
     for (const bool causal : {true, false}) {
       const std::int64_t sequences = causal ? 4 : 1, queries = causal ? 1024 : 2048, keys = 1024;
       EXPECT_LE(built->workspace_bytes(graph_of(false, causal, sequences, 4 * queries, 4 * keys, size)), kSmall);
-      // In one order: gradients of all scores in bfloat16; delta in float32; those of keys and values of each head.
-      const SequenceGraph backward = graph_of(true, causal, sequences, queries, keys, size);
-      const std::int64_t rows = sequences * backward.query_heads;
-      const std::int64_t wanted = rows * (queries * keys * 2 + queries * 4 + 2 * keys * size * 2);
-      EXPECT_GE(built->workspace_bytes(backward), wanted) << size;
-      EXPECT_LE(built->workspace_bytes(backward), wanted + kSmall) << size;
+      for (const bool deterministic : {true, false}) {
+        SequenceGraph backward = graph_of(true, causal, sequences, queries, keys, size);
+        backward.deterministic = deterministic;
+        const std::int64_t wanted = cudnn_workspace_bytes(backward.query_heads, size, sequences * queries,
+                                                          sequences * keys, sequences * queries * keys, deterministic);
+        EXPECT_GE(built->workspace_bytes(backward), wanted) << size << (deterministic ? " in one order" : "");
+        EXPECT_LE(built->workspace_bytes(backward), wanted + kSmall) << size << (deterministic ? " in one order" : "");
+      }
     }
 }
 

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <limits>
 #include <memory>
 
 #include "espalier/base/error.h"
@@ -178,6 +179,79 @@ std::string problem_of_what_tiles_take() {
   return "";
 }
 
+// Two results as one, against ATen in float64: row 0 sees no keys in the first part, row 1 none in the second, row 2
+// none at all. Beside each row of results is room that belongs to nobody: the number of elements of it decides how many
+// are read at a time. Whether the sum is the first part's own memory makes no difference.
+template <class First, class Second, class Out>
+std::string problem_of_merging(std::int64_t rows, std::int64_t heads, std::int64_t head_dim, std::int64_t beside) {
+  using A = accumulator_t<Out>;
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  const auto type = []<class T>(T) {
+    return std::is_same_v<T, bfloat16> ? at::kBFloat16 : std::is_same_v<T, float> ? at::kFloat : at::kDouble;
+  };
+  const auto values = [&](std::uint64_t seed, at::ScalarType dtype) {
+    return normal({rows, heads * head_dim + beside}, seed).to(dtype);
+  };
+  const at::Tensor first = values(1, type(First{})), second = values(2, type(Second{})),
+                   first_lse = normal({heads, rows}, 3).to(type(A{})),
+                   second_lse = normal({rows, heads}, 4).to(type(A{}));
+  first_lse.select(1, 0).fill_(kInfinity), first.select(0, 0).fill_(std::numeric_limits<double>::quiet_NaN());
+  second_lse.select(0, 1).fill_(-kInfinity);
+  first_lse.select(1, 2).fill_(-kInfinity), second_lse.select(0, 2).fill_(kInfinity);
+  const auto seen = [&](const at::Tensor& lse) { return lse.to(at::kDouble).masked_fill(lse.isinf(), -kInfinity); };
+  const at::Tensor wanted_lse = at::logaddexp(seen(first_lse), seen(second_lse).t());
+  const auto part = [&](const at::Tensor& of, const at::Tensor& lse) {
+    const at::Tensor weight = (lse - wanted_lse).exp().nan_to_num(0).t().unsqueeze(-1);
+    return of.to(at::kDouble).narrow(1, 0, heads * head_dim).view({rows, heads, head_dim}).nan_to_num(0) * weight;
+  };
+  const at::Tensor wanted = part(first, seen(first_lse)) + part(second, seen(second_lse).t());
+  const bool in_place = std::is_same_v<First, Out>;
+  Device& device = emulated_device();
+  const at::Tensor on_device[] = {device.adopt(first.clone()), device.adopt(second), device.adopt(first_lse.clone()),
+                                  device.adopt(second_lse)};
+  const at::Tensor out = in_place ? on_device[0] : device.adopt(values(5, type(Out{}))),
+                   lse = in_place ? on_device[2] : device.adopt(at::zeros_like(first_lse));
+  const auto room = [&]<class T>(T, const at::Tensor& of) {
+    return attention::Rows<T>{static_cast<T*>(of.data_ptr()), of.stride(0)};
+  };
+  const auto sums = [](const at::Tensor& of) { return static_cast<A*>(of.data_ptr()); };
+  emulation::set_seed(1);
+  cuda::merge_attention<First, Second, Out>(
+      rows, heads, head_dim, {room(First{}, on_device[0]), sums(on_device[2]), rows, 1},
+      {room(Second{}, on_device[1]), sums(on_device[3]), 1, heads}, {room(Out{}, out), sums(lse), rows, 1});
+  const at::Tensor got = device.to_host(out), got_lse = device.to_host(lse);
+  // Two exponentials, two products and their sum, and the rounding of the result; a logarithm and an exponential.
+  const double unit = std::is_same_v<A, float> ? 0x1p-24 : 0x1p-53;
+  const double of_out = std::is_same_v<Out, bfloat16> ? 0x1p-8 : 0;
+  const at::Tensor error =
+      (got.to(at::kDouble).narrow(1, 0, heads * head_dim).view({rows, heads, head_dim}) - wanted).abs();
+  const at::Tensor size = part(first, seen(first_lse)).abs() + part(second, seen(second_lse).t()).abs();
+  if ((error > size * (16 * unit + of_out)).any().item<bool>()) return text_of("off by ", error.max().item<double>());
+  const at::Tensor sums_differ = (got_lse.to(at::kDouble) - wanted_lse).nan_to_num(0).abs();
+  if (sums_differ.max().item<double>() > 16 * unit) return text_of("sums off by ", sums_differ.max().item<double>());
+  if (!(got_lse.select(1, 2) == -kInfinity).all().item<bool>()) return "a row that sees nothing has a sum";
+  const auto beside_of = [&](const at::Tensor& of) { return of.narrow(1, heads * head_dim, beside).contiguous(); };
+  if (beside > 0 && in_place && !same_bits({beside_of(got).nan_to_num(0)}, {beside_of(first).nan_to_num(0)}))
+    return "memory beside the rows was written";
+  return "";
+}
+
+std::string problem_of_merging_everywhere() {
+  for (const std::int64_t head_dim : {8, 128, 132, 200})
+    for (const std::int64_t beside : {0, 8, 3}) {
+      const auto told = [&](const std::string& problem) {
+        return problem.empty() ? "" : text_of("heads of ", head_dim, ", ", beside, " elements beside: ", problem);
+      };
+      for (const std::string& problem : {problem_of_merging<float, float, float>(5, 3, head_dim, beside),
+                                         problem_of_merging<double, double, double>(5, 3, head_dim, beside),
+                                         problem_of_merging<bfloat16, bfloat16, bfloat16>(5, 3, head_dim, beside),
+                                         problem_of_merging<bfloat16, bfloat16, float>(5, 3, head_dim, beside),
+                                         problem_of_merging<float, bfloat16, float>(5, 3, head_dim, beside)})
+        if (!problem.empty()) return told(problem);
+    }
+  return "";
+}
+
 // Where beta1 is one half, torch's lerp starts from the gradient. The difference of 1 + 2^-23 and -1 is rounded to 2,
 // so that this end gives 2^-23 and the other one 0.
 std::string problem_of_one_half() {
@@ -204,6 +278,7 @@ std::vector<KernelCheck> kernel_checks() {
   add_operations(checks, "States", state_cases());
   add_operations(checks, "Variants", variant_cases());
   checks.push_back({Kind::answer, "Attention", "what tiles take", problem_of_what_tiles_take});
+  checks.push_back({Kind::answer, "Merging", "results of two calls", problem_of_merging_everywhere});
   checks.push_back({Kind::answer, "Optimizer", "adamw, beta1 of one half", problem_of_one_half});
   for (const std::int64_t D : {64, 96})
     checks.push_back({Kind::instructions, "Formula",

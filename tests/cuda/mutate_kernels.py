@@ -28,7 +28,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 FOLDER = "espalier/ops/cuda"
 # Of checks: those that come by a file. Headers are met by all.
-GROUPS = {"activation.cu": ["Variants"], "attention_plain.cu": ["Attention"], "attention_sinks.cu": ["Attention"],
+GROUPS = {"activation.cu": ["Variants"], "attention_merge.cu": ["Merging"], "attention_plain.cu": ["Attention"], "attention_sinks.cu": ["Attention"],
           "attention_tiles.cu": ["Attention", "Formula", "Unseen"], "choice.cu": ["Optimizer"],
           "columns.cu": ["Head", "Products", "Rows"], "delta_rule.cu": ["States"],
           "delta_rule_backward.cu": ["States"], "expert_rows.cu": ["Experts", "Variants"],

@@ -38,6 +38,8 @@ TEST_P(EmulatedOperations, HaveTheSameBitsInEveryOrderOfThreads) {
   expect_no_problem(KernelCheck::Kind::orders, GetParam());
 }
 
+TEST(MergedAttention, IsThatOfAllKeys) { expect_no_problem(KernelCheck::Kind::answer, "Merging"); }
+
 TEST(TiledAttention, TakesTheInstructionsOfItsFormulaAndMeetsNoBankTwice) {
   expect_no_problem(KernelCheck::Kind::instructions, "Formula");
 }

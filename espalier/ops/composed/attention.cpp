@@ -93,15 +93,17 @@ ComposedCalls composed_calls(const std::vector<std::int32_t>& subtree_end, std::
   return calls;
 }
 
-void merge_result(const LibraryAttention::Result& result, const at::Tensor& out, const at::Tensor& lse) {
-  const at::Tensor empty = result.lse.isinf();
-  const at::Tensor added = result.lse.masked_fill(empty, -kInfinity), merged = at::logaddexp(lse, added);
-  const at::Tensor nothing = merged.isinf();
-  const auto weight = [&](const at::Tensor& of) {
-    return (of - merged).exp().masked_fill(nothing, 0).t().unsqueeze(-1);
+void LibraryAttention::merge(const Result& first, const Result& second, const at::Tensor& out,
+                             const at::Tensor& lse) const {
+  const auto seen_lse = [](const Result& of) { return of.lse.masked_fill(of.lse.isinf(), -kInfinity); };
+  const at::Tensor first_lse = seen_lse(first), second_lse = seen_lse(second),
+                   merged = at::logaddexp(first_lse, second_lse), nothing = merged.isinf();
+  const auto part = [&](const Result& of, const at::Tensor& of_lse) {
+    const at::Tensor weight = (of_lse - merged).exp().masked_fill(nothing, 0);
+    const at::Tensor rows = of.out.to(merged.scalar_type()).masked_fill(of_lse.isinf().t().unsqueeze(-1), 0);
+    return rows * weight.t().unsqueeze(-1);
   };
-  const at::Tensor part = result.out.to(out.scalar_type()).masked_fill(empty.t().unsqueeze(-1), 0);
-  out.mul_(weight(lse)).add_(part * weight(added));
+  out.copy_(part(first, first_lse) + part(second, second_lse));
   lse.copy_(merged);
 }
 
@@ -115,17 +117,24 @@ void composed_attention(const LibraryAttention& library, const AttentionProblem&
   const auto calls = calls_of(library, problem.subtree_end_T, kAnyRows);
   const auto [q, own_k, own_v, path_k, path_v] = operands_of(library, problem);
   const double scale = scale_of(problem);
-  const at::Tensor lse = library.seen(lse_HQ);
-  const at::Tensor merged = at::zeros(q.sizes(), q.options().dtype(lse.scalar_type()));
-  lse.fill_(-kInfinity);
-  if (path_k.size(0) > 0) merge_result(library.rectangle(q, path_k, path_v, scale), merged, lse);
-  merge_result(library.squares(q, own_k, own_v, calls->squares, scale), merged, lse);
+  const at::Tensor out = heads_of(library, out_Q, problem.head_dim), lse = library.seen(lse_HQ);
+  const LibraryAttention::Result own = library.squares(q, own_k, own_v, calls->squares, scale);
+  // Rows that several calls add to are merged in the accumulator dtype and rounded once.
+  const bool once = calls->rectangles.empty();
+  const at::Tensor merged = once ? out : at::empty(q.sizes(), q.options().dtype(lse.scalar_type()));
+  if (path_k.size(0) > 0) {
+    library.merge(library.rectangle(q, path_k, path_v, scale), own, merged, lse);
+  } else {
+    merged.copy_(own.out);
+    lse.copy_(own.lse);
+  }
   for (const auto& [first, begin, end] : calls->rectangles) {
     const auto keys = [first = first, begin = begin](const at::Tensor& x) { return x.narrow(0, first, begin - first); };
-    merge_result(library.rectangle(q.narrow(0, begin, end - begin), keys(own_k), keys(own_v), scale),
-                 merged.narrow(0, begin, end - begin), lse.narrow(1, begin, end - begin));
+    const at::Tensor rows = merged.narrow(0, begin, end - begin), rows_lse = lse.narrow(1, begin, end - begin);
+    library.merge({rows, rows_lse}, library.rectangle(q.narrow(0, begin, end - begin), keys(own_k), keys(own_v), scale),
+                  rows, rows_lse);
   }
-  heads_of(library, out_Q, problem.head_dim).copy_(merged);
+  if (!once) out.copy_(merged);
 }
 
 void add_composed_attention_backward(const LibraryAttention& library, const AttentionProblem& problem,

@@ -51,6 +51,11 @@ class LibraryAttention {
   virtual std::vector<std::int32_t> on_host(const at::Tensor& whole_numbers) const = 0;
   virtual at::Tensor on_device(const std::vector<std::int32_t>& whole_numbers) const = 0;
 
+  // Two calls of the same rows as one: out [n, H, D] in the heads' dtype or the accumulator dtype, lse [H, n]; both are
+  // overwritten and may be the first call's. A row that saw no keys in a call has lse +inf there, as FlashAttention-2
+  // writes it, or -inf, and the call adds nothing to it. Here with ATen's operations, element by element.
+  virtual void merge(const Result& first, const Result& second, const at::Tensor& out, const at::Tensor& lse) const;
+
   virtual Result rectangle(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale) const = 0;
   virtual Result squares(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const CausalSquares& squares,
                          double scale) const = 0;
@@ -72,10 +77,6 @@ struct ComposedCalls {
   std::vector<Rectangle> rectangles;
 };
 ComposedCalls composed_calls(const std::vector<std::int32_t>& subtree_end, std::int64_t most_rows = kAnyRows);
-
-// Adds a call's result to what is merged: out [n, H, D] and lse [H, n] in the accumulator dtype, at first 0 and -inf.
-// Rows of the call that saw no keys have lse +inf, as FlashAttention-2 writes it, or -inf.
-void merge_result(const LibraryAttention::Result& result, const at::Tensor& out, const at::Tensor& lse);
 
 // Whether the problem can be composed: heads and dtype that the library takes, values as wide as keys, a query at each
 // own row, no window and no soft cap.

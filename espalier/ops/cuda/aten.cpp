@@ -3,6 +3,8 @@
 #include <ATen/ops/from_blob.h>
 #include <dlfcn.h>
 
+#include <cstdlib>
+
 #include "espalier/ops/cuda/launch.h"
 
 namespace espalier::cuda {
@@ -15,6 +17,8 @@ std::int8_t gpu = 0;  // the one of this process
 const std::string& open_aten(int index) {
   static const std::string problem = [&] {
     gpu = static_cast<std::int8_t>(index);
+    // Waves differ in rows: blocks of fixed size would be of use to none of the next. ATen reads this at its first use.
+    if (std::getenv("PYTORCH_CUDA_ALLOC_CONF") == nullptr) setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True", 0);
     const void* const opened = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL);
     return opened == nullptr ? std::string(dlerror()) : std::string();
   }();

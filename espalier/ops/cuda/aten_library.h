@@ -12,6 +12,7 @@ class AtenLibrary : public LibraryAttention {
   at::Tensor seen(const at::Tensor& tensor) const override;
   std::vector<std::int32_t> on_host(const at::Tensor& whole_numbers) const override;
   at::Tensor on_device(const std::vector<std::int32_t>& whole_numbers) const override;
+  void merge(const Result& first, const Result& second, const at::Tensor& out, const at::Tensor& lse) const override;
 };
 
 // Attention composed of the library's calls if it takes the problem, else the kernels of attention_operations().

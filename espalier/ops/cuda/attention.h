@@ -30,6 +30,18 @@ void add_sinks_backward(const attention::Shape& shape, const T* sink_H, attentio
                         const accumulator_t<T>* lse_HQ, attention::Rows<const T> grad_out,
                         accumulator_t<T>* grad_sink_H);
 
+// A result of attention over some keys: rows [n, H, D], heads behind each other, and their log-sum-exps.
+template <class T>
+struct AttentionPart {
+  attention::Rows<T> out;
+  accumulator_t<T>* lse = nullptr;
+  std::int64_t lse_head = 0, lse_row = 1;  // elements between heads, and between rows
+};
+// LibraryAttention::merge: overwrites `to`, which may be `first`.
+template <class First, class Second, class Out>
+void merge_attention(std::int64_t rows, std::int64_t heads, std::int64_t head_dim, const AttentionPart<First>& first,
+                     const AttentionPart<Second>& second, const AttentionPart<Out>& to);
+
 // Tensor cores take heads of 64, 96, 128, 192 and 256 elements, and values of the same size, with rows at multiples of
 // 16 bytes and a positive scale, if their tiles fit the shared memory of a block (heads of 256 take 128.5 KiB, more
 // than an sm_86, sm_89 or sm_120 has). Weights and slopes are rounded to bfloat16 as factors of the second products;

@@ -1,8 +1,8 @@
 // Attention of sequences as graphs of cuDNN, through the header-only cudnn-frontend.
 //
 // Rows are packed and have a padding mask always: without one, backwards of cuDNN 9.19 go wrong where the last tile of
-// keys is partly filled and lse is below -88. Gradients are summed in one order (set_deterministic_algorithm), for
-// which cuDNN keeps B H queries keys gradients of scores in bfloat16: callers bound a backward's rows.
+// keys is partly filled and lse is below -88. For gradients that are summed in one order (set_deterministic_algorithm)
+// cuDNN keeps B H queries keys gradients of scores in bfloat16: callers bound the rows of such a backward.
 #define NV_CUDNN_FRONTEND_USE_DYNAMIC_LOADING
 #include "espalier/ops/cuda/cudnn.h"
 
@@ -101,8 +101,8 @@ void describe(fe::graph::Graph& graph, const SequenceGraph& shape) {
   }
   const TensorOf out = tensors.read(Operand::out), grad_out = tensors.read(Operand::grad_out),
                  stats = tensors.read(Operand::stats);
-  auto attributes =
-      attributes_of<fe::graph::SDPA_backward_attributes>(shape, tensors).set_deterministic_algorithm(true);
+  auto attributes = attributes_of<fe::graph::SDPA_backward_attributes>(shape, tensors)
+                        .set_deterministic_algorithm(shape.deterministic);
   const auto [grad_q, grad_k, grad_v] = graph.sdpa_backward(q, k, v, out, grad_out, stats, attributes);
   tensors.write(Operand::grad_q, grad_q);
   tensors.write(Operand::grad_k, grad_k);

@@ -93,9 +93,9 @@ class Call {
     run(graphs);
   }
 
-  void backward(SequenceGraphs& graphs, const LibraryAttention::Saved& saved, const at::Tensor& q, const at::Tensor& k,
-                const at::Tensor& v, const LibraryAttention::Gradients& gradients) {
-    shape_.backward = true;
+  void backward(SequenceGraphs& graphs, bool deterministic, const LibraryAttention::Saved& saved, const at::Tensor& q,
+                const at::Tensor& k, const at::Tensor& v, const LibraryAttention::Gradients& gradients) {
+    shape_.backward = true, shape_.deterministic = deterministic;
     inputs(q, k, v);
     put(Operand::out, queries_, aligned(saved.out), &shape_.out_row);
     put(Operand::grad_out, queries_, aligned(saved.grad_out), &shape_.grad_out_row);
@@ -190,7 +190,7 @@ LibraryAttention::Gradients CudnnAttention::rectangle_backward(const Saved& save
                                                                double scale) const {
   const Sequences queries = one_sequence(q), keys = one_sequence(k);
   const Gradients gradients = room_for_gradients(q, k, v);
-  Call(queries, keys, false, scale).backward(graphs_, saved, q, k, v, gradients);
+  Call(queries, keys, false, scale).backward(graphs_, deterministic(), saved, q, k, v, gradients);
   return gradients;
 }
 
@@ -198,12 +198,14 @@ LibraryAttention::Gradients CudnnAttention::squares_backward(const Saved& saved,
                                                              const at::Tensor& k, const at::Tensor& v,
                                                              const CausalSquares& squares, double scale) const {
   const Gradients gradients = room_for_gradients(q, k, v);
-  for (const Batch& batch : batches_of(squares.begin, backward_rows_ * backward_rows_)) {
+  const std::int64_t most_pairs = deterministic() ? backward_rows_ * backward_rows_ : kAnyRows;
+  for (const Batch& batch : batches_of(squares.begin, most_pairs)) {
     const Sequences rows = sequences_of(squares, batch);
     const auto of = [&](const at::Tensor& x) { return x.narrow(0, batch.row, batch.rows); };
     Call(rows, rows, true, scale)
-        .backward(graphs_, {of(saved.grad_out), of(saved.out), saved.lse.narrow(1, batch.row, batch.rows)}, of(q),
-                  of(k), of(v), {of(gradients.q), of(gradients.k), of(gradients.v)});
+        .backward(graphs_, deterministic(),
+                  {of(saved.grad_out), of(saved.out), saved.lse.narrow(1, batch.row, batch.rows)}, of(q), of(k), of(v),
+                  {of(gradients.q), of(gradients.k), of(gradients.v)});
   }
   return gradients;
 }
@@ -211,18 +213,20 @@ LibraryAttention::Gradients CudnnAttention::squares_backward(const Saved& saved,
 namespace {
 
 std::unique_ptr<SequenceGraphs> graphs;
+std::int64_t backward_rows = CudnnAttention::kBackwardRows;
 
 const AtenLibrary& library() {
-  static const CudnnAttention one(*graphs);
+  static const CudnnAttention one(*graphs, backward_rows);
   return one;
 }
 
 }  // namespace
 
-AttentionOperations open_cudnn_attention(int index, int capability) {
+AttentionOperations open_cudnn_attention(int index, int capability, bool deterministic) {
   if (const std::string& problem = open_aten(index); !problem.empty())
     throw DeviceError({"--attention cudnn", "a torch with CUDA, libtorch_cuda.so", problem, "use --attention own"});
   graphs = open_cudnn(stream(), capability);
+  if (!deterministic) backward_rows = kAnyRows;
   return composed_operations<library>();
 }
 

@@ -9,11 +9,13 @@
 namespace espalier::cuda {
 namespace {
 
-// The gradient of queries is summed in one order, at the price of memory.
+bool in_one_order = true;
+
+// Whether the gradient of queries is summed in one order, at the price of memory.
 class Deterministic {
  public:
   Deterministic() : before_(at::globalContext().deterministicAlgorithms()) {
-    at::globalContext().setDeterministicAlgorithms(true, at::globalContext().deterministicAlgorithmsWarnOnly());
+    at::globalContext().setDeterministicAlgorithms(in_one_order, at::globalContext().deterministicAlgorithmsWarnOnly());
   }
   ~Deterministic() {
     at::globalContext().setDeterministicAlgorithms(before_, at::globalContext().deterministicAlgorithmsWarnOnly());
@@ -73,9 +75,10 @@ const AtenLibrary& library() {
 
 }  // namespace
 
-AttentionOperations open_flash_attention(int index) {
+AttentionOperations open_flash_attention(int index, bool deterministic) {
   if (const std::string& problem = open_aten(index); !problem.empty())
     throw DeviceError({"--attention flash", "a torch with CUDA, libtorch_cuda.so", problem, "use --attention own"});
+  in_one_order = deterministic;
   return composed_operations<library>();
 }
 

@@ -14,12 +14,13 @@ namespace espalier::cuda {
 namespace {
 
 // Changes `attention` from automatic to what it comes to.
-const Operations& operations_of(AttentionBy& attention, AttentionBy fastest, int index, int capability) {
+const Operations& operations_of(AttentionBy& attention, AttentionBy fastest, int index, int capability,
+                                bool deterministic) {
   if (attention == AttentionBy::automatic) {
     for (AttentionBy each : {fastest, AttentionBy::cudnn, AttentionBy::flash}) {
       if (each == AttentionBy::automatic) continue;
       try {
-        const Operations& found = operations_of(each, each, index, capability);
+        const Operations& found = operations_of(each, each, index, capability, deterministic);
         attention = each;
         return found;
       } catch (const DeviceError&) {  // a GPU, a build or a machine without it: the next one serves
@@ -29,8 +30,9 @@ const Operations& operations_of(AttentionBy& attention, AttentionBy fastest, int
   }
   if (attention == AttentionBy::own) return operations();
   static Operations changed = operations();
-  static_cast<AttentionOperations&>(changed) =
-      attention == AttentionBy::flash ? open_flash_attention(index) : open_cudnn_attention(index, capability);
+  static_cast<AttentionOperations&>(changed) = attention == AttentionBy::flash
+                                                   ? open_flash_attention(index, deterministic)
+                                                   : open_cudnn_attention(index, capability, deterministic);
   return changed;
 }
 
@@ -56,7 +58,7 @@ Device* open(const GpuChoice& choice, OpenedGpu* opened, std::string* problem) {
   opened->name = properties.name, opened->attention = choice.attention;
   const AttentionBy fastest = choice.fastest ? choice.fastest(opened->name) : AttentionBy::automatic;
   static CudaDevice* const device =  // outlives every tensor
-      new CudaDevice(operations_of(opened->attention, fastest, index, properties.major), "cuda");
+      new CudaDevice(operations_of(opened->attention, fastest, index, properties.major, choice.deterministic), "cuda");
   return device;
 }
 

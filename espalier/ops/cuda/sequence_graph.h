@@ -22,6 +22,7 @@ namespace espalier::cuda {
 
 struct SequenceGraph {
   bool backward = false, causal = false;
+  bool deterministic = true;                                                    // a backward sums in one order
   std::int64_t sequences = 0, queries = 0, keys = 0;                            // B, and the most rows of a sequence
   std::int64_t query_heads = 0, key_heads = 0, head_size = 0;                   // H, J, D
   std::int64_t q_row = 0, k_row = 0, v_row = 0, out_row = 0, grad_out_row = 0;  // row strides in elements

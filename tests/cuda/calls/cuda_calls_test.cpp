@@ -48,8 +48,8 @@ const std::string& open_aten(int) {
   return none;
 }
 const Operations& operations() { return cpu::operations(); }
-AttentionOperations open_flash_attention(int) { return cpu::operations(); }
-AttentionOperations open_cudnn_attention(int, int) { return cpu::operations(); }
+AttentionOperations open_flash_attention(int, bool) { return cpu::operations(); }
+AttentionOperations open_cudnn_attention(int, int, bool) { return cpu::operations(); }
 
 }  // namespace espalier::cuda
 

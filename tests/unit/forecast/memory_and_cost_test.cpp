@@ -5,6 +5,7 @@
 #include "espalier/base/instruction_set.h"
 #include "espalier/base/json.h"
 #include "espalier/forecast/cost_model.h"
+#include "espalier/forecast/library_attention.h"
 #include "espalier/forecast/memory_model.h"
 #include "espalier/plan/draft.h"
 #include "tests/unit/plan/shapes.h"
@@ -102,6 +103,38 @@ TEST(MemoryModel, OfAGpuHoldsItsContext) {
   EXPECT_EQ(gpu.scratch(1000), 1000 * 32 * 128 * 4 + 1000 * 96 + (14 << 10));
   const Work work = work_of_depths(0, 256, true);
   EXPECT_LE(gpu.backward_peak(work, SavedState::keep, true), cpu.backward_peak(work, SavedState::keep, true));
+}
+
+// Attention by a library takes memory of ATen's allocator, where the library runs a layer in bfloat16.
+TEST(MemoryModel, OfAGpuHoldsTheMemoryOfAttentionLibraries) {
+  ModelShape shape = testing::llama_3_8b();
+  const auto beside_own = [&](AttentionKernels kernels, bool deterministic, DType dtype = DType::bfloat16,
+                              const StepKind& kind = {}) {
+    const auto scratch = [&](AttentionKernels of) {
+      const DeviceTraits device{.cuda = true, .attention = of, .deterministic = deterministic};
+      return ActivationBytes(shape, dtype, kind, {{}, device}).scratch(4096, 8192);
+    };
+    return scratch(kernels) - scratch(AttentionKernels::own);
+  };
+  constexpr std::int64_t T = 4096, P = 8192, kHeads = 32, D = 128, J = 8, q = T * kHeads * D, lse = T * kHeads * 4;
+  EXPECT_EQ(beside_own(AttentionKernels::cudnn, true, DType::bfloat16, kForwardOnly),
+            2 * 2 * q + 4 * q + 2 * lse + kAllocatorBytes);
+  // dL/dq, lse, the gradients of a call and, by FlashAttention-2, dL/dq of 148 / 32 splits, a sum for each query, and
+  // gradients of keys and values for each head of queries.
+  EXPECT_EQ(beside_own(AttentionKernels::flash, true),
+            4 * q + lse + 2 * q + 2 * 2 * P * J * D + 5 * 4 * q + lse + 2 * 2 * P * kHeads * D + kAllocatorBytes);
+  EXPECT_LT(beside_own(AttentionKernels::flash, false), beside_own(AttentionKernels::flash, true));
+  EXPECT_GT(beside_own(AttentionKernels::cudnn, true),
+            beside_own(AttentionKernels::cudnn, true, DType::bfloat16, kForwardOnly));
+  EXPECT_EQ(beside_own(AttentionKernels::flash, true, DType::float32), 0);
+  shape.attention.soft_cap = 50;
+  EXPECT_EQ(beside_own(AttentionKernels::cudnn, true), 0) << "own kernels run every layer";
+}
+
+// The context of a GPU that is open is not in the memory that it has left.
+TEST(MemoryModel, OfAnOpenedGpuHoldsNoContext) {
+  const ActivationBytes opened(testing::llama_3_8b(), DType::bfloat16, {}, {{}, {.cuda = true, .opened = true}});
+  EXPECT_EQ(opened.constant() - opened.model(), 128 << 20);
 }
 
 TEST(MemoryModel, OwnProductsTakeTheSameRoomOfEveryThread) {

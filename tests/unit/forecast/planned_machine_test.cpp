@@ -65,7 +65,12 @@ TEST(PlannedMachine, AttentionHasTheRateOfItsKernels) {
         EXPECT_THROW(planned_machine(name, DType::bfloat16, kKernels[i]), OptionError) << name;
       else
         EXPECT_NEAR(planned_machine(name, DType::bfloat16, kKernels[i]).attention_flops_per_second, rate, 1) << name;
+      if (rate > 0)
+        EXPECT_EQ(planned_machine(name, DType::bfloat16, kKernels[i]).attention_kernels, kKernels[i]) << name;
     }
+    EXPECT_EQ(planned_machine(name, DType::bfloat16).attention_kernels,
+              row[8] > row[7] ? AttentionKernels::cudnn : AttentionKernels::flash);
+    EXPECT_EQ(planned_machine(name, DType::float32).attention_kernels, AttentionKernels::own);
     EXPECT_LT(row[6], std::max(row[7], row[8])) << "own kernels are not taken where faster ones are there";
   }
 }
@@ -106,6 +111,9 @@ TEST_F(ProfileFile, BadOnesAreNamed) {
   EXPECT_THROW(planned_machine("", DType::float32), OptionError);
   EXPECT_THROW(planned_machine(folder_.string(), DType::float32), OptionError);
   EXPECT_THROW(planned_machine(put("machine.toml", kToml), DType::bfloat16), OptionError);
+  EXPECT_THROW(
+      planned_machine(put("kernels.toml", std::string(kToml) + "attention_kernels = 'auto'\n"), DType::float32),
+      InputError);
   for (const char* bad : {"", "[]", "{}", "{", "{\"name\": 3}"})
     EXPECT_THROW(planned_machine(put("bad.json", bad), DType::float32), InputError) << bad;
   EXPECT_THROW(planned_machine(put("bad.toml", "name ="), DType::float32), InputError);

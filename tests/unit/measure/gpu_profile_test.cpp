@@ -57,6 +57,9 @@ TEST_F(GpuProfile, ARunPlansWithWhatWasMeasuredOfItsKernelsElseWithPublishedRate
     return planned_machine(machine, DType::bfloat16, kernels).attention_flops_per_second;
   };
   EXPECT_EQ(gpu_profile(own, DType::bfloat16).attention_flops_per_second, published("h100", AttentionKernels::own));
+  EXPECT_EQ(gpu_profile(flash, DType::bfloat16).attention_kernels, AttentionKernels::flash)
+      << "whose memory is planned";
+  EXPECT_EQ(gpu_profile(own, DType::bfloat16).attention_kernels, AttentionKernels::own);
   const MachineProfile a100 = gpu_profile({"NVIDIA A100-SXM4-80GB", AttentionBy::flash}, DType::bfloat16);
   EXPECT_EQ(a100.attention_flops_per_second, published("a100", AttentionKernels::flash));
   EXPECT_EQ(gpu_profile({"NVIDIA H200", AttentionBy::cudnn}, DType::float32).memory_bytes, std::int64_t{139} << 30);

@@ -13,6 +13,27 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
+// No call of it is made: merging needs none.
+class NoCalls final : public LibraryAttention {
+ public:
+  bool takes(at::ScalarType, std::int64_t) const override { return false; }
+  at::Tensor seen(const at::Tensor& tensor) const override { return tensor; }
+  std::vector<std::int32_t> on_host(const at::Tensor&) const override { return {}; }
+  at::Tensor on_device(const std::vector<std::int32_t>&) const override { return {}; }
+  Result rectangle(const at::Tensor&, const at::Tensor&, const at::Tensor&, double) const override { return {}; }
+  Result squares(const at::Tensor&, const at::Tensor&, const at::Tensor&, const CausalSquares&, double) const override {
+    return {};
+  }
+  Gradients rectangle_backward(const Saved&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                               double) const override {
+    return {};
+  }
+  Gradients squares_backward(const Saved&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                             const CausalSquares&, double) const override {
+    return {};
+  }
+};
+
 TEST(ComposedAttention, GivesTheAnswerOfTheOwnKernelsInFloat64) {
   for (const OperationCase& each : attention_cases()) {
     if (each.sizes.starts_with("1 rows, path 0")) continue;  // a row that sees itself alone: its gradients are rounding
@@ -49,17 +70,17 @@ TEST(ComposedAttention, CallsHoldEveryPairOnce) {
 
 // FlashAttention-2 writes +inf and 0 for a row without keys; whatever else may stand there is nothing, too.
 TEST(ComposedAttention, ARowWithoutKeysAddsNothing) {
-  const at::Tensor part = at::full({3, 1, 2}, 5.0, at::kDouble), out = at::zeros({3, 1, 2}, at::kDouble);
-  part[1].fill_(std::numeric_limits<double>::quiet_NaN());
-  const at::Tensor lse = at::full({1, 3}, -kInfinity, at::kDouble);
-  merge_result({part, at::tensor({0.5, kInfinity, -kInfinity}, at::kDouble).view({1, 3})}, out, lse);
-  EXPECT_TRUE(out.equal(at::tensor({5.0, 5.0, 0.0, 0.0, 0.0, 0.0}, at::kDouble).view({3, 1, 2}))) << out;
-  EXPECT_TRUE(lse.equal(at::tensor({0.5, -kInfinity, -kInfinity}, at::kDouble).view({1, 3}))) << lse;
-  const at::Tensor more = at::full({3, 1, 2}, 1.0, at::kDouble);
-  merge_result({more, at::tensor({0.5, -200.0, kInfinity}, at::kDouble).view({1, 3})}, out, lse);
-  const at::Tensor mean = at::tensor({3.0, 3.0, 1.0, 1.0, 0.0, 0.0}, at::kDouble).view({3, 1, 2});
+  const auto rows = [](double value) { return at::full({4, 1, 2}, value, at::kDouble); };
+  const auto sums = [](std::vector<double> values) { return at::tensor(values, at::kDouble).view({1, 4}); };
+  const at::Tensor first = rows(5);
+  first[1].fill_(std::numeric_limits<double>::quiet_NaN());
+  const at::Tensor out = rows(0), lse = sums({0, 0, 0, 0});
+  NoCalls().merge({first, sums({0.5, kInfinity, -kInfinity, 0.25})},
+                  {rows(1), sums({0.5, -200, kInfinity, -kInfinity})}, out, lse);
+  const at::Tensor mean = at::tensor({3.0, 3.0, 1.0, 1.0, 0.0, 0.0, 5.0, 5.0}, at::kDouble).view({4, 1, 2});
   EXPECT_LT((out - mean).abs().max().item<double>(), 4 * 0x1p-52) << out;  // a logarithm and an exponential
   EXPECT_NEAR(lse[0][0].item<double>(), 0.5 + std::log(2.0), 1e-15);
+  EXPECT_TRUE(lse.narrow(1, 1, 3).equal(sums({0, -200, -kInfinity, 0.25}).narrow(1, 1, 3))) << lse;
 }
 
 }  // namespace
