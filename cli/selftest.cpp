@@ -16,8 +16,6 @@
 namespace espalier::cli {
 namespace {
 
-constexpr int kFailed = 6;  // the exit code of a failed verification
-
 struct Tally {
   std::int64_t cases = 0, failed = 0;
   double worst = 0;  // error in parts of what is allowed
@@ -122,7 +120,7 @@ int run_selftest(Context& context) {
   context.text << (failures.empty() ? "PASS" : "FAIL") << ": " << checks.size() << " checks of " << tallies.size()
                << " operations on " << device.name() << " against the CPU in float64, " << std::setprecision(1)
                << seconds << " s\n";
-  return failures.empty() ? 0 : kFailed;
+  return failures.empty() ? 0 : kFailedVerification;
 }
 
 }  // namespace espalier::cli

@@ -25,6 +25,8 @@ struct Context {
   Json result = Json::object();               // the verb's own fields of the --json object
 };
 
+inline constexpr int kFailedVerification = 6;  // an exit code
+
 // The exit code: 0, or that of a verdict whose details are in the result. Errors are thrown.
 int run_inspect(Context& context);
 int run_convert(Context& context);

@@ -11,7 +11,6 @@
 namespace espalier::cli {
 namespace {
 
-constexpr int kFailed = 6;           // the exit code of a failed verification
 constexpr double kShownRatio = 1e4;  // a larger one is only "beyond"
 
 Json choices_json(const moe::ChoiceDifference& d) {
@@ -132,7 +131,7 @@ int run_verify(Context& context) {
   const Verdict verdict = verify(context.options, context.progress, context.mesh);
   context.result.update(verdict_json(verdict));
   print(context.text, verdict, context.options.objective == ObjectiveKind::reward ? "scores" : "log-probs");
-  return verdict.pass() ? 0 : kFailed;
+  return verdict.pass() ? 0 : kFailedVerification;
 }
 
 }  // namespace espalier::cli

@@ -22,14 +22,21 @@ if(ESPALIER_CCACHE)
     CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime ${ESPALIER_CCACHE})
 endif()
 
-# espalier_library(NAME FILES... [TORCH] [LINK targets...]): the folder's static library espalier_NAME.
-# TORCH: its files see ATen (through the precompiled header); without it they must not.
+# Headers take most of the time of most files: several files of a library are compiled as one. OFF compiles each by
+# itself, so that a change of one is compiled faster.
+option(ESPALIER_UNITY "compile several files of a library at once" ON)
+
+# espalier_library(NAME FILES... [TORCH] [ALONE files...] [LINK targets...]): the folder's static library espalier_NAME.
+# TORCH: its files see ATen (through the precompiled header); without it they must not. ALONE: files with names that
+# another file has, too, compiled by themselves.
 function(espalier_library name)
-  cmake_parse_arguments(arg "TORCH" "" "LINK;FILES" ${ARGN})
-  list(APPEND arg_FILES ${arg_UNPARSED_ARGUMENTS})
+  cmake_parse_arguments(arg "TORCH" "" "ALONE;LINK;FILES" ${ARGN})
+  list(APPEND arg_FILES ${arg_UNPARSED_ARGUMENTS} ${arg_ALONE})
+  set_source_files_properties(${arg_ALONE} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
   add_library(espalier_${name} STATIC ${arg_FILES})
   target_include_directories(espalier_${name} PUBLIC "${PROJECT_SOURCE_DIR}")
   target_link_libraries(espalier_${name} PUBLIC ${arg_LINK} OpenMP::OpenMP_CXX)
+  set_target_properties(espalier_${name} PROPERTIES UNITY_BUILD ${ESPALIER_UNITY} UNITY_BUILD_BATCH_SIZE 8)
   if(arg_TORCH)
     espalier_use_torch(espalier_${name})
   endif()

@@ -39,15 +39,22 @@ def without_precompiled_header(words):
     return out
 
 
+def files_of(entry):
+    """The file of an entry, or the files that are compiled as one by it (ESPALIER_UNITY in cmake/EspalierTargets.cmake)."""
+    path = Path(entry["file"])
+    return re.findall(r'^#include "([^"]+)"', path.read_text(), re.M) if path.parent.name == "Unity" else [entry["file"]]
+
+
 def write_database(build):
     """{file below ROOT: its entry}; a file that is compiled for several instruction sets stands there once."""
     entries = {}
     for entry in json.loads((build / "compile_commands.json").read_text()):
         words = shlex.split(entry["command"])
         compiler = next(i for i, word in enumerate(words) if Path(word).name in ("c++", "g++"))  # a cache may stand before it
-        path = Path(os.path.relpath(entry["file"], ROOT)).as_posix()
-        entries[path] = {"directory": entry["directory"], "file": entry["file"],
-                         "arguments": without_precompiled_header(words[compiler:])}
+        for file in files_of(entry):
+            path = Path(os.path.relpath(file, ROOT)).as_posix()
+            arguments = [file if word == entry["file"] else word for word in without_precompiled_header(words[compiler:])]
+            entries[path] = {"directory": entry["directory"], "file": file, "arguments": arguments}
     (build / "tidy").mkdir(exist_ok=True)
     (build / "tidy/compile_commands.json").write_text(json.dumps(list(entries.values())))
     return entries

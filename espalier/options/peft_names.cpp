@@ -5,6 +5,7 @@
 #include <string_view>
 
 #include "espalier/base/error.h"
+#include "espalier/options/option_value.h"
 
 namespace espalier {
 namespace {
@@ -21,8 +22,6 @@ std::string plain_list(const std::string& value) {
   std::erase_if(out, [](char c) { return std::string_view(" '\"").find(c) != std::string_view::npos; });
   return out;
 }
-
-bool is_none(const std::string& value) { return value == "none" || value == "None" || value == "null"; }
 
 // No module, or none besides: what the option does without the name.
 bool is_off(const std::string& value) {

@@ -52,8 +52,6 @@ std::string underscored(std::string_view name) {
   return out;
 }
 
-bool is_none(const std::string& value) { return value == "none" || value == "None" || value == "null"; }
-
 class Translation {
  public:
   Translation(const std::vector<OptionSetting>& settings, std::vector<std::string>& notes) : notes_(notes) {

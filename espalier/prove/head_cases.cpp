@@ -14,8 +14,6 @@ using Kind = OperationCase::Kind;
 using Tensors = std::vector<at::Tensor>;
 using Ops = Operations;
 
-double root(std::int64_t count) { return std::sqrt(static_cast<double>(count)); }
-
 // Ends of subtrees of a tree with branches in branches: [0, T) split in a stem and two subtrees, each again.
 void branch(std::vector<std::int32_t>& end, std::int32_t begin, std::int32_t last) {
   if (last - begin < 4) {

@@ -11,6 +11,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cmath>
+#include <cstdint>
 #include <functional>
 #include <string>
 #include <vector>
@@ -70,6 +72,7 @@ bool same_bits(const std::vector<at::Tensor>& results, const std::vector<at::Ten
 OperationCheck check_operation(Device& device, const OperationCase& each, DType dtype);
 
 // Numbers of a standard normal distribution; the same for the same seed and sizes.
+inline double root(std::int64_t count) { return std::sqrt(static_cast<double>(count)); }
 at::Tensor normal(at::IntArrayRef sizes, std::uint64_t seed, double scale = 1);
 at::Tensor whole_numbers(const std::vector<std::int32_t>& values);
 

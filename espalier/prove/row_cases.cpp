@@ -13,8 +13,6 @@ using Kind = OperationCase::Kind;
 using Tensors = std::vector<at::Tensor>;
 using Ops = Operations;
 
-double root(std::int64_t count) { return std::sqrt(static_cast<double>(count)); }
-
 // Rows that a wider matrix has at its columns from 2 on: a stride, and an address that is no multiple of 16.
 at::Tensor inner(const at::Tensor& x, std::int64_t width) { return x.narrow(1, 2, width); }
 

@@ -15,8 +15,6 @@ using Kind = OperationCase::Kind;
 using Tensors = std::vector<at::Tensor>;
 using Ops = Operations;
 
-double root(std::int64_t count) { return std::sqrt(static_cast<double>(count)); }
-
 // Rows of a run, and the run whose state it begins with: -1 for a state that is given, -2 for none.
 struct RunSize {
   std::int64_t rows, after;

@@ -15,8 +15,6 @@ using Kind = OperationCase::Kind;
 using Tensors = std::vector<at::Tensor>;
 using Ops = Operations;
 
-double root(std::int64_t count) { return std::sqrt(static_cast<double>(count)); }
-
 // The mean of a row is a sum of its own; where it is taken off, the differences are as large as the row.
 void add_norm_cases(std::vector<OperationCase>& cases, NormKind kind, const std::string& name) {
   struct Size {
