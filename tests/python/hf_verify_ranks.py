@@ -15,7 +15,7 @@ dist.init_process_group("gloo", init_method=f"file://{FOLDER}/store", rank=RANK,
 
 import pytest  # noqa: E402
 from espalier.errors import Error  # noqa: E402
-from espalier.hf import attention  # noqa: E402
+from espalier.hf import attention, verification  # noqa: E402
 from hf_models import batch, loss_of, make, shared_step  # noqa: E402
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard  # noqa: E402
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy  # noqa: E402
@@ -59,6 +59,18 @@ def a_response_that_sees_its_neighbour(patch):
     patch.setattr(attention.Phase, "of_segments", wrong)
 
 
+def a_shard_one_percent_off(patch):
+    """The gradients that this rank holds are wrong; under FSDP no other rank holds their part."""
+    own = verification._Comparison.compare
+
+    def wrong(self, *args, **kwargs):
+        for grad in [p.grad for _, p in self.named if p.grad is not None]:
+            getattr(grad, "to_local", lambda: grad)().mul_(1.01)
+        return own(self, *args, **kwargs)
+
+    patch.setattr(verification._Comparison, "compare", wrong)
+
+
 def nothing(patch):
     pass
 
@@ -82,6 +94,7 @@ def cases(wrap):
     for at in (0, 1):
         for fault in (a_gradient_one_percent_off, a_response_that_sees_its_neighbour):
             out[f"{fault.__name__} on {at}"] = result(new(), OWN, fault, at)
+    out["a_shard_one_percent_off on 0"] = result(new(), OWN, a_shard_one_percent_off, 0)
     out["before a fault"] = result(other, OWN)
     out["a fault of a longer one on 1"] = result(other, LONGER, a_gradient_one_percent_off, 1)
     out["nobody looks"] = result(new(), OWN, a_gradient_one_percent_off, 1, verify=False)
