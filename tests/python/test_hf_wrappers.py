@@ -5,7 +5,7 @@ import torch
 
 from conftest import ROOT
 from hf_combinations import AROUND, errors
-from hf_models import FAMILIES, batch, dense_step, gradients, loss_of, make, run_ranks, shared_step, worst
+from hf_models import FAMILIES, batch, dense_step, gradients, loss_of, make, run_ranks, shared_step, worst, written_by_ranks
 
 hf = pytest.importorskip("espalier.hf")
 ROLLOUTS = batch()
@@ -90,6 +90,26 @@ def test_ranks_meet_over_the_mesh_of_the_model(tmp_path):
     for rank in run_ranks(tmp_path, ["Qwen3"], "beside"):
         errors = rank["Qwen3"]["fsdp2"]
         assert len(errors) == 2 and max(errors.values()) <= 1e-10, errors
+
+
+@pytest.fixture(scope="module")
+def verified_by_two(tmp_path_factory):
+    return written_by_ranks("hf_verify_ranks.py", tmp_path_factory.mktemp("verified"), 2, [], 300)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp1"])
+def test_a_difference_on_one_rank_is_raised_on_all(verified_by_two, kind):
+    """verify=True. Sharded ranks compare together. Replicas compare at steps of their own; one that does not compare is told of a difference, too."""
+    for rank, cases in enumerate(verified_by_two):
+        found = cases[kind]
+        passing = {name: found.pop(name) for name in ("first", "again", "longer", "before a fault", "nobody looks")}
+        longer = "not compared" if (kind, rank) == ("ddp", 0) else "pass"
+        assert passing == {"first": "pass", "again": "not compared", "longer": longer, "before a fault": "pass", "nobody looks": "not compared"}
+        assert len(found) == 6
+        for case, verdict in found.items():
+            told = kind == "ddp" and not case.endswith(str(rank))
+            assert verdict.startswith("verification, ") and (verdict == "verification, another rank") == told, (rank, case, verdict)
+            assert kind == "ddp" or verdict == verified_by_two[0][kind][case], "sharded ranks judge different sums"
 
 
 def test_the_common_order_of_ranks_holds_each_rank_s_own():

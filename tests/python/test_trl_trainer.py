@@ -168,16 +168,21 @@ def test_rloo(example, tmp_path):
 @pytest.mark.parametrize("program", ["trl_ranks.py", "trl_batch_ranks.py"])
 def test_two_processes_under_accelerate(program, tmp_path):
     """With torchrun's variables, which accelerate finds: DDP over gloo, groups torn over windows and over ranks."""
+    two_processes(program, tmp_path)
+
+
+def two_processes(program, *words, patience=600):
+    """Runs PROGRAM WORDS as both of two ranks. Both must exit with 0."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", PYTHONPATH=os.pathsep.join(sys.path), WORLD_SIZE="2",
                        LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    command = [sys.executable, str(Path(__file__).with_name(program)), str(tmp_path)]
+    command = [sys.executable, str(Path(__file__).with_name(program)), *map(str, words)]
     ranks = [subprocess.Popen(command, env=dict(environment, RANK=str(rank), LOCAL_RANK=str(rank)), stdout=subprocess.PIPE,
                               stderr=subprocess.STDOUT, text=True) for rank in range(2)]
     try:
-        outputs = [rank.communicate(timeout=600)[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=patience)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -15,7 +15,7 @@ from espalier.errors import Error  # noqa: E402
 from espalier.trl import batches, rollouts  # noqa: E402
 from test_trl_batches import KINDS, settings_of  # noqa: E402
 from test_trl_tree import Holder, batch  # noqa: E402
-from test_trl_trainer import load_example, mixture, run  # noqa: E402
+from test_trl_trainer import load_example, mixture, run, two_processes  # noqa: E402
 
 example = load_example()
 
@@ -136,3 +136,8 @@ def test_a_wrong_rollout_ends_the_run(fault, tmp_path, monkeypatch):
         made(trainer_class=verifying(shared.GRPOTrainer), folder=tmp_path / "with")
     assert wrong.value.kind == "verification"
     made(trainer_class=shared.GRPOTrainer, folder=tmp_path / "without")
+
+
+def test_two_processes(tmp_path):
+    """DDP: agreement, and faults on one rank that end the run on both. FSDP2 and FSDP1: TRL's own path, and one note."""
+    two_processes("trl_verify_ranks.py", tmp_path)

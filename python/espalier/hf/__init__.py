@@ -21,7 +21,7 @@ require("espalier.hf", "hf")
 import numpy as np
 import torch
 
-from espalier.errors import Unsupported
+from espalier.errors import Error, Unsupported
 from espalier.hf import arguments, attention, choice, dense, images, implementation, measure, ranks, rotary, routes, sets as coupled, verification
 from espalier.hf import memory_estimate, trunk_state as states
 from espalier.hf.checks import attention_layers, base_model, check, decoder_config, unwrapped
@@ -125,9 +125,17 @@ def phased_step(model: torch.nn.Module, rollouts: Iterable[Mapping[str, Any]], l
                 before.put_back()
             raise
         seconds = time.perf_counter() - start
-    table = before.compare_dense(prepared, loss, temperature, total, regime, sets) if before is not None else None
-    if ranks.replicas(model) is not None:
-        ranks.reduce_gradients(ranks.replicas(model))
+    table, problem = None, None
+    if before is not None:
+        try:
+            table = before.compare_dense(prepared, loss, temperature, total, regime, sets)
+        except Error as found:
+            problem = found
+    failed = problem is not None
+    if ranks.replicas(model) is not None:  # replicas compare at steps of their own
+        failed = ranks.reduce_gradients(ranks.replicas(model), failed)
+    if failed:
+        raise problem or verification.failed_elsewhere()
     return Result(total, sum(executor.rows for executor in executors) + more_rows, int(prepared.lengths.sum()),
                   sum(executor.waves for executor in executors), seconds, peak.bytes, table, router.value if router else 0.0, schedule,
                   verification.is_verified(model, regime))

@@ -58,20 +58,21 @@ def _group(members):
 
 
 @torch.no_grad()
-def reduce_gradients(ddp):
+def reduce_gradients(ddp, failed=False):
     """Replaces gradients with their mean over ranks, bucket by bucket, as DDP's backward does. A parameter without a gradient on every rank gets
-    none."""
+    none. If any rank says `failed`, returns True and leaves the gradients as they are."""
     group, world = ddp.process_group, dist.get_world_size(ddp.process_group)
-    if world == 1:
-        return
     ignored = getattr(ddp, "parameters_to_ignore", ())
     parameters = [p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored]
-    if not parameters:
-        return
-    reached = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=parameters[0].device)
-    dist.all_reduce(reached, dist.ReduceOp.MAX, group)
+    if world == 1 or not parameters:
+        return failed
+    told = torch.tensor([p.grad is not None for p in parameters] + [failed], dtype=torch.uint8, device=parameters[0].device)
+    dist.all_reduce(told, dist.ReduceOp.MAX, group)
+    *reached, failed = told.tolist()
+    if failed:
+        return True
     bucket, held = [], 0
-    for p, wanted in zip(parameters, reached.tolist()):
+    for p, wanted in zip(parameters, reached):
         if not wanted:
             continue
         if p.grad is None:
@@ -83,6 +84,7 @@ def reduce_gradients(ddp):
         held += p.grad.numel() * p.grad.element_size()
     if bucket:
         _reduce(bucket, group, world)
+    return False
 
 
 def _reduce(bucket, group, world):

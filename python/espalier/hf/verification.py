@@ -178,6 +178,12 @@ def _demand(table):
                     f"{worst['error']:.2e}\n{table}", "Please report this", 6)
 
 
+def failed_elsewhere():
+    """The `Error` of a rank whose own step did not fail, if a step failed on another rank with the same model."""
+    return Error("verification", "another rank", "gradients within rounding of the dense step's on every rank", "a difference on that rank",
+                 "See its error", 6)
+
+
 def _local(x):
     return x.to_local() if hasattr(x, "to_local") else x
 

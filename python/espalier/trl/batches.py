@@ -45,11 +45,11 @@ class SharedBatches(Sharing):
             return forward(*args, **kwargs)
         batch = self._batch(base, args, kwargs)
         if batch is None:
+            self._verify(base, None)
             return forward(*args, **kwargs)
         tree, more = batch
         try:
-            if self._to_verify(base):
-                self._compare_backbone(base, lambda: forward(*args, **kwargs), tree, more)
+            self._verify(base, lambda: self._compare_backbone(base, lambda: forward(*args, **kwargs), tree, more))
             with self._our_layers(base):
                 out = _run(base, tree, more)
         except Unsupported as reason:

@@ -45,18 +45,17 @@ class SharedPrompts(Sharing):
             in_use.append("a router loss of its parts")
         if in_use:
             self._note("this batch has " + ", ".join(in_use))
-        if in_use or not self._sharing(model, input_ids.shape[1]):
-            return plain()
-        if not rows.can_share or not (compute_aux_loss or rows.live.any()):
-            return plain()
+        shares = not in_use and self._sharing(model, input_ids.shape[1]) and rows.can_share and (compute_aux_loss or rows.live.any())
         counted, known = dict(self.shared_rows), set(self._prompts)
+        shared = lambda: self._shared(model, rows, batch_size or len(input_ids), compute_entropy, compute_aux_loss, pictures)
+        if not shares:
+            self._verify(model, None)
+            return plain()
         try:
-            if self._to_verify(model):
-                self._compare(model, rows, plain, lambda: self._shared(model, rows, batch_size or len(input_ids), compute_entropy, compute_aux_loss,
-                                                                       pictures))
-                self.shared_rows = dict(counted)
+            self._verify(model, lambda: self._compare(model, rows, plain, shared))
+            self.shared_rows = dict(counted)
             with self._our_layers(model):
-                return self._shared(model, rows, batch_size or len(input_ids), compute_entropy, compute_aux_loss, pictures)
+                return shared()
         except Unsupported as reason:
             self._refuse(model, reason)
         self._give_layers_back()

@@ -4,8 +4,9 @@ import contextlib
 import logging
 
 import torch
+import torch.distributed as dist
 
-from espalier.errors import Unsupported
+from espalier.errors import Error, Unsupported
 from espalier.hf import attention, mixers, probe, ranks
 from espalier.hf.checks import base_model, check, unwrapped
 
@@ -21,6 +22,7 @@ class Sharing:
         self.shared_prompts, self.verify = shared_prompts, verify  # first: a trainer may compute a reference while it is made
         self.verification = None  # the table of the last comparison
         self._verified = set()  # the compared passes: (id of a model, True if with gradients)
+        self._verified_by_all = set()  # those that every rank has compared
         self.shared_rows = {"run": 0, "without_sharing": 0}
         self._noted = set()
         self._refused = {}  # by id: models that turned out not to share
@@ -43,6 +45,26 @@ class Sharing:
         self._verified.add(key)
         return True
 
+    def _verify(self, model, compare):
+        """Calls `compare()` if a shared pass of this model must be compared. `compare` is None for a pass on TRL's own path. All ranks make the same passes.
+        Until every rank has compared, they exchange results in each pass: an `Error` on one rank is raised on all of them, and none waits for it."""
+        key, problem = (id(base_model(model)), torch.is_grad_enabled()), None
+        if not self.verify or not self.shared_prompts or probe.running() or ranks.sharded(model) or key in self._verified_by_all:
+            return
+        try:
+            if compare is not None and self._to_verify(model):
+                compare()
+        except Error as found:
+            problem = found
+        everyone = _told_by_all((problem, key in self._verified or key[0] in self._refused))
+        if all(done for _, done in everyone):
+            self._verified_by_all.add(key)
+        if problem is not None:
+            raise problem
+        for rank, (other, _) in enumerate(everyone):
+            if other is not None and not isinstance(other, Unsupported):
+                raise Error(other.kind, f"rank {rank}", "a shared pass that agrees with TRL's own on every rank", str(other), exit_code=other.exit_code)
+
     def _note(self, reason):
         reason = reason.replace("base_model.model.", "", 1)  # PEFT's prefix: the same reason once
         if reason not in self._noted:
@@ -55,7 +77,8 @@ class Sharing:
         if not self.shared_prompts or probe.running() or id(base_model(model)) in self._refused:
             return False
         if ranks.sharded(model):
-            self._note("the model's parameters are sharded, and ranks would call it different numbers of times")
+            self._note("the model's parameters are sharded, and ranks would call it different numbers of times"
+                       + ("; verify=True has nothing to compare" if self.verify else ""))
             return False
         try:
             check(model, longest=longest, probing=probing)
@@ -107,3 +130,12 @@ class Sharing:
 
     def _step_done(self, model):
         """Called after a micro-batch's backward: gives the model the user's attention back."""
+
+
+def _told_by_all(what):
+    """`what` of every rank, in rank order. All ranks call this together."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [what]
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, what)
+    return everyone
