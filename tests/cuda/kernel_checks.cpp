@@ -226,9 +226,11 @@ std::string problem_of_merging(std::int64_t rows, std::int64_t heads, std::int64
   const at::Tensor error =
       (got.to(at::kDouble).narrow(1, 0, heads * head_dim).view({rows, heads, head_dim}) - wanted).abs();
   const at::Tensor size = part(first, seen(first_lse)).abs() + part(second, seen(second_lse).t()).abs();
-  if ((error > size * (16 * unit + of_out)).any().item<bool>()) return text_of("off by ", error.max().item<double>());
-  const at::Tensor sums_differ = (got_lse.to(at::kDouble) - wanted_lse).nan_to_num(0).abs();
-  if (sums_differ.max().item<double>() > 16 * unit) return text_of("sums off by ", sums_differ.max().item<double>());
+  if (!(error <= size * (16 * unit + of_out)).all().item<bool>()) return text_of("off by ", error.max().item<double>());
+  const at::Tensor sum_error = (got_lse.to(at::kDouble) - wanted_lse).abs();
+  for (std::int64_t row = 0; row < rows; ++row)
+    if (row != 2 && !(sum_error.select(1, row) <= 16 * unit).all().item<bool>())
+      return text_of("other sums in row ", row);
   if (!(got_lse.select(1, 2) == -kInfinity).all().item<bool>()) return "a row that sees nothing has a sum";
   const auto beside_of = [&](const at::Tensor& of) { return of.narrow(1, heads * head_dim, beside).contiguous(); };
   if (beside > 0 && in_place && !same_bits({beside_of(got).nan_to_num(0)}, {beside_of(first).nan_to_num(0)}))
@@ -238,7 +240,7 @@ std::string problem_of_merging(std::int64_t rows, std::int64_t heads, std::int64
 
 std::string problem_of_merging_everywhere() {
   for (const std::int64_t head_dim : {8, 128, 132, 200})
-    for (const std::int64_t beside : {0, 8, 3}) {
+    for (const std::int64_t beside : {0, 8, 3, 1}) {
       const auto told = [&](const std::string& problem) {
         return problem.empty() ? "" : text_of("heads of ", head_dim, ", ", beside, " elements beside: ", problem);
       };

@@ -55,7 +55,7 @@ void merge_attention(std::int64_t rows, std::int64_t heads, std::int64_t head_di
                      const AttentionPart<Second>& second, const AttentionPart<Out>& to) {
   const auto blocks = Blocks{ceil_div(rows * heads, kWarps)};
   const bool in_pieces = aligned_16(first.out.data, second.out.data, to.out.data) &&
-                         (head_dim | first.out.stride | second.out.stride | to.out.stride) % (2 * kPieces) == 0;
+                         (head_dim | first.out.stride | second.out.stride | to.out.stride) % kPieces == 0;
   if (in_pieces)
     launch(merge_kernel<kPieces, First, Second, Out>, blocks, kThreads, 0, rows, heads, head_dim, first, second, to);
   else
