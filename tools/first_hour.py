@@ -78,6 +78,9 @@ def stages(device):
                      [program, "selftest", *on, "--attention", kernels, "--json"]) for kernels in KERNELS]
     listed += [Stage(f"verify-{dtype}", f"a whole step, shared against dense, {dtype}",
                      [program, "verify", *on, "--dtype", dtype, *model, *rollouts, "--json"]) for dtype in ("float64", "float32", "bfloat16")]
+    any_order = ("--deterministic", "off", "--dtype", "bfloat16")
+    listed += [Stage(f"verify-{kernels}-any-order", f"a whole step, shared against dense, attention {kernels}, gradients summed in any order",
+                     [program, "verify", *on, "--attention", kernels, *any_order, *model, *rollouts, "--json"]) for kernels in KERNELS[1:]]
     listed += [Stage(f"sanitizer-{operation.split('_')[1]}", f"accesses of the kernels of {operation} under compute-sanitizer",
                      ["compute-sanitizer", "--error-exitcode", "6", program, "selftest", *on, "--attention", "own", "--only", operation], json=False,
                      needs="compute-sanitizer") for operation in SANITIZED]
@@ -90,9 +93,11 @@ def stages(device):
               packages=("trl", "datasets"), environment={"CUDA_VISIBLE_DEVICES": ""} if emulated else {}),
         Stage("hf-llama", f"espalier.hf: layers of Llama-3-8B, {splits}, N = {n}: dense against shared", [*this, "--hf-wide", torch_device],
               packages=("transformers",), limit=90)]
+    wide_bench = (program, "bench", *on, *wide, "--splits", splits, "--n", str(n), "--repetitions", "1", "--json")
     listed += [Stage(f"llama-{kernels}", f"layers of Llama-3-8B, {splits}, N = {n}: dense against shared, attention {kernels}",
-                     [program, "bench", *on, "--attention", kernels, "--dtype", "bfloat16", *wide, "--splits", splits, "--n", str(n),
-                      "--repetitions", "1", "--json"], limit=90) for kernels in KERNELS]
+                     [*wide_bench, "--attention", kernels, "--dtype", "bfloat16"], limit=90) for kernels in KERNELS]
+    listed += [Stage(f"llama-{kernels}-any-order", f"the same with attention {kernels}, gradients summed in any order",
+                     [*wide_bench, "--attention", kernels, *any_order], limit=90) for kernels in KERNELS[1:]]
     listed += [
         Stage("ncu", "kernels of the attention under ncu",
               ["ncu", "--kernel-name", "regex:tiles_kernel", "--launch-count", "3", *NCU, program, "bench", *on, "--attention", "own", "--dtype",
