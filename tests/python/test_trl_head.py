@@ -18,7 +18,7 @@ kernel = pytest.importorskip("trl.kernels.chunked_logprob")
 import hf_models  # noqa: E402
 import trl_batches as data  # noqa: E402
 from espalier.trl.tree import Tree  # noqa: E402
-from test_trl_batches import settings_of  # noqa: E402
+from test_trl_batches import KINDS  # noqa: E402
 from test_trl_trainer import mixture  # noqa: E402
 from test_trl_tree import Shared, batch  # noqa: E402
 
@@ -144,3 +144,68 @@ def test_the_loss_of_labels_that_do_not_repeat_is_given():
             with trainer._shared_backbones():
                 ours = model(**given, **more).loss
             assert abs(plain.item() - ours.item()) <= ALLOWED
+
+
+CASES = {
+    "sft": [{}, dict(completion_only_loss=False), dict(dataset=data.texts), dict(dataset=data.chats, chat=True, assistant_only_loss=True), dict(loss_type="dft"),
+            dict(label_smoothing_factor=.1), dict(label_smoothing_factor=.1, completion_only_loss=False), dict(dataset=data.texts, make=mixture, router_aux_loss_coef=1.0),
+            dict(dataset=data.texts, average_tokens_across_devices=False, max_length=30)],
+    "dpo": [{}, dict(use_weighting=True)],
+    "kto": [{}]}
+RUNTIMES = ("_runtime", "_per_second")
+
+
+def train(kind, trainer_class, folder, case):
+    """A run in float64 with every step logged, an evaluation, and the rows of the head's calls."""
+    _, _, config, common, _ = KINDS[kind]
+    settings = {"make": data.example.small_model, **common, **case, "logging_strategy": "steps", "logging_steps": 1}
+    make, dataset = settings.pop("make"), settings.pop("dataset")
+    with all_float64(), counted_head() as rows:
+        trainer = data.run(trainer_class, config, dataset, folder, make=lambda: make().double(), **settings)
+        trainer.evaluate({"again": trainer.train_dataset} if kind == "sft" else trainer.train_dataset)
+    return trainer, sum(rows)
+
+
+@pytest.mark.parametrize("kind, case", [(kind, case) for kind, cases in CASES.items() for case in cases],
+                         ids=[f"{kind} {' '.join(case) or 'as is'}" for kind, cases in CASES.items() for case in cases])
+def test_losses_gradients_and_every_logged_number_are_the_plain_trainer_s(kind, case, tmp_path):
+    plain_class, our_class, *_ = KINDS[kind]
+    (plain, plain_rows), (ours, our_rows) = train(kind, plain_class, tmp_path / "plain", case), train(kind, our_class, tmp_path / "ours", case)
+    assert 0 < our_rows < .75 * plain_rows and ours.shared_rows["run"] > 0
+    for a, b in zip(plain.grads, ours.grads, strict=True):
+        size = sum(g.square().sum() for g in a.values()).sqrt()
+        assert set(a) == set(b) and size > 0 and max(float((a[n] - b[n]).norm() / size) for n in a) <= ALLOWED
+    assert max(abs(a - b) / (1 + abs(a)) for a, b in zip(plain.losses, ours.losses, strict=True)) <= ALLOWED
+    numbers = 0
+    for a, b in zip(plain.state.log_history, ours.state.log_history, strict=True):
+        assert set(a) == set(b)
+        for name in {name for name in a if not name.endswith(RUNTIMES)}:
+            numbers += 1
+            assert abs(a[name] - b[name]) <= ALLOWED * (1 + abs(a[name])), (name, a[name], b[name])
+    assert numbers > 20, plain.state.log_history
+    if kind == "sft":
+        names = {name.removeprefix("eval_again_") for entry in ours.state.log_history for name in entry}
+        assert {"entropy", "mean_token_accuracy", "num_tokens", "loss"} <= names and ("aux_loss" in names) == ("make" in case)
+
+
+@pytest.mark.parametrize("case", [dict(padding_free=True, max_length=None), dict(packing=True, max_length=64)], ids=["padding free", "packing"])
+def test_batches_without_padding_are_bitwise_the_plain_trainer_s(case, tmp_path):
+    plain_class, our_class, *_ = KINDS["sft"]
+    (plain, plain_rows), (ours, our_rows) = train("sft", plain_class, tmp_path / "plain", case), train("sft", our_class, tmp_path / "ours", case)
+    assert plain_rows == our_rows and plain.losses == ours.losses
+    assert all(torch.equal(a[n], b[n]) for a, b in zip(plain.grads, ours.grads, strict=True) for n in a)
+
+
+def test_a_label_behind_padding_runs_trl_s_own_path(caplog):
+    """TRL predicts it from a row of padding, which no tree has."""
+    rows, ids, mask = batch(3)
+    labels = ids.masked_fill(mask == 0, -100)
+    assert labels[(mask == 1).int().argmax(1).nonzero()[0, 0]].ne(-100).any()
+    with all_float64():
+        model = mixture().double()
+        trl.trainer.utils.add_fused_lm_head(model)
+        given = dict(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
+        trainer, plain = Shared(model), model(**given).log_probs
+        with trainer._shared_backbones():
+            assert torch.equal(model(**given).log_probs, plain)
+    assert trainer.shared_rows["run"] == 0 and "behind padding" in caplog.text
