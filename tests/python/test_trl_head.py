@@ -17,6 +17,8 @@ kernel = pytest.importorskip("trl.kernels.chunked_logprob")
 
 import hf_models  # noqa: E402
 import trl_batches as data  # noqa: E402
+from espalier.errors import Unsupported  # noqa: E402
+from espalier.trl import batches  # noqa: E402
 from espalier.trl.tree import Tree  # noqa: E402
 from test_trl_batches import KINDS  # noqa: E402
 from test_trl_trainer import mixture  # noqa: E402
@@ -110,8 +112,8 @@ def test_every_field_and_gradient_is_that_of_trl_s_own_call(family, seed):
             with context, counted_head() as counts:
                 out = model(**given)
             generator = torch.Generator().manual_seed(seed)
-            loss = sum((x * torch.randn(x.shape, generator=generator)).sum() for x in (out.log_probs, out.entropy)) + (0 if out.aux_loss is None else out.aux_loss)
-            loss.backward()
+            loss = sum((x * torch.randn(x.shape, generator=generator)).sum() for x in (out.log_probs, out.entropy))
+            (loss if out.aux_loss is None else loss + out.aux_loss).backward()
             return out, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, counts
 
         (plain, wanted, _), (ours, found, counts) = run(contextlib.nullcontext()), run(trainer._shared_backbones())
@@ -146,9 +148,16 @@ def test_the_loss_of_labels_that_do_not_repeat_is_given():
             assert abs(plain.item() - ours.item()) <= ALLOWED
 
 
+def adapted():
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(3)
+    return peft.get_peft_model(data.example.small_model(), peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
+
+
 CASES = {
-    "sft": [{}, dict(completion_only_loss=False), dict(dataset=data.texts), dict(dataset=data.chats, chat=True, assistant_only_loss=True), dict(loss_type="dft"),
-            dict(label_smoothing_factor=.1), dict(label_smoothing_factor=.1, completion_only_loss=False), dict(dataset=data.texts, make=mixture, router_aux_loss_coef=1.0),
+    "sft": [{}, dict(completion_only_loss=False), dict(dataset=data.texts), dict(dataset=data.chats, chat=True, assistant_only_loss=True),
+            dict(loss_type="dft"), dict(label_smoothing_factor=.1), dict(label_smoothing_factor=.1, completion_only_loss=False),
+            dict(dataset=data.texts, make=mixture, router_aux_loss_coef=1.0), dict(make=adapted),
             dict(dataset=data.texts, average_tokens_across_devices=False, max_length=30)],
     "dpo": [{}, dict(use_weighting=True)],
     "kto": [{}]}
@@ -185,7 +194,7 @@ def test_losses_gradients_and_every_logged_number_are_the_plain_trainer_s(kind, 
     assert numbers > 20, plain.state.log_history
     if kind == "sft":
         names = {name.removeprefix("eval_again_") for entry in ours.state.log_history for name in entry}
-        assert {"entropy", "mean_token_accuracy", "num_tokens", "loss"} <= names and ("aux_loss" in names) == ("make" in case)
+        assert {"entropy", "mean_token_accuracy", "num_tokens", "loss"} <= names and ("aux_loss" in names) == ("router_aux_loss_coef" in case)
 
 
 @pytest.mark.parametrize("case", [dict(padding_free=True, max_length=None), dict(packing=True, max_length=64)], ids=["padding free", "packing"])
@@ -209,3 +218,18 @@ def test_a_label_behind_padding_runs_trl_s_own_path(caplog):
         with trainer._shared_backbones():
             assert torch.equal(model(**given).log_probs, plain)
     assert trainer.shared_rows["run"] == 0 and "behind padding" in caplog.text
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_a_model_that_refuses_within_a_call_trains_as_the_plain_trainer_s(kind, tmp_path, monkeypatch, caplog):
+    """TRL's head then gets the padded batch and its labels again."""
+    def refused(*_):
+        raise Unsupported("layer 1", "rows that share", "none")
+
+    monkeypatch.setattr(batches, "_run", refused)
+    plain_class, our_class, *_ = KINDS[kind]
+    (plain, plain_rows), (ours, our_rows) = train(kind, plain_class, tmp_path / "plain", {}), train(kind, our_class, tmp_path / "ours", {})
+    assert plain_rows == our_rows and plain.losses == ours.losses and ours.shared_rows["run"] == 0
+    assert all(torch.equal(a[n], b[n]) for a, b in zip(plain.grads, ours.grads, strict=True) for n in a)
+    assert sum("layer 1" in record.message for record in caplog.records) == 1
+    assert ours.model.config._attn_implementation == plain.model.config._attn_implementation

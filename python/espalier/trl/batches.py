@@ -139,9 +139,10 @@ def _run(base, tree, more, rows=None):
 
 
 def _in_their_places(out, labelled):
-    """The output of TRL's fused head, with one value a pair in its per-token fields, as that of the padded batch. `loss`, a sum over the pairs, is left
-    out if pairs repeat; TRL's trainers do not read it."""
-    fields = {name: labelled.whole(value) if torch.is_tensor(value) and value.shape == (1, len(labelled.rows)) else value for name, value in out.items()}
+    """The output of TRL's fused head, with one value a pair in its per-token fields, as that of the padded batch. `loss`, a sum over the pairs,
+    is left out if pairs repeat; TRL's trainers do not read it."""
+    of_pairs = (1, len(labelled.rows))
+    fields = {name: labelled.whole(value) if torch.is_tensor(value) and value.shape == of_pairs else value for name, value in out.items()}
     if labelled.repeats:
         fields.pop("loss", None)
     return type(out)(**fields)
