@@ -3,7 +3,8 @@
     tools/python bench/trainer_steps.py [--cases dpo-250/300,reward-2000/300] [--scale 4] [--rounds 3] [--hidden 512] [--layers 2]
                                         [--out bench/results/trainer_steps.jsonl]
 
-Cases: dpo-P/R (two pairs), reward-P/R and sft-P/R (eight answers below one prompt of P tokens, R each), agent-P/R/T (two trajectories of T turns of R
+Cases: dpo-P/R (two pairs), reward-P/R and sft-P/R (eight answers below one prompt of P tokens, R each), texts-P/R (the same texts as those of sft,
+with labels on the prompt too), agent-P/R/T (two trajectories of T turns of R
 tokens and R observed ones below a system prompt of P). --scale divides all lengths, for small machines: row ratios stay, and attention's share falls.
 Each run is a process of its own, plain and shared in turns; a trainer's second step is timed, in seconds of processors, which other work
 disturbs less. "of rows": the speed-up over the row ratio.
@@ -54,9 +55,11 @@ def trainer_step(options, kind, prompt, answer):
         rows = {"prompt": [trl_batches.words(i, prompt) for i in (1, 2)] * 2, "chosen": answers[:4], "rejected": answers[4:8]}
     elif kind == "reward":
         rows = {"prompt": [start] * 8, "chosen": answers[:8], "rejected": answers[8:]}
+    elif kind == "texts":
+        rows = {"text": [start + answer for answer in answers]}
     else:
         rows = {"prompt": [start] * 16, "completion": answers}
-    name, batch = {"dpo": ("DPO", 2), "reward": ("Reward", 4), "sft": ("SFT", 8)}[kind]
+    name, batch = {"dpo": ("DPO", 2), "reward": ("Reward", 4), "sft": ("SFT", 8), "texts": ("SFT", 8)}[kind]
     torch.manual_seed(0)
     make = transformers.Qwen3ForSequenceClassification if kind == "reward" else transformers.Qwen3ForCausalLM
     model = make(config(options))

@@ -87,5 +87,6 @@ def test_trl_s_trees_read_a_batch_once():
     from espalier.trl.tree import Tree
     ids, mask = padded()
     with Reads() as reads:
-        tree = Tree.of(ids, mask)
+        tree = Tree.of(ids, mask, ids.masked_fill(mask == 0, -100))
+    assert tree.labelled.rows.numel() > 0
     assert reads.seen == ["cpu"] and tree.tokens == int(mask.sum()) and tree.rows < tree.tokens

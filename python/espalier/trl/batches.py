@@ -3,6 +3,9 @@
 TRL calls a model on a padded batch. Within `compute_loss`, the backbone (the model below its head) runs the batch's tree instead. It returns
 hidden states, and router logits of a mixture of experts, for every token of the padded batch. Head, pooling and loss stay TRL's. Everything is
 one autograd graph, so DDP, accumulation and clipping work as before.
+
+TRL's fused head (SFT, DPO, KTO) reads only rows before a label. It gets them as one sequence, each different pair of a row and its label once, and
+its values go back to their places in the padded batch, where TRL's loss and metrics find them.
 """
 
 import contextlib
@@ -17,6 +20,7 @@ from espalier.trl import verification
 from espalier.trl.sharing import Sharing
 from espalier.trl.tree import Tree
 
+_OF_HEAD = {"fused_lm_head", "labels", "shift_labels", "num_items_in_batch"}  # arguments of TRL's fused head that the backbone does not get
 _PASSED_ON = {"output_router_logits", "return_dict", "margin", "logits_to_keep"}  # TRL's heads read the last two, no layer does
 
 
@@ -36,14 +40,32 @@ class SharedBatches(Sharing):
         models = [base_model(model) for model in self._models()]
         with contextlib.ExitStack() as stack:
             for base in {id(base): base for base in models}.values():
+                stack.enter_context(_replaced_forward(base, functools.partial(self._model_forward, base)))
                 stack.enter_context(_replaced_forward(base.base_model, functools.partial(self._backbone_forward, base)))
             yield
+
+    def _model_forward(self, base, forward, *args, **kwargs):
+        """The model's forward. TRL's fused head runs only labelled rows of a shared batch."""
+        labels = kwargs.get("labels")
+        if not kwargs.get("fused_lm_head") or labels is None or kwargs.get("shift_labels") is not None:
+            return forward(*args, **kwargs)
+        batch = self._batch(base, args, {name: value for name, value in kwargs.items() if name not in _OF_HEAD}, labels)
+        labelled = batch and batch[0].labelled
+        if not labelled:
+            return forward(*args, espalier_batch=batch, **kwargs)
+        try:
+            out = forward(*args, espalier_batch=batch, **{**kwargs, "labels": None, "shift_labels": labelled.labels[None]})
+        except Unsupported as reason:
+            self._refuse(base, reason)
+            self._give_layers_back()
+            return forward(*args, **kwargs)
+        return _in_their_places(out, labelled)
 
     def _backbone_forward(self, base, forward, *args, **kwargs):
         """The backbone's forward: over unique rows if the batch can be shared, else `forward(*args, **kwargs)`."""
         if "espalier" in kwargs:  # our own call, below
             return forward(*args, **kwargs)
-        batch = self._batch(base, args, kwargs)
+        batch = kwargs.pop("espalier_batch") if "espalier_batch" in kwargs else self._batch(base, args, kwargs)
         if batch is None:
             self._verify(base, None)
             return forward(*args, **kwargs)
@@ -51,8 +73,10 @@ class SharedBatches(Sharing):
         try:
             self._verify(base, lambda: self._compare_backbone(base, lambda: forward(*args, **kwargs), tree, more))
             with self._our_layers(base):
-                out = _run(base, tree, more)
+                out = _run(base, tree, more, tree.labelled and tree.labelled.rows)
         except Unsupported as reason:
+            if tree.labelled:
+                raise  # to the model's forward, which chose the labels
             self._refuse(base, reason)
             self._give_layers_back()
             return forward(*args, **kwargs)
@@ -75,7 +99,7 @@ class SharedBatches(Sharing):
         finally:
             self._give_layers_back()
 
-    def _batch(self, base, args, kwargs):
+    def _batch(self, base, args, kwargs, labels=None):
         """(tree, keyword arguments to pass on), or None: the backbone is not called with a plain padded batch, or nothing is shared."""
         given = {name: value for name, value in kwargs.items() if value is not None and value is not False}
         if len(args) == 1 and "input_ids" not in given:
@@ -90,24 +114,38 @@ class SharedBatches(Sharing):
             return None
         if not self._sharing(base, ids.shape[1]):
             return None
-        tree = Tree.of(ids, mask)
+        tree = Tree.of(ids, mask, labels)
         if tree is None:
             self._note("this batch has an attention mask with gaps, or an empty row")
+            return None
+        if tree.label_behind_padding:
+            self._note("this batch has a label for a token behind padding, which TRL predicts from the padding")
             return None
         return (tree, given) if tree.rows < tree.tokens else None
 
 
-def _run(base, tree, more):
-    """Runs the backbone on the tree's rows. Returns its output for every token of the padded batch."""
+def _run(base, tree, more, rows=None):
+    """Runs the backbone on the tree's rows. Returns its output for every token of the padded batch. With `rows`, hidden states are those of these
+    rows, [1, rows, H]."""
     seen = Trunk(tree.rows)
     phase = Phase([RowSet(0, (), tree.runs)], tree.longest, captures=seen)
     with phase.forward():
         out = base.base_model(input_ids=tree.ids[None], position_ids=tree.positions[None], use_cache=False, espalier=phase, **more)
     check_captured(base, seen)
-    out.last_hidden_state = out.last_hidden_state[0][tree.place]
+    out.last_hidden_state = out.last_hidden_state[0][tree.place] if rows is None else out.last_hidden_state[:, rows]
     if getattr(out, "router_logits", None) is not None:
         out.router_logits = tuple(x.flatten(0, -2)[tree.place.flatten()] for x in out.router_logits)
     return out
+
+
+def _in_their_places(out, labelled):
+    """The output of TRL's fused head, with one value a pair in its per-token fields, as that of the padded batch. `loss`, a sum over the pairs,
+    is left out if pairs repeat; TRL's trainers do not read it."""
+    of_pairs = (1, len(labelled.rows))
+    fields = {name: labelled.whole(value) if torch.is_tensor(value) and value.shape == of_pairs else value for name, value in out.items()}
+    if labelled.repeats:
+        fields.pop("loss", None)
+    return type(out)(**fields)
 
 
 class SharedReference(SharedBatches):
