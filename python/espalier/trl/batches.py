@@ -58,7 +58,7 @@ class SharedBatches(Sharing):
         except Unsupported as reason:
             self._refuse(base, reason)
             self._give_layers_back()
-            return forward(*args, **kwargs)
+            return forward(*args, espalier_batch=False, **kwargs)
         return _in_their_places(out, labelled)
 
     def _backbone_forward(self, base, forward, *args, **kwargs):
@@ -66,6 +66,8 @@ class SharedBatches(Sharing):
         if "espalier" in kwargs:  # our own call, below
             return forward(*args, **kwargs)
         batch = kwargs.pop("espalier_batch") if "espalier_batch" in kwargs else self._batch(base, args, kwargs)
+        if batch is False:  # a second forward of this pass: ranks have exchanged in the first one
+            return forward(*args, **kwargs)
         if batch is None:
             self._verify(base, None)
             return forward(*args, **kwargs)
