@@ -20,7 +20,7 @@ import accelerate.state  # noqa: E402
 import pytest  # noqa: E402
 import trl  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
-from espalier.errors import Error  # noqa: E402
+from espalier.errors import Error, Unsupported  # noqa: E402
 from espalier.trl import batches, rollouts  # noqa: E402
 from test_trl_trainer import compare, load_example, run, shared  # noqa: E402
 from test_trl_verify import a_response_one_off, a_sequence_without_gradient, positions_one_off, prompts_without_gradient, started, verifying  # noqa: E402
@@ -112,6 +112,26 @@ def a_rank_may_compare_later():
     dist.barrier()
 
 
+def found_not_to_share(patch):
+    def refused(*args):
+        raise Unsupported("a layer", "one that sees the batch's tree", "one that does not")
+    patch.setattr(batches, "_run", refused)
+
+
+def a_rank_may_find_that_it_cannot_share(kind):
+    """Rank 1 runs TRL's own path instead, in the same pass, and rank 0 compares only later. Ranks exchange results once a pass: their next collective
+    is the same one."""
+    _, our_class, made = TRAINERS[kind]
+    with pytest.MonkeyPatch.context() as patch:
+        (found_not_to_share if RANK else nothing_shared_at_first)(patch)
+        trainer = made(verifying(our_class))
+    assert trainer.shared_rows["run"] == 0 if RANK else trainer.verification.verdict == "pass"
+    same_on_both(trainer)
+    assert len(notes) == 1, notes
+    notes.clear()
+    dist.barrier()
+
+
 # ---- FSDP ---------------------------------------------------------------------------------------------------------------
 
 @contextlib.contextmanager
@@ -163,6 +183,7 @@ def main():
     for number, (kind, fault) in enumerate(FAULTS):
         fails_on_both(kind, fault, number % 2)
     a_rank_may_compare_later()
+    a_rank_may_find_that_it_cannot_share("sft")
     fails_on_both("sft", positions_one_off, 0, nothing_shared_at_first)
     for version in (2, 1):
         for kind in ("grpo", "sft"):
