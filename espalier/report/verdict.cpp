@@ -87,7 +87,7 @@ std::string prediction_note(const RunRecord& run) {
   return "<p class=\"warning\" role=\"note\">Updates took " +
          shown(slower ? measured / predicted : predicted / measured, Unit::number) + " times " +
          (slower ? "as long as" : "less time than") +
-         " planned. `espalier bench` fits the plan to this machine; a busy machine also explains it.</p>\n";
+         " planned. <code>espalier bench</code> fits the plan to this machine; a busy machine also explains it.</p>\n";
 }
 
 }  // namespace

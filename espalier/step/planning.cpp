@@ -8,7 +8,6 @@
 #include "espalier/device/cuda_library.h"
 #include "espalier/device/device.h"
 #include "espalier/grouping/prefix_tree.h"
-#include "espalier/observe/memory.h"
 #include "espalier/ops/operations.h"
 #include "espalier/parallel/agreement.h"
 #include "espalier/plan/dealing.h"
@@ -48,10 +47,14 @@ void require_same_plan(const StepPlan& plan, const Mesh& mesh) {
   for (Group* group : {&mesh.tp, &mesh.cp, &mesh.pp}) require_same(*group, kPlan, fingerprint.value(), kSameInput);
 }
 
+// The least bytes that a rank has.
+std::int64_t least_over_ranks(std::int64_t bytes, const Mesh& mesh) {
+  return static_cast<std::int64_t>(-maxima_over_ranks(mesh.world, {-static_cast<double>(bytes)}).front());
+}
+
 std::int64_t room_of_every_rank(const Options& options, const Mesh& mesh) {
-  const auto room =
-      static_cast<double>(resident_bytes() + arena_limit(options) / bound_device().sharing_memory(mesh.local_ranks));
-  return static_cast<std::int64_t>(-maxima_over_ranks(mesh.world, {-room}).front());
+  return least_over_ranks(
+      bound_device().held_bytes() + arena_limit(options) / bound_device().sharing_memory(mesh.local_ranks), mesh);
 }
 
 // Those of this rank.
@@ -70,17 +73,6 @@ std::vector<PrefixTree> dealt_trees(std::vector<PrefixTree> trees, const LocalSh
   return std::move(dealt[static_cast<std::size_t>(mesh.dp.rank())]);
 }
 
-// An emulated GPU has its memory in this process.
-DeviceTraits bound_traits(const Options& options, const MachineProfile& machine) {
-  const bool gpu = !opened_gpu().name.empty() && !opened_gpu().emulated;
-  return {.cuda = gpu,
-          .opened = gpu,
-          .queued = !bound_device().in_host_memory(),
-          .writes_sums = bound_device().operations().writes_sums,
-          .attention = machine.attention_kernels,
-          .deterministic = options.deterministic == OnOff::on};
-}
-
 // With stages, shares and communication; other ranks of dp are taken to have as much.
 void set_cost_of_ranks(StepPlan& plan, const LocalShape& shape, const PlanOptions& options,
                        const MachineProfile& machine, std::span<const Rollout> rollouts, const Mesh& mesh) {
@@ -96,6 +88,16 @@ void set_cost_of_ranks(StepPlan& plan, const LocalShape& shape, const PlanOption
 
 }  // namespace
 
+DeviceTraits bound_traits(const Options& options, const MachineProfile& machine) {
+  const bool gpu = !opened_gpu().name.empty() && !opened_gpu().emulated;
+  return {.cuda = gpu,
+          .opened = gpu,
+          .queued = !bound_device().in_host_memory(),
+          .writes_sums = bound_device().operations().writes_sums,
+          .attention = machine.attention_kernels,
+          .deterministic = options.deterministic == OnOff::on};
+}
+
 StepPlan plan_step(const LocalShape& shape, const Options& options, const MachineProfile& machine,
                    std::span<const Rollout> rollouts, bool all_logprobs, const StepKind& kind, const HeldState& held,
                    const Mesh& mesh) {
@@ -103,8 +105,7 @@ StepPlan plan_step(const LocalShape& shape, const Options& options, const Machin
   plan_options.all_logprobs = all_logprobs;
   plan_options.kind = kind;
   plan_options.setting = {held, bound_traits(options, machine)};
-  const auto room = static_cast<double>(room_to_store(bound_device(), options.spill_dir) / mesh.local_ranks);
-  plan_options.spill_room = static_cast<std::int64_t>(-maxima_over_ranks(mesh.world, {-room}).front());
+  plan_options.spill_room = least_over_ranks(room_to_store(bound_device(), options.spill_dir) / mesh.local_ranks, mesh);
   if (plan_options.memory_budget == 0) plan_options.memory_budget = room_of_every_rank(options, mesh);
   const std::vector<PrefixTree> trees =
       dealt_trees(build_prefix_trees(rollouts, options.share), shape, plan_options, machine, rollouts, mesh);

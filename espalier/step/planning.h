@@ -19,6 +19,10 @@ namespace espalier {
 // The limit of the arena in bytes: --memory-budget, else the free memory.
 std::int64_t arena_limit(const Options& options);
 
+// The traits of the bound device, with the attention kernels of its profile. An emulated GPU has its memory in this
+// process and counts as a CPU.
+DeviceTraits bound_traits(const Options& options, const MachineProfile& machine);
+
 // The plan of this rank's part of one mini-batch: its prefix trees, dealt over dp, run as the options and the machine
 // require. A rank may have no trees. Without a memory budget all ranks plan for the rank with the least free memory, so
 // that their plans agree. With several ranks the chosen cost has seconds that include communication and waiting, the

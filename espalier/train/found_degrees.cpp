@@ -6,7 +6,6 @@
 #include "espalier/device/device.h"
 #include "espalier/measure/machine.h"
 #include "espalier/objective/score_loss.h"
-#include "espalier/observe/memory.h"
 #include "espalier/plan/layout_search.h"
 #include "espalier/rollout/mini_batches.h"
 #include "espalier/shape/trained_parameters.h"
@@ -55,9 +54,11 @@ FoundDegrees find_degrees(const Options& options, char verb, std::int64_t proces
     plan_options.setting.held.beside_bytes =
         HeldModel{read_critic_shape(*critic), plan_options.setting.held}.bytes(options.dtype);
   if (plan_options.memory_budget == 0)
-    plan_options.memory_budget = resident_bytes() + arena_limit(options) / bound_device().sharing_memory(local);
+    plan_options.memory_budget =
+        bound_device().held_bytes() + arena_limit(options) / bound_device().sharing_memory(local);
   MachineProfile profile = machine_profile(options, progress);
   profile.ranks_per_machine = local;
+  plan_options.setting.device = bound_traits(options, profile);
   const std::vector<PrefixTree> trees = build_prefix_trees(rollouts, options.share);
   const SearchedAxes axes{.ep = options.shard != Sharding::optimizer};
   const FoundLayout found =
