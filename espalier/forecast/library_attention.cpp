@@ -2,10 +2,13 @@
 
 #include <algorithm>
 
+#include "espalier/base/error.h"
+
 namespace espalier {
 namespace {
 
-constexpr std::int64_t kElement = 2, kSum = 4;      // bfloat16, and what it is summed in
+constexpr std::int64_t kElement = 2, kSum = 4;  // bfloat16, and what it is summed in
+constexpr std::int64_t kLargestHead = 256;
 constexpr std::int64_t kMostMultiprocessors = 148;  // of GPUs so far
 
 // One backward call, over `queries` and `keys` rows: its gradients and its workspace.
@@ -40,13 +43,20 @@ struct BackwardCall {
 };
 
 bool runs_layers_of(const ModelShape& shape) {
-  if (shape.attention.soft_cap > 0 || shape.value_dim() != shape.head_dim || shape.head_dim % 8 != 0) return false;
   for (std::int64_t layer = 0; layer < shape.layers; ++layer)
-    if (shape.mixer_of(layer) == Mixer::attention && shape.window_of(layer) == 0) return true;
+    if (shape.mixer_of(layer) == Mixer::attention && reason_for_own_kernels(shape, layer).empty()) return true;
   return false;
 }
 
 }  // namespace
+
+std::string reason_for_own_kernels(const ModelShape& shape, std::int64_t layer) {
+  if (shape.attention.soft_cap > 0) return "soft caps";
+  if (shape.value_dim() != shape.head_dim) return "values of another size than keys";
+  if (shape.head_dim % 8 != 0 || shape.head_dim > kLargestHead)
+    return text_of("heads of ", shape.head_dim, " elements");
+  return shape.window_of(layer) > 0 ? "windows" : "";
+}
 
 std::int64_t cudnn_workspace_bytes(std::int64_t heads, std::int64_t head_dim, std::int64_t queries, std::int64_t keys,
                                    std::int64_t pairs, bool deterministic) {

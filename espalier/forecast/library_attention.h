@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "espalier/program/step_kind.h"
 #include "espalier/shape/model_shape.h"
@@ -21,6 +22,10 @@ inline constexpr std::int64_t kAllocatorBytes = std::int64_t{64} << 20;
 // `pairs`: of a query and a key of one sequence.
 std::int64_t cudnn_workspace_bytes(std::int64_t heads, std::int64_t head_dim, std::int64_t queries, std::int64_t keys,
                                    std::int64_t pairs, bool deterministic);
+
+// Why an attention library leaves a layer of attention to the own kernels, for a person ("windows"); empty: it runs the
+// layer in bfloat16 (composes in ops/composed/attention.h decides for each call).
+std::string reason_for_own_kernels(const ModelShape& shape, std::int64_t layer);
 
 // The most bytes at a time in a layer's forward or backward, for `rows` own rows below `path_rows` rows in bfloat16; 0
 // for the own kernels, and for a model none of whose layers a library runs. kAllocatorBytes included.

@@ -20,8 +20,10 @@ TEST(LayersBesideLibrary, AreThoseWithAWindow) {
   EXPECT_EQ(layers_beside_library(shape, AttentionBy::own), "");
 }
 
-TEST(LayersBesideLibrary, AreAllWhereScoresHaveACapOrValuesAnotherSize) {
-  ModelShape capped = four_layers(), latent = four_layers();
+TEST(LayersBesideLibrary, AreAllWhereScoresHaveACapOrValuesAnotherSizeOrHeadsDoNotFit) {
+  ModelShape capped = four_layers(), latent = four_layers(), narrow = four_layers();
+  narrow.head_dim = 36;
+  EXPECT_NE(layers_beside_library(narrow, AttentionBy::cudnn).find("(heads of 36 elements)"), std::string::npos);
   capped.attention.soft_cap = 50;
   EXPECT_NE(layers_beside_library(capped, AttentionBy::flash).find("4 of 4 layers of attention (soft caps)"),
             std::string::npos);
