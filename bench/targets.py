@@ -498,7 +498,8 @@ def section():
              "8/2 heads of 64 and a vocabulary of 8192 unless the case says otherwise. The two sides of a ratio run alternately. A case is met if its "
              f"median over at least {LEAST_ROUNDS} rounds is within the bound. \"Measured\" is the range of these medians over the cases of a target. "
              "Predicted seconds use the rate of matrix products just before and after each run. If the plan of auto equals that of another "
-             "schedule, the runs of both count for each of them.")
+             "schedule, the runs of both count for each of them. The first bound divided by the measured speed is the factor by which a dense step "
+             "would have to exceed its present FLOP rate, which is already about that of a matrix product.")
     commands = dict.fromkeys((row["command"], row["machine"]["commit"], row["date"]) for row in rows)
     text = [*textwrap.wrap(about, 140), "", *summary(measured), "", "Commands:", "",
             *(f"- commit {commit}, {date}: `{grid.PYTHON} {command}`" for command, commit, date in commands)]
