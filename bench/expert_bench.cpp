@@ -16,6 +16,7 @@
 #include "bench/spread.h"
 #include "espalier/device/scalar_type.h"
 #include "espalier/gradient/gradient_set.h"
+#include "espalier/model/layer.h"
 #include "espalier/model/mlp.h"
 #include "espalier/model/path_source.h"
 #include "espalier/step/model_state.h"
@@ -66,7 +67,7 @@ class Mlp {
     const ArenaScope scope(arena_);
     Timer timer;
     const LayerContext context{
-        model_->shape, model_->decoder.weights().layers[0], rotary_, input_, kv_, 0, false, arena_, &timer,
+        model_->shape, model_->decoder.weights().layers[0], rotary_, rotary_, input_, kv_, 0, false, arena_, &timer,
         mesh_of_one()};
     LayerSaved saved;
     saved.stream_in_TM = stream_;

@@ -48,7 +48,7 @@ struct Operands {
     set_defined_sums(own);
     const Operations& ops = cpu_device().operations();
     const int times = std::max(1, static_cast<int>(2e9 / flops));
-    const auto held = form == 3 ? ops.hold_weights({weight}, std::int64_t{1} << 40) : nullptr;
+    const auto held = form == 3 ? ops.hold_weights({weight}, x.scalar_type(), std::int64_t{1} << 40) : nullptr;
     const double begin = clock();
     for (int i = 0; i < times; ++i) {
       if (form == 0 || form == 3) ops.linear(out, x, weight, at::Tensor());
