@@ -28,7 +28,7 @@ option(ESPALIER_UNITY "compile several files of a library at once" ON)
 
 # espalier_library(NAME FILES... [TORCH] [ALONE files...] [LINK targets...]): the folder's static library espalier_NAME.
 # TORCH: its files see ATen (through the precompiled header); without it they must not. ALONE: files with names that
-# another file has, too, compiled by themselves.
+# another file has, too, or whose classes have members of unnamed namespaces, compiled by themselves.
 function(espalier_library name)
   cmake_parse_arguments(arg "TORCH" "" "ALONE;LINK;FILES" ${ARGN})
   list(APPEND arg_FILES ${arg_UNPARSED_ARGUMENTS} ${arg_ALONE})

@@ -390,8 +390,8 @@ std::vector<std::string> Adapter::whole() const {
   std::vector<std::string> out;
   for (const auto& [parameter, change] : changes_)
     if (change.whole != nullptr && change.a.entry == nullptr &&
-        std::ranges::any_of(to_save_, [&](const std::string& module) {
-          return is_target(parameter.substr(0, parameter.rfind('.')), module);
+        std::ranges::any_of(to_save_, [of = parameter.substr(0, parameter.rfind('.'))](const std::string& module) {
+          return is_target(of, module);
         }))
       out.push_back(parameter);
   return out;
