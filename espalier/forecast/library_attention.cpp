@@ -1,6 +1,7 @@
 #include "espalier/forecast/library_attention.h"
 
 #include <algorithm>
+#include <bit>
 
 #include "espalier/base/error.h"
 
@@ -21,17 +22,20 @@ struct BackwardCall {
   }
   // Squares are padded to powers of two, at most three quarters of them empty (ops/cuda/cudnn_attention.cpp).
   std::int64_t cudnn_squares(std::int64_t rows) const {
-    const std::int64_t most = kCudnnBackwardRows * kCudnnBackwardRows,
-                       padded = std::min(std::max(4 * rows, 64 * kCudnnFewestRows),
-                                         deterministic ? most / kCudnnFewestRows : 4 * rows + 64 * kCudnnFewestRows);
+    constexpr std::int64_t kMostPairs = kCudnnBackwardRows * kCudnnBackwardRows;  // of sums in one order
+    std::int64_t padded = std::max(4 * rows, 64 * kCudnnFewestRows);
+    if (deterministic) padded = std::min(padded, kMostPairs / kCudnnFewestRows);
     return gradients(rows, rows) +
-           cudnn_workspace_bytes(shape.heads, shape.head_dim, padded, padded, most, deterministic);
+           cudnn_workspace_bytes(shape.heads, shape.head_dim, padded, padded, kMostPairs, deterministic);
   }
   std::int64_t cudnn_rectangle(std::int64_t rows, std::int64_t path_rows) const {
     const auto side = [&](std::int64_t of) { return deterministic ? std::min(of, kCudnnBackwardRows) : of; };
-    const std::int64_t queries = side(rows), keys = side(path_rows);
-    return gradients(queries, keys) +
-           cudnn_workspace_bytes(shape.heads, shape.head_dim, 2 * queries, 2 * keys, 4 * queries * keys, deterministic);
+    const auto padded = [](std::int64_t of) {
+      return std::max(kCudnnFewestRows, static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(of))));
+    };
+    const std::int64_t queries = padded(side(rows)), keys = padded(side(path_rows));
+    return gradients(side(rows), side(path_rows)) +
+           cudnn_workspace_bytes(shape.heads, shape.head_dim, queries, keys, queries * keys, deterministic);
   }
   // FlashAttention-2: dL/dq in float32, in one order once for each of as many splits as keep the multiprocessors busy;
   // a sum per query; where several query heads share a key head, gradients of keys and values for each of them.

@@ -48,8 +48,15 @@ const std::string& open_aten(int) {
   return none;
 }
 const Operations& operations() { return cpu::operations(); }
-AttentionOperations open_flash_attention(int, bool) { return cpu::operations(); }
-AttentionOperations open_cudnn_attention(int, int, bool) { return cpu::operations(); }
+bool opened_deterministic = true;
+AttentionOperations open_flash_attention(int, bool deterministic) {
+  opened_deterministic = deterministic;
+  return cpu::operations();
+}
+AttentionOperations open_cudnn_attention(int, int, bool deterministic) {
+  opened_deterministic = deterministic;
+  return cpu::operations();
+}
 
 }  // namespace espalier::cuda
 
@@ -174,8 +181,10 @@ void meet_others(Device& device) {
 void run_all() {
   OpenedGpu opened;
   std::string problem;
-  Device* const device = espalier_open_gpu({}, &opened, &problem);
+  Device* const device =
+      espalier_open_gpu({.attention = AttentionBy::flash, .deterministic = false}, &opened, &problem);
   expect(device != nullptr && recorder().calls("open_aten") == 1);
+  expect(opened.attention == AttentionBy::flash && !cuda::opened_deterministic);
   hand_over(*device);
   sleep_and_wake(*device);
   meet_others(*device);
