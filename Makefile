@@ -1,9 +1,11 @@
 # Everything a person types. The work is done by tools/setup.sh, CMake and tools/run_tests.py.
 #   JOBS=n      compile jobs (default: the processors of this machine)
+#   SWEEPS=all  every case of every test; K/N: one of N cases of every test that has several (default: 1/8)
 #   PYTHON=...  a Python whose torch is 2.11 (default: .venv, else one that is found, else .venv is made)
 
 SHELL := /bin/bash
 JOBS ?= $(shell nproc)
+SWEEPS ?= 1/8
 BUILD := build
 CLANG ?= clang++-14
 PYTHON_USED = $$(cat $(BUILD)/setup/python)
@@ -30,9 +32,9 @@ configure: setup
 	  if [ -f $(BUILD)/CMakeCache.txt ]; then cmake -B $(BUILD) -S . -U ESPALIER_TORCH_DIR -DESPALIER_PYTHON="$(PYTHON_USED)"; \
 	  else cmake -G "$(GENERATOR)" -B $(BUILD) -S . -DCMAKE_BUILD_TYPE=Release -DESPALIER_PYTHON="$(PYTHON_USED)"; fi; fi
 
-test: setup-tests configure  ## all tests that need no accelerator, C++ and Python
+test: setup-tests configure  ## all tests that need no accelerator, C++ and Python, and one of 8 cases of those with several; SWEEPS=all: all cases
 	@cmake --build $(BUILD) --parallel $(JOBS)
-	@"$(PYTHON_USED)" tools/run_tests.py --build $(BUILD)
+	@"$(PYTHON_USED)" tools/run_tests.py --build $(BUILD) --sweeps $(SWEEPS)
 
 cuda: setup configure  ## the library behind --device cuda, build/libespalier_cuda.so, where there is an nvcc
 	@cmake --build $(BUILD) --parallel $(JOBS) --target espalier_cuda

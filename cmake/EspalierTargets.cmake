@@ -26,32 +26,52 @@ endif()
 # itself, so that a change of one is compiled faster.
 option(ESPALIER_UNITY "compile several files of a library at once" ON)
 
-# espalier_library(NAME FILES... [TORCH] [ALONE files...] [LINK targets...]): the folder's static library espalier_NAME.
-# TORCH: its files see ATen (through the precompiled header); without it they must not. ALONE: files with names that
-# another file has, too, or whose classes have members of unnamed namespaces, compiled by themselves.
+set(ESPALIER_QUICK_TO_COMPILE $<$<CONFIG:Release>:-O1>)  # a quarter less to compile than -O2
+# espalier_library(NAME FILES... [TORCH] [COLD] [ALONE files...] [LINK targets...]): the folder's static library
+# espalier_NAME.
+# TORCH: its files see ATen (through the precompiled header); without it they must not. COLD: no loop of it runs for
+# long. ALONE: files with names that another file has, too, or whose classes have members of unnamed namespaces,
+# compiled by themselves.
 function(espalier_library name)
-  cmake_parse_arguments(arg "TORCH" "" "ALONE;LINK;FILES" ${ARGN})
+  cmake_parse_arguments(arg "TORCH;COLD" "" "ALONE;LINK;FILES" ${ARGN})
   list(APPEND arg_FILES ${arg_UNPARSED_ARGUMENTS} ${arg_ALONE})
   set_source_files_properties(${arg_ALONE} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
   add_library(espalier_${name} STATIC ${arg_FILES})
   target_include_directories(espalier_${name} PUBLIC "${PROJECT_SOURCE_DIR}")
   target_link_libraries(espalier_${name} PUBLIC ${arg_LINK} OpenMP::OpenMP_CXX)
-  set_target_properties(espalier_${name} PROPERTIES UNITY_BUILD ${ESPALIER_UNITY} UNITY_BUILD_BATCH_SIZE 8)
+  set_target_properties(espalier_${name} PROPERTIES UNITY_BUILD ${ESPALIER_UNITY} UNITY_BUILD_BATCH_SIZE 12)
+  if(arg_COLD)
+    target_compile_options(espalier_${name} PRIVATE ${ESPALIER_QUICK_TO_COMPILE})
+  endif()
   if(arg_TORCH)
     espalier_use_torch(espalier_${name})
+  else()
+    espalier_use_headers(espalier_${name} espalier_plain_headers)
   endif()
 endfunction()
 
-# Gives a target ATen and the shared precompiled header.
-function(espalier_use_torch target)
-  if(NOT TARGET espalier_pch)
-    file(WRITE "${CMAKE_BINARY_DIR}/pch.cpp" "")
-    add_library(espalier_pch OBJECT "${CMAKE_BINARY_DIR}/pch.cpp")
-    target_link_libraries(espalier_pch PUBLIC EspalierTorch::cpu OpenMP::OpenMP_CXX)
-    target_precompile_headers(espalier_pch PRIVATE <ATen/ATen.h> <string> <vector> <memory> <optional> <functional> <span>)
+# Headers that most files include, compiled once for each kind of target: json.h alone takes two seconds.
+set(ESPALIER_COMMON_HEADERS <algorithm> <chrono> <cmath> <cstdint> <filesystem> <fstream> <functional> <map> <memory>
+  <optional> <span> <sstream> <string> <unordered_map> <vector> "${PROJECT_SOURCE_DIR}/espalier/base/json.h")
+
+# Gives a target a precompiled header: the common ones and what stands behind `name`, which every target with that name
+# shares. LINK: where those headers are from.
+function(espalier_use_headers target name)
+  cmake_parse_arguments(arg "" "" "HEADERS;LINK" ${ARGN})
+  if(NOT TARGET ${name})
+    file(WRITE "${CMAKE_BINARY_DIR}/${name}.cpp" "")
+    add_library(${name} OBJECT "${CMAKE_BINARY_DIR}/${name}.cpp")
+    target_include_directories(${name} PRIVATE "${PROJECT_SOURCE_DIR}")
+    target_link_libraries(${name} PUBLIC ${arg_LINK} OpenMP::OpenMP_CXX)
+    target_precompile_headers(${name} PRIVATE ${arg_HEADERS} ${ESPALIER_COMMON_HEADERS})
   endif()
+  target_precompile_headers(${target} REUSE_FROM ${name})
+endfunction()
+
+# Gives a target ATen, with its header precompiled.
+function(espalier_use_torch target)
   target_link_libraries(${target} PUBLIC EspalierTorch::cpu)
-  target_precompile_headers(${target} REUSE_FROM espalier_pch)
+  espalier_use_headers(${target} espalier_torch_headers HEADERS <ATen/ATen.h> LINK EspalierTorch::cpu)
 endfunction()
 
 set(ESPALIER_AVX512_FLAGS -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mprefer-vector-width=512)
@@ -99,10 +119,15 @@ function(espalier_test name)
   list(APPEND arg_FILES ${arg_UNPARSED_ARGUMENTS})
   add_executable(${name} ${arg_FILES})
   target_include_directories(${name} PRIVATE "${PROJECT_SOURCE_DIR}")
-  target_compile_options(${name} PRIVATE $<$<CONFIG:Release>:-O1>)  # a quarter less to compile; libraries keep -O2
-  target_link_libraries(${name} PRIVATE ${arg_LINK} espalier_test_source GTest::gtest GTest::gtest_main OpenMP::OpenMP_CXX)
+  target_compile_options(${name} PRIVATE ${ESPALIER_QUICK_TO_COMPILE})
+  target_link_libraries(${name} PRIVATE ${arg_LINK} espalier_test_source espalier_test_main OpenMP::OpenMP_CXX)
   if(arg_TORCH)
-    espalier_use_torch(${name})
+    target_link_libraries(${name} PRIVATE EspalierTorch::cpu)
+    espalier_use_headers(${name} espalier_torch_test_headers
+      HEADERS <ATen/ATen.h> <gtest/gtest.h> LINK EspalierTorch::cpu GTest::gtest)
+  else()
+    espalier_use_headers(${name} espalier_plain_test_headers
+      HEADERS <gtest/gtest.h> LINK GTest::gtest)
   endif()
   add_test(NAME ${name} COMMAND ${name})
   if(arg_ROUNDING)

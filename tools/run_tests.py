@@ -2,8 +2,10 @@
 every narrower instruction set of the processor once more the cases that judge float32 or bfloat16, and on all threads once
 more some of the cases that are too small for more than one.
 
-    python tools/run_tests.py --build build [--no-python] [--no-cpp] [--only REGEX] [--jobs N]
+    python tools/run_tests.py --build build [--no-python] [--no-cpp] [--only REGEX] [--jobs N] [--sweeps all|K/N] [--times FILE]
 
+`--sweeps 1/8` runs one of eight cases of every test that has several (at least one), 2/8 others, and so on; --times writes the
+seconds of every case.
 One line per binary with its cases and seconds; the output of what failed; the skipped cases with their reasons; the
 instruction sets; and as the last line exactly `N passed, N failed, N skipped`, where N counts single test cases. Exit 1 when
 a case failed, when a binary ended without a report, or when fewer cases exist than tests/minimum_cases.txt says, repetitions
@@ -37,9 +39,11 @@ class Result:
     passed: int = 0
     failed: list = field(default_factory=list)  # "Suite.Case" or "binary: what happened"
     skipped: list = field(default_factory=list)  # (case, reason)
+    seconds: dict = field(default_factory=dict)  # of cases that ran
 
     def add(self, other):
         self.passed += other.passed
+        self.seconds.update(other.seconds)
         self.failed += other.failed
         self.skipped += other.skipped
 
@@ -70,6 +74,8 @@ def read_report(path):
             result.skipped.append((name, skip_reason(case.find("skipped"))))
         elif case.get("status") != "notrun":
             result.passed += 1
+        if case.get("status") != "notrun":
+            result.seconds[name] = float(case.get("time") or 0)
     return result
 
 
@@ -126,7 +132,8 @@ class Job:
         start = time.monotonic()
         status, output = run_logged(self.command, self.environment, self.cwd, BINARY_TIMEOUT)
         result = collect(self.report, status, self.name)
-        if self.repeated and not (result.passed or result.failed or result.skipped):
+        # A share of the cases may have none of those that are repeated.
+        if self.repeated and os.environ["ESPALIER_SWEEPS"] == "all" and not (result.passed or result.failed or result.skipped):
             result.failed.append(f"{self.name}: no case was selected")
         return result, output, time.monotonic() - start
 
@@ -275,7 +282,11 @@ def main():
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="programs that run side by side")
     parser.add_argument("--no-python", action="store_true")
     parser.add_argument("--no-cpp", action="store_true")
+    parser.add_argument("--sweeps", default=os.environ.get("ESPALIER_SWEEPS", "all"), help="all, or K/N: one of N cases of every test that has several")
+    parser.add_argument("--times", type=Path, help="a file for the seconds of every case")
     arguments = parser.parse_args()
+    os.environ["ESPALIER_SWEEPS"] = arguments.sweeps  # tests/support/main.cpp, tests/python/conftest.py
+    everything = arguments.sweeps == "all" and not (arguments.only or arguments.no_python or arguments.no_cpp)
     build, start = arguments.build.resolve(), time.monotonic()
     level, others = levels_to_run(build)
 
@@ -295,7 +306,11 @@ def main():
         ran, repetitions = run_jobs(jobs, arguments.jobs)
         total.add(ran)
     print(f"\n{described(level, others)}; {time.monotonic() - start:.0f} s")
-    summarise(total, repetitions, not (arguments.only or arguments.no_python or arguments.no_cpp))
+    if arguments.sweeps != "all":
+        print(f"Of every test with several cases only the share {arguments.sweeps}: --sweeps all (make test SWEEPS=all) runs all of them")
+    if arguments.times:
+        arguments.times.write_text(json.dumps(total.seconds, indent=0))
+    summarise(total, repetitions, everything)
     return 1 if total.failed else 0
 
 

@@ -30,7 +30,7 @@ std::vector<ExtraSeries> extras_of(const RolloutSeries& series, const Options& o
   return extras;
 }
 
-void check_options(const Options& options) {
+void check_score_options(const Options& options) {
   if (options.out.empty()) throw OptionError({"--out", "a file to write", "nothing", "give --out scored.jsonl"});
   if (options.values && options.critic.empty())
     throw OptionError({"--values", "--critic DIR with it", "no critic", "name the critic, or leave --values out"});
@@ -111,7 +111,7 @@ TextRows scored_rows(const Options& options) {
 }
 
 ScoreReport score(const Options& options, Progress& progress, const Mesh& mesh) {
-  check_options(options);
+  check_score_options(options);
   const TrainedChoice choice = scored_choice(options, true);
   if (choice.scores) check_without_logprobs(options);
   std::vector<HeldModel> held{{local_shape(read_trained_shape(options.model, choice), mesh)}};

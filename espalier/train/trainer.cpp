@@ -81,7 +81,7 @@ void check_disk_space(const Options& options) {
   require_disk_space(outputs);
 }
 
-void check_options(const Options& options) {
+void check_train_options(const Options& options) {
   if (options.save_freq > 0 && options.out.empty())
     throw OptionError({"--save-freq", "--out with it, where checkpoints are kept", "none", "give --out DIR"});
 }
@@ -442,7 +442,7 @@ void train(const Options& options, Progress& progress, const TrainStep& on_step,
   if (mesh.writes() && !options.out.empty())
     out.emplace(options.out, options.overwrite || is_same(options.out, options.resume));
   if (mesh.writes() && !options.record.empty()) record.emplace(options.record, options.overwrite);
-  check_options(options);
+  check_train_options(options);
   if (mesh.writes()) check_disk_space(options);
   Training training(options, progress, mesh);
   training.run(on_step);

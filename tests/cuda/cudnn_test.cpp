@@ -371,8 +371,9 @@ TEST(Cudnn, TakesThePlannedBytes) {
         composed_attention(library(), problem, out, lse);
         const std::int64_t forward = library_attention_bytes(shape, device, T, path, false) - kAllocatorBytes;
         EXPECT_LE(counted.most(), forward + kNumbers) << path << ' ' << end.front();
-        if (end[150] != end.front())  // a fork: the result of squares, and rows that are merged twice
+        if (end[150] != end.front()) {  // a fork: the result of squares, and rows that are merged twice
           EXPECT_GE(counted.most(), (2 + 4) * T * H * D);
+        }
         counted.reset();
         add_composed_attention_backward(library(), problem, out, lse, grad_out, to);
         const std::int64_t both = library_attention_bytes(shape, device, T, path, true) - kAllocatorBytes;

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import types
+import zlib
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,31 @@ LONGEST = ("test_hf_sweep", "test_trl_configurations", "test_config_members", "t
            "test_train_parity", "test_examples", "test_lora_modules", "test_hf_states")
 
 
-def pytest_collection_modifyitems(items):
+def read_share(text):
+    """(K, N) of "K/N", 1 <= K <= N, as ESPALIER_SWEEPS has it; "all" is (1, 1)."""
+    share, _, shares = ("1/1" if text == "all" else text).partition("/")
+    if not (share.isdecimal() and shares.isdecimal() and 1 <= int(share) <= int(shares)):
+        raise pytest.UsageError(f"ESPALIER_SWEEPS: expected all or K/N with 1 <= K <= N, as 1/8, got {text!r}")
+    return int(share), int(shares)
+
+
+def cases_of_share(items, share, shares):
+    """One case of `shares` of every test that has several, at least one; by the rule of tests/support/main.cpp."""
+    cases = {}
+    for item in items:
+        cases.setdefault((item.path, item.parent.name, getattr(item, "originalname", item.name)), []).append(item)
+    kept = set()
+    for several in cases.values():
+        chosen = [item for item in several if zlib.crc32(item.nodeid.encode()) % shares == share - 1]
+        kept.update(several if len(several) == 1 else chosen or several[:1])
+    return [item for item in items if item in kept]
+
+
+def pytest_collection_modifyitems(config, items):
+    kept = cases_of_share(items, *read_share(os.environ.get("ESPALIER_SWEEPS", "all")))
+    if len(kept) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
 
 
