@@ -1,8 +1,7 @@
-// Cases of attention, blocks of logits, experts, the optimizer and sampling.
+// Cases of blocks of logits, experts, the optimizer and sampling.
 #include <ATen/ATen.h>
 
 #include <cmath>
-#include <numeric>
 
 #include "espalier/base/error.h"
 #include "espalier/prove/operation_check.h"
@@ -13,136 +12,6 @@ namespace {
 using Kind = OperationCase::Kind;
 using Tensors = std::vector<at::Tensor>;
 using Ops = Operations;
-
-// Ends of subtrees of a tree with branches in branches: [0, T) split in a stem and two subtrees, each again.
-void branch(std::vector<std::int32_t>& end, std::int32_t begin, std::int32_t last) {
-  if (last - begin < 4) {
-    for (std::int32_t i = begin; i < last; ++i) end[static_cast<std::size_t>(i)] = last;
-    return;
-  }
-  const std::int32_t stem = begin + (last - begin) / 5 + 1, middle = stem + (last - stem) / 2;
-  for (std::int32_t i = begin; i < stem; ++i) end[static_cast<std::size_t>(i)] = last;
-  branch(end, stem, middle);
-  branch(end, middle, last);
-}
-
-struct AttentionSize {
-  std::int64_t own, path, heads, kv_heads, head_dim;
-  bool some_queries = false;  // every third own row, the last one twice
-  double scale = 1;           // of the queries: scores are as large, and differ by as much
-  std::int64_t window = 0;
-  double soft_cap = 0;
-  std::int64_t value_dim = 0;    // 0: head_dim
-  std::int64_t branch_rows = 0;  // branches of this length below the path; 0: a tree
-};
-
-// The number of rows above each own row, those of the path included.
-std::vector<std::int32_t> depths_of(const std::vector<std::int32_t>& end, std::int64_t path) {
-  std::vector<std::int32_t> depth(end.size(), static_cast<std::int32_t>(path));
-  for (std::size_t row = 0; row < end.size(); ++row)
-    for (std::size_t above = 0; above < row; ++above) depth[row] += end[above] > static_cast<std::int32_t>(row) ? 1 : 0;
-  return depth;
-}
-
-std::vector<std::int32_t> ends_of(const AttentionSize& size) {
-  std::vector<std::int32_t> end(static_cast<std::size_t>(size.own));
-  const auto last = static_cast<std::int32_t>(size.own);
-  if (size.branch_rows == 0) branch(end, 0, last);
-  const auto rows = static_cast<std::int32_t>(size.branch_rows);
-  for (std::int32_t i = 0; rows > 0 && i < last; ++i)
-    end[static_cast<std::size_t>(i)] = std::min(last, (i / rows + 1) * rows);
-  return end;
-}
-
-void add_attention_case(std::vector<OperationCase>& cases, const AttentionSize& size) {
-  const auto [T, P, H, J, D, some, scale, window, cap, of_values, branch_rows] = size;
-  const std::vector<std::int32_t> end = ends_of(size);
-  std::vector<std::int32_t> query_row;
-  for (std::int32_t i = 0; i < T; i += some ? 3 : 1) query_row.push_back(i);
-  if (some) query_row.push_back(query_row.back());
-  const auto Q = static_cast<std::int64_t>(query_row.size());
-  const std::int64_t V = of_values > 0 ? of_values : D;
-  std::string sizes =
-      text_of(T, " rows, path ", P, ", ", H, "/", J, " heads of ", D, some ? ", some queries" : "",
-              scale > 1 ? ", large" : "", branch_rows > 0 ? text_of(", branches of ", branch_rows) : "");
-  if (V != D) sizes += text_of(", values of ", V);
-  if (window > 0) sizes += text_of(", window of ", window);
-  if (cap > 0) sizes += text_of(", cap of ", cap);
-  const auto rows = [](std::int64_t count, std::int64_t width, std::uint64_t seed) {
-    return normal({count, width}, seed);
-  };
-  const OperationCase::Argument q{rows(Q, H * D, 40) * scale}, own_k{rows(T, J * D, 41)}, own_v{rows(T, J * V, 42)},
-      path_k{rows(P, J * D, 43)}, path_v{rows(P, J * V, 44)}, row{whole_numbers(query_row), Kind::fixed},
-      ends{whole_numbers(end), Kind::fixed}, depth{whole_numbers(depths_of(end, P)), Kind::fixed};
-  const auto problem = [=, some = some, window = window, cap = cap, D = D](const Tensors& t, const at::Tensor& depths) {
-    return AttentionProblem{D, t[0], t[1], t[2], t[3], t[4], some ? t[5] : at::Tensor(), t[6], window, depths, 0, cap};
-  };
-  // bfloat16: the weights and their slopes are rounded as factors of a second product, whose sums over keys (or over
-  // queries) of either sign are as large as the root of their number, less than the largest result.
-  const double keys = static_cast<double>(T + P), exponents = 8 + scale * static_cast<double>(D);
-  cases.push_back({"attention",
-                   sizes,
-                   {q,
-                    own_k,
-                    own_v,
-                    path_k,
-                    path_v,
-                    row,
-                    ends,
-                    {rows(Q, H * V, 45), Kind::activation, true},
-                    {normal({H, Q}, 46), Kind::sum, true},
-                    depth},
-                   [problem](const Ops& o, const Tensors& t) { o.attention(problem(t, t[9]), t[7], t[8]); },
-                   2,
-                   exponents + keys});
-  if (scale > 1) return;  // one key has all of the weight: slopes are nothing but rounding
-  OperationCase backward{"add_attention_backward",
-                         sizes,
-                         {q, own_k, own_v, path_k, path_v, row, ends},
-                         {},
-                         4 + root(T + P),
-                         4 * (exponents + keys * root(T + P))};
-  backward.arguments.push_back({rows(Q, H * V, 47)});
-  for (const auto& [count, width] :
-       {std::pair{Q, H * D}, std::pair{T, J * D}, std::pair{T, J * V}, std::pair{P, J * D}, std::pair{P, J * V}}) {
-    const bool of_query = backward.arguments.size() == 8;
-    backward.arguments.push_back(
-        {rows(count, width, 48 + backward.arguments.size()), of_query ? Kind::activation : Kind::sum, true});
-  }
-  backward.arguments.push_back({at::zeros({Q, H * V}, at::kDouble)});
-  backward.arguments.push_back({at::zeros({H, Q}, at::kDouble), Kind::sum});
-  backward.arguments.push_back(depth);
-  backward.call = [problem](const Ops& o, const Tensors& t) {
-    o.attention(problem(t, t[15]), t[13], t[14]);
-    o.add_attention_backward(problem(t, t[15]), t[13], t[14], t[7], {t[8], t[9], t[10], t[11], t[12]});
-  };
-  cases.push_back(backward);
-}
-
-// Sums of exponentials are of either sign of a few units; the sink's gradient is a sum over rows.
-void add_sink_cases(std::vector<OperationCase>& cases, std::int64_t rows, std::int64_t heads, std::int64_t head_dim) {
-  const std::string sizes = text_of(rows, " rows, ", heads, " heads of ", head_dim);
-  const OperationCase::Argument sink{normal({heads}, 112)}, lse{normal({heads, rows}, 114), Kind::sum, true};
-  const std::int64_t width = heads * head_dim;
-  cases.push_back({"join_sinks",
-                   sizes,
-                   {sink, {normal({rows, width + 8}, 113), Kind::activation, true}, lse},
-                   [width](const Ops& o, const Tensors& t) { o.join_sinks(t[0], t[1].narrow(1, 0, width), t[2]); },
-                   1,
-                   32});
-  cases.push_back({"add_sinks_backward",
-                   sizes,
-                   {sink,
-                    {normal({rows, width + 8}, 113)},
-                    {lse.value + 3, Kind::sum},
-                    {normal({rows, width + 3}, 115)},
-                    {normal({heads}, 116), Kind::sum, true}},
-                   [width](const Ops& o, const Tensors& t) {
-                     o.add_sinks_backward(t[0], t[1].narrow(1, 0, width), t[2], t[3].narrow(1, 0, width), t[4]);
-                   },
-                   0,
-                   32 + 4 * static_cast<double>(rows + head_dim) * root(rows * head_dim)});
-}
 
 // Edges of rows: row b has (b + 1) % 3 of them, the last row five, some to one token.
 struct EdgeCase {
@@ -453,70 +322,6 @@ void add_choice_case(std::vector<OperationCase>& cases, const std::string& name,
 }
 
 }  // namespace
-
-std::vector<OperationCase> attention_cases() {
-  std::vector<OperationCase> cases;
-  for (const AttentionSize& size :
-       {AttentionSize{1, 0, 1, 1, 8, false}, AttentionSize{37, 5, 4, 2, 16, false},
-        AttentionSize{33, 40, 2, 1, 64, true}, AttentionSize{32, 32, 2, 2, 40, false},
-        AttentionSize{9, 3, 3, 1, 256, true}, AttentionSize{150, 70, 2, 1, 64, false},
-        AttentionSize{70, 65, 2, 2, 128, true}, AttentionSize{67, 70, 2, 1, 96, false},
-        AttentionSize{66, 33, 1, 1, 192, false}, AttentionSize{65, 34, 2, 1, 256, false},
-        AttentionSize{68, 40, 4, 2, 64, false}, AttentionSize{66, 8, 1, 1, 64, true},
-        AttentionSize{200, 10, 1, 1, 64, true}, AttentionSize{70, 3, 2, 1, 64, false, 1000}})
-    add_attention_case(cases, size);
-  // Windows that end within a tile, at its ends and behind all rows; branches that begin again below the path.
-  for (const AttentionSize& size :
-       {AttentionSize{.own = 40, .path = 70, .heads = 2, .kv_heads = 1, .head_dim = 16, .window = 33},
-        AttentionSize{
-            .own = 9, .path = 3, .heads = 3, .kv_heads = 1, .head_dim = 256, .some_queries = true, .window = 2},
-        AttentionSize{.own = 70, .path = 200, .heads = 2, .kv_heads = 1, .head_dim = 64, .window = 65},
-        AttentionSize{
-            .own = 200, .path = 130, .heads = 1, .kv_heads = 1, .head_dim = 64, .window = 8, .branch_rows = 64},
-        AttentionSize{.own = 68, .path = 40, .heads = 2, .kv_heads = 2, .head_dim = 96, .window = 1000},
-        AttentionSize{
-            .own = 150, .path = 0, .heads = 1, .kv_heads = 1, .head_dim = 64, .some_queries = true, .window = 20},
-        AttentionSize{.own = 66,
-        .path = 64,
-        .heads = 2,
-        .kv_heads = 1,
-        .head_dim = 128,
-        .window = 64,
-        .soft_cap = 3,
-        .branch_rows = 64},
-        AttentionSize{
-            .own = 130, .path = 0, .heads = 1, .kv_heads = 1, .head_dim = 64, .window = 66, .branch_rows = 130},
-        AttentionSize{.own = 65, .path = 33, .heads = 1, .kv_heads = 1, .head_dim = 192, .window = 30},
-        AttentionSize{.own = 66, .path = 34, .heads = 1, .kv_heads = 1, .head_dim = 256, .window = 40, .soft_cap = 2},
-        AttentionSize{.own = 70, .path = 20, .heads = 2, .kv_heads = 1, .head_dim = 64, .soft_cap = 2},
-        AttentionSize{.own = 37, .path = 5, .heads = 4, .kv_heads = 2, .head_dim = 24, .soft_cap = 1, .value_dim = 16},
-        AttentionSize{.own = 20, .path = 15, .heads = 2, .kv_heads = 2, .head_dim = 64, .value_dim = 128}})
-    add_attention_case(cases, size);
-  // Tiles of own rows that all queries of a tile see whole: of one branch, of some of its rows, of branches that
-  // end before a tile does, and where a window ends between those that reach a whole tile and those that do not.
-  for (const AttentionSize& size :
-       {AttentionSize{.own = 200, .path = 0, .heads = 2, .kv_heads = 1, .head_dim = 64, .branch_rows = 200},
-        AttentionSize{.own = 260,
-        .path = 63,
-        .heads = 1,
-        .kv_heads = 1,
-        .head_dim = 64,
-        .some_queries = true,
-        .branch_rows = 260},
-        AttentionSize{.own = 254, .path = 64, .heads = 1, .kv_heads = 1, .head_dim = 64, .branch_rows = 127},
-        AttentionSize{
-            .own = 200, .path = 70, .heads = 1, .kv_heads = 1, .head_dim = 64, .window = 140, .branch_rows = 200},
-        // Branches that begin within a tile of queries, at an odd row, so that the row that sees furthest stands there.
-        AttentionSize{
-            .own = 170, .path = 130, .heads = 1, .kv_heads = 1, .head_dim = 64, .window = 40, .branch_rows = 33},
-        // A branch that ends one row before a tile of queries does.
-        AttentionSize{.own = 190, .path = 33, .heads = 1, .kv_heads = 1, .head_dim = 64, .branch_rows = 95}})
-    add_attention_case(cases, size);
-  add_sink_cases(cases, 1, 1, 8);
-  add_sink_cases(cases, 37, 3, 40);
-  add_sink_cases(cases, 300, 2, 64);
-  return cases;
-}
 
 std::vector<OperationCase> head_cases() {
   std::vector<OperationCase> cases;

@@ -42,7 +42,7 @@ FLAGS = ["-std=c++20", "-x", "c++", "-fPIC", "-O1", "-g1", "-ffp-contract=off", 
          "-DESPALIER_EMULATED", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0",
          "-fsanitize=bounds,shift,integer-divide-by-zero", "-fsanitize-undefined-trap-on-error"]
 MADE_OF = ["tests/cuda/kernel_checks.cpp", "tests/cuda/accesses.cpp", "tests/cuda/emulation.cpp", "tests/cuda/emulation.h", "espalier/prove/operation_check.cpp",
-           "espalier/prove/row_cases.cpp", "espalier/prove/head_cases.cpp", "espalier/prove/state_cases.cpp", "espalier/prove/variant_cases.cpp", f"{FOLDER}/ptx.h"]
+           *[f"espalier/prove/{name}_cases.cpp" for name in ("attention", "head", "row", "state", "variant")], f"{FOLDER}/ptx.h"]
 
 
 OF_A_FILE = 2048  # numbers of changes; changes.h has room for as many files as there are

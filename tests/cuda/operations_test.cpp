@@ -3,8 +3,11 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 
 #include "espalier/base/error.h"
+#include "espalier/ops/cuda/launch.h"
 #include "espalier/prove/operation_check.h"
 #include "tests/cuda/emulated_runtime.h"
 #include "tests/cuda/emulation.h"
@@ -57,6 +60,20 @@ TEST(Heads, OfMoreElementsThanKernelsTakeAreRefusedByName) {
   } catch (const UnsupportedError& error) {
     EXPECT_NE(std::string(error.what()).find("264"), std::string::npos) << error.what();
   }
+}
+
+// So that a kernel that reads it gives another result, or goes astray.
+TEST(DeviceMemory, IsNoNumberAndNoPlaceUntilItIsWritten) {
+  const cuda::Scratch<std::int32_t> memory(2);
+  const auto first = [&]<class T>(T value) {
+    cuda::copy_to_host(&value, memory.get(), sizeof(T));
+    return value;
+  };
+  EXPECT_EQ(first(std::int32_t{0}), std::numeric_limits<std::int32_t>::max());
+  EXPECT_GT(first(std::int64_t{0}), std::int64_t{1} << 40);
+  EXPECT_TRUE(std::isnan(first(0.0)));
+  EXPECT_TRUE(std::isnan(first(0.f)));
+  EXPECT_TRUE(std::isnan(static_cast<float>(first(bfloat16()))));
 }
 
 // A launch that asks for more shared memory than a block has is a fault. What the smallest architecture launches, all
