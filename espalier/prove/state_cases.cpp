@@ -61,7 +61,7 @@ void add_delta_cases(std::vector<OperationCase>& cases, const DeltaSize& size) {
   const std::vector<OperationCase::Argument> shared = {{normal({T, s.projected()}, 130)},
                                                        {normal({C, s.kernel}, 131, 0.5)},
                                                        {normal({H}, 132, 0.5)},
-                                                       {normal({H}, 133, 0.5)},
+                                                       {normal({s.decays()}, 133, 0.5)},
                                                        {normal({C}, 134, 0.5)},
                                                        {normal({H}, 135)},
                                                        {normal({R + 1, N}, 136, 0.3), Kind::sum, true}};
@@ -89,7 +89,7 @@ void add_delta_cases(std::vector<OperationCase>& cases, const DeltaSize& size) {
   backward.arguments.push_back({at::zeros({T, s.projected()}, at::kDouble), Kind::activation, true});
   for (const auto& [shape, seed] :
        {std::pair{std::vector<std::int64_t>{C, s.kernel}, 140}, std::pair{std::vector<std::int64_t>{H}, 141},
-        std::pair{std::vector<std::int64_t>{H}, 142}, std::pair{std::vector<std::int64_t>{C}, 143},
+        std::pair{std::vector<std::int64_t>{s.decays()}, 142}, std::pair{std::vector<std::int64_t>{C}, 143},
         std::pair{std::vector<std::int64_t>{H}, 144}, std::pair{std::vector<std::int64_t>{R + 1, N}, 145}})
     backward.arguments.push_back(
         {normal(shape, static_cast<std::uint64_t>(seed), seed == 145 ? 0.3 : 1), Kind::sum, true});
@@ -163,6 +163,8 @@ std::vector<OperationCase> state_cases() {
   wide.key_heads = wide.value_heads = 1, wide.key_dim = 20, wide.value_dim = 40, wide.kernel = 2;
   mamba.mamba = mamba.conv_bias = true, mamba.value_dim = 6, mamba.kernel = 3, mamba.least_step = 0.3,
   mamba.largest_step = 1.5;
+  DeltaRuleShape of_channels = by_part, wide_channels = wide;
+  of_channels.key_heads = 4, of_channels.gate_latent = wide_channels.gate_latent = 1;
   DeltaRuleShape bare = mamba;
   bare.conv_bias = false, bare.least_step = 0, bare.largest_step = std::numeric_limits<double>::infinity();
   // A tree: a run of more than two blocks, branches behind it, one of them shorter than the convolution.
@@ -172,9 +174,12 @@ std::vector<OperationCase> state_cases() {
   add_delta_cases(cases, {wide, {{70, -1}}, "heads of 20 and 40"});
   add_delta_cases(cases, {mamba, tree, "Mamba-2, a tree"});
   add_delta_cases(cases, {bare, small, "Mamba-2 without biases"});
+  add_delta_cases(cases, {of_channels, tree, "decays of channels, a tree"});
+  add_delta_cases(cases, {wide_channels, {{70, -1}}, "decays of channels, heads of 20 and 40"});
   add_gate_cases(cases, by_part, 7, "q, k, v of all heads");
   add_gate_cases(cases, by_head, 300, "by key head");
   add_gate_cases(cases, mamba, 9, "Mamba-2");
+  add_gate_cases(cases, of_channels, 11, "decays of channels");
   add_head_gate_cases(cases, 5, 3, 24);
   add_head_gate_cases(cases, 1, 1, 7);
   return cases;

@@ -25,6 +25,7 @@ DeltaShape shape_of(const DeltaRuleShape& s) {
           .kernel = s.kernel,
           .projected = s.projected(),
           .channels = s.channels(),
+          .decays = s.decays_channels() ? s.key_dim : 1,
           .mamba = s.mamba,
           .least_step = s.least_step,
           .largest_step = s.largest_step,
@@ -116,7 +117,8 @@ GatedParts parts_of(const GatedNormProblem& p) {
           .z = s.columns(0).z,
           .step = s.columns(1).z - s.columns(0).z,
           .eps = p.eps,
-          .gate_first = s.mamba};
+          .gate_first = s.mamba,
+          .by_sigmoid = s.decays_channels()};
 }
 
 void gated_norm_rows(const GatedNormProblem& p, const at::Tensor& y_TV) {

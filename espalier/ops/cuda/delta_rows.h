@@ -79,25 +79,34 @@ __device__ __forceinline__ A make_unit(std::int64_t width, int lane, A scale, A*
   return inverse;
 }
 
-// The gates of a value head at a row; softplus is taken of `before`.
+// A value head at a row, the head numbered `of_key` of the key head whose columns begin at `place`.
+struct HeadRow {
+  std::int64_t row, head, of_key;
+  DeltaPlaces place;
+};
+// One of a head's decays: the channel's, or 0 for the head's own. softplus is taken of `before`, and is the step
+// within its limits.
 template <class A>
-struct Gates {
-  A before, log_decay, beta;
+struct Decay {
+  A before, step, log_decay;
   bool clamped;
 };
 template <class T>
-__device__ __forceinline__ Gates<accumulator_t<T>> gates_of(const DeltaShape& s, const DeltaWeights<T>& w,
-                                                            std::int64_t row, std::int64_t head,
-                                                            const DeltaPlaces& place, std::int64_t of_key) {
+__device__ __forceinline__ Decay<accumulator_t<T>> decay_of(const DeltaShape& s, const DeltaWeights<T>& w,
+                                                            const HeadRow& at, std::int64_t channel) {
   using A = accumulator_t<T>;
-  const T* const projected = w.projected_TW + row * s.projected;
-  const A before = widened(projected[place.a + of_key]) + widened(w.dt_bias_H[head]);
+  const A before = widened(w.projected_TW[at.row * s.projected + at.place.a + at.of_key * s.decays + channel]) +
+                   widened(w.dt_bias_H[at.head * s.decays + channel]);
   const A softplus = before > 0 ? before + std::log1p(std::exp(-before)) : std::log1p(std::exp(before));
   const A least = static_cast<A>(s.least_step), largest = static_cast<A>(s.largest_step);
   const A step = !s.mamba ? softplus : softplus < least ? least : largest < softplus ? largest : softplus;
-  const A b = s.mamba ? A(0) : widened(projected[place.b + of_key]);
-  return {before, -std::exp(widened(w.a_log_H[head])) * step, s.mamba ? step : A(1) / (std::exp(-b) + A(1)),
-          step != softplus};
+  return {before, step, -std::exp(widened(w.a_log_H[at.head])) * step, step != softplus};
+}
+template <class T>
+__device__ __forceinline__ accumulator_t<T> beta_of(const DeltaShape& s, const DeltaWeights<T>& w, const HeadRow& at) {
+  using A = accumulator_t<T>;
+  if (s.mamba) return decay_of(s, w, at, 0).step;
+  return A(1) / (std::exp(-widened(w.projected_TW[at.row * s.projected + at.place.b + at.of_key])) + A(1));
 }
 
 }  // namespace espalier::cuda

@@ -25,8 +25,9 @@ __global__ void __launch_bounds__(kThreads)
   const DeltaPlaces channel = at_head(s.channel, s.channel_step, key_head),
                     place = at_head(s.column, s.column_step, key_head);
   A *const q = dynamic_shared<A>(), *const k = q + kRows * dk, *const v = k + kRows * dk, *const decay = v + kRows * 32,
-           *const beta = decay + kRows, *const state = beta + kRows;
-  const std::int64_t matrix = head * dk * dv + column;  // of this lane's column
+           *const beta = decay + kRows * s.decays, *const state = beta + kRows;
+  const std::int64_t next_decay = s.decays > 1 ? 1 : 0;  // from one channel to the next
+  const std::int64_t matrix = head * dk * dv + column;   // of this lane's column
   const bool inside = column < dv;
   for (std::int64_t i = warp; i < dk; i += kWarps)
     state[i * 32 + lane] = inside && run.start != nullptr ? run.start[matrix + i * dv] : A(0);
@@ -43,11 +44,10 @@ __global__ void __launch_bounds__(kThreads)
       v[row * 32 + lane] = inside ? silu(convolved(s, w, run, first + row, place.v + of_key * dv + column,
                                                    channel.v + of_key * dv + column))
                                   : A(0);
-    if (static_cast<std::int64_t>(threadIdx.x) < rows) {
-      const Gates<A> gates = gates_of(s, w, first + threadIdx.x, head, place, of_key);
-      decay[threadIdx.x] = std::exp(gates.log_decay);
-      beta[threadIdx.x] = gates.beta;
-    }
+    for (std::int64_t i = threadIdx.x; i < rows * s.decays; i += kThreads)
+      decay[i] = std::exp(decay_of(s, w, {first + i / s.decays, head, of_key, place}, i % s.decays).log_decay);
+    if (static_cast<std::int64_t>(threadIdx.x) < rows)
+      beta[threadIdx.x] = beta_of(s, w, {first + threadIdx.x, head, of_key, place});
     __syncthreads();
     for (std::int64_t row = warp; row < rows && !s.mamba; row += kWarps) {
       (void)make_unit(dk, lane, query_scale<A>(dk), q + row * dk);
@@ -55,21 +55,22 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncthreads();
     for (std::int64_t row = 0; row < rows; ++row) {
-      const A *const of_q = q + row * dk, *const of_k = k + row * dk;
+      const A *const of_q = q + row * dk, *const of_k = k + row * dk, *const decays = decay + row * s.decays;
       A update = v[row * 32 + lane];
       if (!s.mamba) {
         A seen = 0;
-        for (std::int64_t i = warp; i < dk; i += kWarps) seen += state[i * 32 + lane] * of_k[i];
+        for (std::int64_t i = warp; i < dk; i += kWarps)
+          seen += state[i * 32 + lane] * (decays[i * next_decay] * of_k[i]);
         partial[warp * 32 + lane] = seen;
         __syncthreads();
         seen = 0;
         for (int part = 0; part < kWarps; ++part) seen += partial[part * 32 + lane];
-        update -= decay[row] * seen;
+        update -= seen;
       }
       update *= beta[row];
       A out = 0;
       for (std::int64_t i = warp; i < dk; i += kWarps) {
-        const A next = state[i * 32 + lane] * decay[row] + update * of_k[i];
+        const A next = state[i * 32 + lane] * decays[i * next_decay] + update * of_k[i];
         state[i * 32 + lane] = next;
         out += next * of_q[i];
       }
@@ -112,15 +113,15 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-std::int64_t delta_forward_bytes(std::int64_t key_dim, std::int64_t number_bytes) {
-  return (2 * kRows * key_dim + kRows * 32 + 2 * kRows + key_dim * 32) * number_bytes;
+std::int64_t delta_forward_bytes(std::int64_t key_dim, std::int64_t decays, std::int64_t number_bytes) {
+  return (kRows * (2 * key_dim + 32 + decays + 1) + key_dim * 32) * number_bytes;
 }
 
 template <class T>
 void delta_rule(const DeltaShape& shape, const DeltaWeights<T>& weights, const DeltaRuns<accumulator_t<T>>& runs,
                 T* o_TV) {
   launch(delta_forward_kernel<T>, {runs.count, shape.value_heads * ceil_div(shape.value_dim, 32)}, kThreads,
-         delta_forward_bytes(shape.key_dim, sizeof(accumulator_t<T>)), shape, weights, runs, o_TV);
+         delta_forward_bytes(shape.key_dim, shape.decays, sizeof(accumulator_t<T>)), shape, weights, runs, o_TV);
   launch(store_inputs_kernel<T>, {shape.key_heads, runs.count}, kThreads, 0, shape, weights, runs);
 }
 

@@ -1,6 +1,6 @@
-// The gated delta rule with decays of heads, and Mamba-2, behind a short convolution on a device: equations and shapes
-// in ops/delta_rule.h, a block's matrices in ops/cpu/delta_rule_ranges.h. T is float, double or bfloat16, A =
-// accumulator_t<T>.
+// The gated delta rule with decays of heads or of channels, and Mamba-2, behind a short convolution on a device:
+// equations and shapes in ops/delta_rule.h, a block's matrices in ops/cpu/delta_rule_ranges.h, those of a row in
+// ops/cpu/channel_decay_ranges.h. T is float, double or bfloat16, A = accumulator_t<T>.
 #pragma once
 
 #include <cstdint>
@@ -19,13 +19,14 @@ struct DeltaPlaces {
 struct DeltaShape {
   std::int64_t key_heads = 0, value_heads = 0, key_dim = 0, value_dim = 0, kernel = 0;
   std::int64_t projected = 0, channels = 0;  // W, C
+  std::int64_t decays = 1;                   // of a value head: 1, or one for each key channel
   bool mamba = false;
   double least_step = 0, largest_step = 0;
   DeltaPlaces column, column_step;    // of a projected row
   DeltaPlaces channel, channel_step;  // of the convolution: q, k, v
 };
 
-// Null: as in DeltaRuleProblem.
+// Null: as in DeltaRuleProblem. dt_bias is [H, decays].
 template <class T>
 struct DeltaWeights {
   const T *projected_TW, *conv_CK, *conv_bias_C, *a_log_H, *dt_bias_H, *skip_H;
@@ -50,7 +51,7 @@ struct DeltaSums {
 
 // Shared memory of one block of the forward, which must not exceed kMostDeltaBytes: every GPU has that much.
 inline constexpr std::int64_t kMostDeltaBytes = 96 * 1024;
-std::int64_t delta_forward_bytes(std::int64_t key_dim, std::int64_t number_bytes);
+std::int64_t delta_forward_bytes(std::int64_t key_dim, std::int64_t decays, std::int64_t number_bytes);
 
 // For runs that do not follow each other. Overwrites o_TV (null: not computed) and the runs' end states.
 template <class T>
@@ -64,12 +65,12 @@ void add_delta_rule_backward(const DeltaShape& shape, const DeltaWeights<T>& wei
                              const DeltaSums<accumulator_t<T>>& sums);
 
 // Each row has parts of `width` channels, part p with its z at column z + p / each * step + p % each * width and its
-// weights at p * of_weight. Gate first: Mamba-2 (ops/delta_rule.h).
+// weights at p * of_weight. Gate first: Mamba-2; gated by a sigmoid: with decays of channels (ops/delta_rule.h).
 struct GatedParts {
   std::int64_t rows = 0, parts = 0, width = 0, each = 1, of_weight = 0;
   std::int64_t projected = 0, z = 0, step = 0;
   double eps = 0;
-  bool gate_first = false;
+  bool gate_first = false, by_sigmoid = false;
 };
 template <class T>
 void gated_norm(const GatedParts& parts, const T* o, const T* projected, const T* weight, T* y);

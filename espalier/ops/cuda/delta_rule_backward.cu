@@ -1,7 +1,9 @@
-// The gated delta rule backward, in blocks of rows by matrix products (ops/cpu/delta_rule_ranges.h has the equations
-// and the names): a block of threads has a key head of a run with its value heads, one after the other. It keeps what
-// it needs in scratch memory of its own. No sums of other blocks meet: each run's part of the parameters' gradients,
-// and of that of the state it began with, is added behind it in the order of the runs.
+// The gated delta rule backward, in blocks of rows: a block of threads has a key head of a run with its value heads,
+// one after the other. Where decays are of heads, a block of rows is matrix products (ops/cpu/delta_rule_ranges.h has
+// the equations and the names). Where they are of channels, the products would need a decay for each pair of rows and
+// each channel, so that the recurrence goes row by row (ops/cpu/channel_decay_ranges.h). The kernel keeps what it needs
+// in scratch memory of its own. No sums of other blocks meet: each run's part of the parameters' gradients, and of that
+// of the state it began with, is added behind it in the order of the runs.
 #include "espalier/ops/cuda/columns.h"
 #include "espalier/ops/cuda/delta_rows.h"
 #include "espalier/ops/cuda/delta_rule.h"
@@ -11,37 +13,42 @@ namespace espalier::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr std::int64_t kRows = 64;  // of a block, at most
+constexpr std::int64_t kRows = 64;       // of a block, at most
+constexpr std::int64_t kGroupRows = 16;  // with decays of channels: rows whose states are held at once
 
-// What a run adds to the gradients of parameters, one behind the other.
+// What a run adds to the gradients of parameters, one behind the other; of a_log, by decays of a head: [decays, H].
 struct SumPlaces {
   std::int64_t conv, bias, a_log, dt_bias, skip, all;
 };
 SumPlaces places_of_sums(const DeltaShape& s) {
-  const std::int64_t bias = s.channels * s.kernel, heads = bias + s.channels, H = s.value_heads;
-  return {0, bias, heads, heads + H, heads + 2 * H, heads + 3 * H};
+  const std::int64_t bias = s.channels * s.kernel, heads = bias + s.channels, H = s.value_heads, decays = H * s.decays;
+  return {0, bias, heads, heads + decays, heads + 2 * decays, heads + 2 * decays + H};
 }
 
-// Scratch of a block: matrices by rows.
+// Scratch of a block: matrices by rows. Decays of channels have the arrays of the last lines, and none of those of
+// pairs of rows.
 template <class A>
 struct Room {
-  A *states, *grad;                                   // [blocks of rows, heads, dk, dv]; [heads, dk, dv]
-  A *line, *mixed, *grad_mixed;                       // [rows + K - 1, width], [rows, width], [rows + K - 1, width]
-  A *q, *k, *v, *inverse;                             // [rows, dk], [rows, dk], [heads, rows, dv], [rows, 2]
-  A *log_decay, *beta;                                // [heads, rows]
-  A *keys, *queries;                                  // [rows, rows]
-  A *decays, *system, *seen;                          // D, N, P; then X, Y in the place of P, N
-  A *of_o, *errors, *updates, *products, *grad_v;     // [rows, dv]
-  A *grad_q, *grad_k, *written;                       // [rows, dk]
-  A *from_start, *to_end, *of_log_decay, *grad_beta;  // [rows]
-  double* of_decay;                                   // [rows]
+  A *states, *grad;                                // [blocks of rows, heads, dk, dv]; [heads, dk, dv]
+  A *line, *mixed, *grad_mixed;                    // [rows + K - 1, width], [rows, width], [rows + K - 1, width]
+  A *q, *k, *v, *inverse;                          // [rows, dk], [rows, dk], [heads, rows, dv], [rows, 2]
+  A *log_decay, *beta;                             // [heads, rows]; of channels: gamma [heads, rows, dk]
+  A *keys, *queries;                               // [rows, rows]
+  A *decays, *system, *seen;                       // D, N, P; then X, Y in the place of P, N
+  A *of_o, *errors, *updates, *products, *grad_v;  // [rows, dv]
+  A *grad_q, *grad_k, *written;                    // [rows, dk]
+  A *from_start, *to_end, *grad_beta, *grad_skip;  // [rows]
+  A *of_log_decay, *grad_a;                        // [rows, decays]
+  double* of_decay;                                // [rows]
+  A *group_starts, *row_states;                    // [groups of rows, dk, dv], [rows of a group, dk, dv]
 };
 
 // Gives the arrays their places behind each other, from `memory` on; returns how many numbers they take.
 template <class A>
-__host__ __device__ std::int64_t set_places(std::int64_t dk, std::int64_t dv, std::int64_t each, std::int64_t K,
-                                            std::int64_t blocks, A* memory, Room<A>& room) {
-  const std::int64_t width = 2 * dk + each * dv, rows = kRows, squares = rows * rows;
+__host__ __device__ std::int64_t set_places(const DeltaShape& s, std::int64_t blocks, A* memory, Room<A>& room) {
+  const std::int64_t dk = s.key_dim, dv = s.value_dim, each = s.value_heads / s.key_heads, K = s.kernel;
+  const std::int64_t width = 2 * dk + each * dv, rows = kRows, decays = s.decays;
+  const std::int64_t squares = decays > 1 ? 0 : rows * rows, groups = decays > 1 ? kRows / kGroupRows : 0;
   std::int64_t at = 0;
   const auto take = [&](A*& array, std::int64_t count) {
     array = memory + at;
@@ -54,13 +61,15 @@ __host__ __device__ std::int64_t set_places(std::int64_t dk, std::int64_t dv, st
   take(room.line, (rows + K - 1) * width), take(room.mixed, rows * width),
       take(room.grad_mixed, (rows + K - 1) * width);
   take(room.q, rows * dk), take(room.k, rows * dk), take(room.v, each * rows * dv), take(room.inverse, 2 * rows);
-  take(room.log_decay, each * rows), take(room.beta, each * rows);
+  take(room.log_decay, each * rows * decays), take(room.beta, each * rows);
   take(room.keys, squares), take(room.queries, squares);
   take(room.decays, squares), take(room.system, squares), take(room.seen, squares);
   take(room.of_o, rows * dv), take(room.errors, rows * dv), take(room.updates, rows * dv);
   take(room.products, rows * dv), take(room.grad_v, rows * dv);
   take(room.grad_q, rows * dk), take(room.grad_k, rows * dk), take(room.written, rows * dk);
-  take(room.from_start, rows), take(room.to_end, rows), take(room.of_log_decay, rows), take(room.grad_beta, rows);
+  take(room.from_start, rows), take(room.to_end, rows), take(room.grad_beta, rows), take(room.grad_skip, rows);
+  take(room.of_log_decay, rows * decays), take(room.grad_a, rows * decays);
+  take(room.group_starts, groups * dk * dv), take(room.row_states, groups > 0 ? kGroupRows * dk * dv : 0);
   return at;
 }
 
@@ -125,16 +134,24 @@ __device__ void compute_block(const DeltaShape& s, const DeltaWeights<T>& w, con
   }
   for (std::int64_t at = threadIdx.x; at < rows * each; at += kThreads) {
     const std::int64_t row = at / each, h = at % each;
-    const Gates<A> gates =
-        gates_of(s, w, first + row, key_head * each + h, at_head(s.column, s.column_step, key_head), h);
-    room.log_decay[h * kRows + row] = gates.log_decay;
-    room.beta[h * kRows + row] = gates.beta;
+    const HeadRow head{first + row, key_head * each + h, h, at_head(s.column, s.column_step, key_head)};
+    room.beta[h * kRows + row] = beta_of(s, w, head);
+    if (s.decays == 1) room.log_decay[h * kRows + row] = decay_of(s, w, head, 0).log_decay;
+  }
+  for (std::int64_t at = threadIdx.x; at < rows * each * s.decays && s.decays > 1; at += kThreads) {
+    const std::int64_t row = at / s.decays % rows, h = at / s.decays / rows, c = at % s.decays;
+    const HeadRow head{first + row, key_head * each + h, h, at_head(s.column, s.column_step, key_head)};
+    room.log_decay[(h * kRows + row) * s.decays + c] = std::exp(decay_of(s, w, head, c).log_decay);
   }
   __syncthreads();
   for (std::int64_t row = warp; row < rows && !s.mamba; row += kThreads / 32) {
     const A of_q = make_unit(dk, lane, query_scale<A>(dk), room.q + row * dk),
             of_k = make_unit(dk, lane, A(1), room.k + row * dk);
     if (lane == 0) room.inverse[2 * row] = of_q, room.inverse[2 * row + 1] = of_k;
+  }
+  if (s.decays > 1) {
+    __syncthreads();
+    return;
   }
   multiply(rows, rows, dk, rows_of(room.k, dk), turned(room.k, dk), A(0), A(1), room.keys);
   multiply(rows, rows, dk, rows_of(room.q, dk), turned(room.k, dk), A(0), A(1), room.queries);
@@ -170,6 +187,16 @@ __device__ void compute_head(bool reads, std::int64_t rows, std::int64_t dk, std
   __syncthreads();
 }
 
+// room.products holds dA, or du, of all rows.
+template <class A>
+__device__ void set_grad_beta(std::int64_t rows, std::int64_t dv, const Room<A>& room) {
+  for (std::int64_t i = threadIdx.x; i < rows; i += kThreads) {
+    A sum = 0;
+    for (std::int64_t j = 0; j < dv; ++j) sum += room.products[i * dv + j] * room.errors[i * dv + j];
+    room.grad_beta[i] = sum;
+  }
+}
+
 // room.grad from what came behind the block to what comes before it; the gradients of the block's rows. `start`: the
 // state before it.
 template <class A>
@@ -201,11 +228,7 @@ __device__ void head_backward(bool reads, std::int64_t rows, std::int64_t dk, st
       room.grad_v[i * dv + j] = beta[i] * sum;
     }
   __syncthreads();
-  for (std::int64_t i = threadIdx.x; i < rows; i += kThreads) {
-    A sum = 0;
-    for (std::int64_t j = 0; j < dv; ++j) sum += room.products[i * dv + j] * room.errors[i * dv + j];
-    room.grad_beta[i] = sum;
-  }
+  set_grad_beta(rows, dv, room);
   // X and Y in the place of P and N.
   multiply(rows, rows, dv, rows_of(room.of_o, dv), turned(room.updates, dv), A(0), A(1), room.seen);
   multiply(rows, rows, dv, rows_of(room.grad_v, dv), turned(room.updates, dv), A(0), A(-1), room.system);
@@ -263,6 +286,107 @@ __device__ void head_backward(bool reads, std::int64_t rows, std::int64_t dk, st
   __syncthreads();
 }
 
+// Rows of a head where decays are of channels.
+template <class A>
+struct ChannelRows {
+  std::int64_t dk, dv;
+  const A *q, *k, *v, *decay, *beta;  // [rows, dk], [rows, dk], [rows, dv], gamma [rows, dk], [rows]
+};
+
+template <class A>
+__device__ __forceinline__ ChannelRows<A> channel_rows(const DeltaShape& s, std::int64_t h, const Room<A>& room) {
+  return {s.key_dim,
+          s.value_dim,
+          room.q,
+          room.k,
+          room.v + h * kRows * s.value_dim,
+          room.log_decay + h * kRows * s.decays,
+          room.beta + h * kRows};
+}
+
+// Column j of the states behind rows [first, end): the state of row r is at states + (r - first) * step; before the
+// first row it is `start`. e and u of these rows. Columns do not meet, so that a thread goes through all rows alone.
+template <class A>
+__device__ void advance_column(const ChannelRows<A>& h, std::int64_t j, std::int64_t first, std::int64_t end,
+                               const A* start, std::int64_t step, A* states, const Room<A>& room) {
+  const A* before = start;
+  for (std::int64_t row = first; row < end; ++row) {
+    A* const after = states + (row - first) * step;
+    const A *const k = h.k + row * h.dk, *const decay = h.decay + row * h.dk;
+    A seen = 0;
+    for (std::int64_t i = 0; i < h.dk; ++i) seen += before[i * h.dv + j] * (decay[i] * k[i]);
+    const A error = h.v[row * h.dv + j] - seen, update = h.beta[row] * error;
+    room.errors[row * h.dv + j] = error;
+    room.updates[row * h.dv + j] = update;
+    for (std::int64_t i = 0; i < h.dk; ++i) after[i * h.dv + j] = before[i * h.dv + j] * decay[i] + update * k[i];
+    before = after;
+  }
+}
+
+// `grad` from dS' of a row, whose state before it is `before` and behind it `after`, to its dS; the row's gradients.
+template <class A>
+__device__ void row_backward(const ChannelRows<A>& h, std::int64_t row, const A* before, const A* after, A* grad,
+                             const Room<A>& room) {
+  const std::int64_t dk = h.dk, dv = h.dv;
+  const A *const q = h.q + row * dk, *const k = h.k + row * dk, *const decay = h.decay + row * dk,
+                 *const of_o = room.of_o + row * dv, *const update = room.updates + row * dv;
+  A* const of_value = room.grad_v + row * dv;
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  for (std::int64_t j = threadIdx.x; j < dv; j += kThreads) {
+    A of_update = 0;
+    for (std::int64_t i = 0; i < dk; ++i) {
+      const A all = grad[i * dv + j] + q[i] * of_o[j];
+      grad[i * dv + j] = all;
+      of_update += all * k[i];
+    }
+    room.products[row * dv + j] = of_update;
+    of_value[j] = h.beta[row] * of_update;
+  }
+  __syncthreads();
+  for (std::int64_t i = warp; i < dk; i += kThreads / 32) {
+    A of_q = 0, of_k = 0, of_decay = 0;
+    for (std::int64_t j = lane; j < dv; j += 32) {
+      const std::int64_t at = i * dv + j;
+      const A all = grad[at], rest = all - k[i] * of_value[j], state = before[at];
+      of_q += after[at] * of_o[j];
+      of_k += all * update[j] - decay[i] * state * of_value[j];
+      of_decay += state * rest;
+      grad[at] = decay[i] * rest;
+    }
+    of_q = warp_sum(of_q), of_k = warp_sum(of_k), of_decay = warp_sum(of_decay);
+    if (lane == 0) {
+      room.grad_q[row * dk + i] = of_q;
+      room.grad_k[row * dk + i] = of_k;
+      room.of_log_decay[row * dk + i] = decay[i] * of_decay;
+    }
+  }
+  __syncthreads();
+}
+
+// As head_backward, with decays of channels: states before each group of rows first, then, from the last group on,
+// those behind its rows.
+template <class A>
+__device__ void channels_backward(const ChannelRows<A>& h, std::int64_t rows, const A* start, A* grad,
+                                  const Room<A>& room) {
+  const std::int64_t matrix = h.dk * h.dv, groups = (rows + kGroupRows - 1) / kGroupRows;
+  const auto start_of = [&](std::int64_t group) { return group == 0 ? start : room.group_starts + group * matrix; };
+  for (std::int64_t j = threadIdx.x; j < h.dv; j += kThreads)
+    for (std::int64_t group = 1; group < groups; ++group)
+      advance_column(h, j, (group - 1) * kGroupRows, group * kGroupRows, start_of(group - 1), 0,
+                     room.group_starts + group * matrix, room);
+  for (std::int64_t group = groups - 1; group >= 0; --group) {
+    const std::int64_t first = group * kGroupRows, end = rows < first + kGroupRows ? rows : first + kGroupRows;
+    for (std::int64_t j = threadIdx.x; j < h.dv; j += kThreads)
+      advance_column(h, j, first, end, start_of(group), matrix, room.row_states, room);
+    for (std::int64_t row = end - 1; row >= first; --row) {
+      A* const after = room.row_states + (row - first) * matrix;
+      row_backward(h, row, row == first ? start_of(group) : after - matrix, after, grad, room);
+    }
+  }
+  set_grad_beta(rows, h.dv, room);
+  __syncthreads();
+}
+
 // part: [runs, sums]; state_part: [runs, N].
 template <class T>
 __global__ void __launch_bounds__(kThreads)
@@ -282,16 +406,17 @@ __global__ void __launch_bounds__(kThreads)
   const bool reads = !s.mamba;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   Room<A> room{};
-  set_places(dk, dv, each, K, blocks_of_room, rooms + (blockIdx.x * s.key_heads + key_head) * room_size, room);
+  set_places(s, blocks_of_room, rooms + (blockIdx.x * s.key_heads + key_head) * room_size, room);
   A* const sums = part + blockIdx.x * places.all;
   for (std::int64_t c = threadIdx.x; c < width; c += kThreads) {
     const std::int64_t channel = channel_at(s, key_head, c).channel;
     for (std::int64_t j = 0; j < K; ++j) sums[places.conv + channel * K + j] = 0;
     sums[places.bias + channel] = 0;
   }
-  for (std::int64_t h = threadIdx.x; h < each; h += kThreads)
-    sums[places.a_log + first_head + h] = sums[places.dt_bias + first_head + h] = sums[places.skip + first_head + h] =
-        0;
+  for (std::int64_t at = threadIdx.x; at < each * s.decays; at += kThreads)
+    sums[places.a_log + at % s.decays * s.value_heads + first_head + at / s.decays] =
+        sums[places.dt_bias + first_head * s.decays + at] = 0;
+  for (std::int64_t h = threadIdx.x; h < each; h += kThreads) sums[places.skip + first_head + h] = 0;
   // The states before each block of rows.
   for (std::int64_t at = threadIdx.x; at < each * matrix; at += kThreads) {
     room.states[at] = run.start != nullptr ? run.start[first_head * matrix + at] : A(0);
@@ -303,6 +428,12 @@ __global__ void __launch_bounds__(kThreads)
     for (std::int64_t h = 0; h < each; ++h) {
       const A* const start = room.states + (b * each + h) * matrix;
       A* const next = room.states + ((b + 1) * each + h) * matrix;
+      if (s.decays > 1) {
+        const ChannelRows<A> of_head = channel_rows(s, h, room);
+        for (std::int64_t j = threadIdx.x; j < dv; j += kThreads)
+          advance_column(of_head, j, 0, kRows, start, 0, next, room);
+        continue;
+      }
       compute_head(reads, kRows, dk, dv, room.log_decay + h * kRows, room.beta + h * kRows, room.v + h * kRows * dv,
                    start, room);
       for (std::int64_t at = threadIdx.x; at < matrix; at += kThreads) {
@@ -327,11 +458,14 @@ __global__ void __launch_bounds__(kThreads)
       const std::int64_t head = first_head + h;
       const A *const beta = room.beta + h * kRows, *const v = room.v + h * kRows * dv,
                      *const start = room.states + (b * each + h) * matrix;
-      compute_head(reads, rows, dk, dv, room.log_decay + h * kRows, beta, v, start, room);
+      if (s.decays == 1) compute_head(reads, rows, dk, dv, room.log_decay + h * kRows, beta, v, start, room);
       for (std::int64_t at = threadIdx.x; at < rows * dv; at += kThreads)
         room.of_o[at] = widened(grad_o_TV[((first + at / dv) * s.value_heads + head) * dv + at % dv]);
       __syncthreads();
-      head_backward(reads, rows, dk, dv, beta, start, room.grad + h * matrix, room, wide);
+      if (s.decays > 1)
+        channels_backward(channel_rows(s, h, room), rows, start, room.grad + h * matrix, room);
+      else
+        head_backward(reads, rows, dk, dv, beta, start, room.grad + h * matrix, room, wide);
       const A skip = w.skip_H != nullptr ? widened(w.skip_H[head]) : A(0);
       for (std::int64_t c = threadIdx.x; c < 2 * dk + dv; c += kThreads)
         for (std::int64_t i = 0; i < rows; ++i) {
@@ -346,29 +480,32 @@ __global__ void __launch_bounds__(kThreads)
                 (room.grad_v[i * dv + j] + skip * room.of_o[i * dv + j]) * silu_slope(room.mixed[i * width + at]);
           }
         }
-      for (std::int64_t i = threadIdx.x; i < rows; i += kThreads) {
-        const Gates<A> gates = gates_of(s, w, first + i, head, place, h);
-        const A slope = A(1) / (std::exp(-gates.before) + A(1)), rate = -std::exp(widened(w.a_log_H[head])),
-                of_decay = room.of_log_decay[i], of_beta = room.grad_beta[i];
-        T* const to = grad_projected_TW + (first + i) * s.projected;
+      for (std::int64_t at = threadIdx.x; at < rows * s.decays; at += kThreads) {
+        const std::int64_t i = at / s.decays, c = at % s.decays;
+        const Decay<A> decay = decay_of(s, w, {first + i, head, h, place}, c);
+        const A slope = A(1) / (std::exp(-decay.before) + A(1)), rate = -std::exp(widened(w.a_log_H[head])),
+                of_decay = room.of_log_decay[at];
         A of_a = rate * of_decay * slope;
-        if (s.mamba)
-          of_a = gates.clamped ? A(0) : (rate * of_decay + of_beta) * slope;
-        else
-          to[place.b + h] = narrowed<T>(of_beta * gates.beta * (A(1) - gates.beta));
-        to[place.a + h] = narrowed<T>(of_a);
+        if (s.mamba) of_a = decay.clamped ? A(0) : (rate * of_decay + room.grad_beta[i]) * slope;
+        grad_projected_TW[(first + i) * s.projected + place.a + h * s.decays + c] = narrowed<T>(of_a);
+        room.grad_a[at] = of_a;
+        room.of_log_decay[at] = of_decay * decay.log_decay;  // in its place for the sum below
+      }
+      for (std::int64_t i = threadIdx.x; i < rows; i += kThreads) {
+        if (reads)
+          grad_projected_TW[(first + i) * s.projected + place.b + h] =
+              narrowed<T>(room.grad_beta[i] * beta[i] * (A(1) - beta[i]));
         A of_skip = 0;
         for (std::int64_t j = 0; j < dv && w.skip_H != nullptr; ++j) of_skip += room.of_o[i * dv + j] * v[i * dv + j];
-        // In their place for the sums below.
-        room.grad_beta[i] = of_a, room.of_log_decay[i] = of_decay * gates.log_decay, room.from_start[i] = of_skip;
+        room.grad_skip[i] = of_skip;
       }
       __syncthreads();
-      if (threadIdx.x == 0)
+      for (std::int64_t c = threadIdx.x; c < s.decays; c += kThreads)
         for (std::int64_t i = 0; i < rows; ++i) {
-          sums[places.dt_bias + head] += room.grad_beta[i];
-          sums[places.a_log + head] += room.of_log_decay[i];
-          sums[places.skip + head] += room.from_start[i];
+          sums[places.dt_bias + head * s.decays + c] += room.grad_a[i * s.decays + c];
+          sums[places.a_log + c * s.value_heads + head] += room.of_log_decay[i * s.decays + c];
         }
+      for (std::int64_t i = 0; i < rows && threadIdx.x == 0; ++i) sums[places.skip + head] += room.grad_skip[i];
     }
     __syncthreads();
     // Through the norms and activations of q and k.
@@ -436,15 +573,14 @@ void add_delta_rule_backward(const DeltaShape& shape, const DeltaWeights<T>& wei
                              const DeltaRuns<accumulator_t<T>>& runs, const T* grad_o_TV, T* grad_projected_TW,
                              const DeltaSums<accumulator_t<T>>& sums) {
   using A = accumulator_t<T>;
-  const std::int64_t each = shape.value_heads / shape.key_heads, H = shape.value_heads;
+  const std::int64_t H = shape.value_heads;
   std::int64_t blocks = 1;
   for (std::int64_t r = 0; r < runs.count; ++r) {
     const std::int64_t own = ceil_div(runs.of[r].end - runs.of[r].begin, kRows);
     blocks = own > blocks ? own : blocks;
   }
   Room<A> unused{};
-  const std::int64_t room =
-      set_places(shape.key_dim, shape.value_dim, each, shape.kernel, blocks, static_cast<A*>(nullptr), unused);
+  const std::int64_t room = set_places(shape, blocks, static_cast<A*>(nullptr), unused);
   const SumPlaces places = places_of_sums(shape);
   const std::int64_t state = H * shape.key_dim * shape.value_dim + (shape.kernel - 1) * shape.channels;
   const Scratch<A> rooms(runs.count * shape.key_heads * room), part(runs.count * places.all),
@@ -455,8 +591,8 @@ void add_delta_rule_backward(const DeltaShape& shape, const DeltaWeights<T>& wei
     const A* const own = part.get() + r * places.all;
     if (sums.conv_CK != nullptr) add_parts(1, shape.channels * shape.kernel, own + places.conv, sums.conv_CK);
     if (sums.conv_bias_C != nullptr) add_parts(1, shape.channels, own + places.bias, sums.conv_bias_C);
-    if (sums.a_log_H != nullptr) add_parts(1, H, own + places.a_log, sums.a_log_H);
-    if (sums.dt_bias_H != nullptr) add_parts(1, H, own + places.dt_bias, sums.dt_bias_H);
+    if (sums.a_log_H != nullptr) add_parts(shape.decays, H, own + places.a_log, sums.a_log_H);
+    if (sums.dt_bias_H != nullptr) add_parts(1, H * shape.decays, own + places.dt_bias, sums.dt_bias_H);
     if (sums.skip_H != nullptr) add_parts(1, H, own + places.skip, sums.skip_H);
     if (runs.of[r].grad_start != nullptr) add_parts(1, state, states.get() + r * state, runs.of[r].grad_start);
   }

@@ -47,6 +47,16 @@ __device__ __forceinline__ Part<T> part_of(const GatedParts& p, std::int64_t uni
   const std::int64_t row = unit / p.parts, part = unit % p.parts;
   return {row, part, unit * p.width, row * p.projected + p.z + part / p.each * p.step + part % p.each * p.width};
 }
+// What the norm's result is multiplied by: 1 with the gate first, else silu(z) or sigmoid(z); and its slope in z.
+template <class A>
+__device__ __forceinline__ A gate_behind(const GatedParts& p, A z) {
+  return p.gate_first ? A(1) : (p.by_sigmoid ? A(1) : z) / (std::exp(-z) + A(1));
+}
+template <class A>
+__device__ __forceinline__ A gate_slope(const GatedParts& p, A z) {
+  const A s = sigmoid(z);
+  return s * (p.by_sigmoid ? A(1) - s : A(1) + z * (A(1) - s));
+}
 // o, or with the gate first o silu(z).
 template <class A>
 __device__ __forceinline__ A before_norm(const GatedParts& p, A o, A z) {
@@ -75,7 +85,7 @@ __global__ void __launch_bounds__(kThreads)
   const A inverse = inverse_root_mean(p, from, z, lane);
   for (std::int64_t i = lane; i < p.width; i += 32) {
     const A gate = widened(z[i]), normed = before_norm(p, widened(from[i]), gate) * inverse;
-    y[part.at + i] = narrowed<T>(widened(w[i]) * normed * (p.gate_first ? A(1) : gate / (std::exp(-gate) + A(1))));
+    y[part.at + i] = narrowed<T>(widened(w[i]) * normed * gate_behind(p, gate));
   }
 }
 
@@ -97,22 +107,22 @@ __global__ void __launch_bounds__(32)
     A along = 0;
     for (std::int64_t i = lane; i < p.width; i += 32) {
       const A gate = widened(z[i]), normed = before_norm(p, widened(from[i]), gate) * inverse;
-      along += widened(grad[i]) * widened(w[i]) * (p.gate_first ? A(1) : gate / (std::exp(-gate) + A(1))) * normed;
+      along += widened(grad[i]) * widened(w[i]) * gate_behind(p, gate) * normed;
     }
     along = warp_sum(along) / static_cast<A>(p.width);
     for (std::int64_t i = lane; i < p.width; i += 32) {
       const A gate = widened(z[i]), x = widened(from[i]), of_y = widened(grad[i]), of_w = widened(w[i]);
-      const A s = sigmoid(gate), silu = gate * s, slope = s * (A(1) + gate * (A(1) - s));
-      const A normed = before_norm(p, x, gate) * inverse;
+      const A slope = gate_slope(p, gate), normed = before_norm(p, x, gate) * inverse;
       if (p.gate_first) {
         const A of_u = (of_y * of_w - normed * along) * inverse;
         sums[i] += of_y * normed;
         grad_projected[part.z + i] = narrowed<T>(of_u * x * slope);
-        grad_o[part.at + i] = narrowed<T>(of_u * silu);
+        grad_o[part.at + i] = narrowed<T>(of_u * (gate * sigmoid(gate)));
       } else {
-        sums[i] += of_y * normed * silu;
+        const A behind = gate_behind(p, gate);
+        sums[i] += of_y * normed * behind;
         grad_projected[part.z + i] = narrowed<T>(of_y * of_w * normed * slope);
-        grad_o[part.at + i] = narrowed<T>((of_y * of_w * silu - normed * along) * inverse);
+        grad_o[part.at + i] = narrowed<T>((of_y * of_w * behind - normed * along) * inverse);
       }
     }
   }

@@ -38,11 +38,10 @@ void require_taken(const ModelShape& shape, at::ScalarType dtype) {
           text_of(widest_norm(shape)));
   if (!shape.has_states()) return;
   const DeltaRuleShape& state = shape.delta_rule;
-  require(!state.decays_channels(), shape, "recurrent layers whose decays are of heads", "decays of channels");
   require(state.kernel <= kLargestKernel, shape, text_of("convolutions of at most ", kLargestKernel, " rows"),
           text_of(state.kernel));
-  const std::int64_t bytes =
-      delta_forward_bytes(state.key_dim, static_cast<std::int64_t>(c10::elementSize(accumulator_type(dtype))));
+  const std::int64_t bytes = delta_forward_bytes(state.key_dim, state.decays_channels() ? state.key_dim : 1,
+                                                 static_cast<std::int64_t>(c10::elementSize(accumulator_type(dtype))));
   require(bytes <= kMostDeltaBytes, shape,
           text_of("keys of recurrent layers for which ", kMostDeltaBytes, " bytes of shared memory are enough"),
           text_of(bytes, " bytes for keys of ", state.key_dim, " in ", c10::toString(dtype)));
