@@ -14,6 +14,7 @@ pytest.importorskip("datasets")
 shared = pytest.importorskip("espalier.trl")
 utils = pytest.importorskip("trl.trainer.utils")
 kernel = pytest.importorskip("trl.kernels.chunked_logprob")
+divergence = pytest.importorskip("trl.kernels.chunked_divergence")
 
 import hf_models  # noqa: E402
 import trl_batches as data  # noqa: E402
@@ -63,13 +64,13 @@ class Torch64:
 
 @contextlib.contextmanager
 def all_float64():
-    """As in hf_models, and in the backward of TRL's head, where no mode of torch is."""
-    kernel.torch, torch.Tensor.float = Torch64(), torch.Tensor.double
+    """As in hf_models, and in the backwards of TRL's heads, where no mode of torch is."""
+    kernel.torch, divergence.torch, torch.Tensor.float = Torch64(), Torch64(), torch.Tensor.double
     try:
         with hf_models.all_float64():
             yield
     finally:
-        kernel.torch = torch
+        kernel.torch = divergence.torch = torch
         del torch.Tensor.float
 
 

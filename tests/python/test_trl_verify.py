@@ -12,7 +12,7 @@ shared = pytest.importorskip("espalier.trl")
 
 import hf_models  # noqa: E402
 from espalier.errors import Error  # noqa: E402
-from espalier.trl import batches, rollouts  # noqa: E402
+from espalier.trl import batches, rollouts, window  # noqa: E402
 from test_trl_batches import KINDS, settings_of  # noqa: E402
 from test_trl_tree import Holder, batch  # noqa: E402
 from test_trl_trainer import load_example, mixture, run, two_processes  # noqa: E402
@@ -120,7 +120,7 @@ def test_a_wrong_batch_ends_the_run(fault, tmp_path, monkeypatch):
 
 
 def prompts_without_gradient(monkeypatch):
-    monkeypatch.setattr(rollouts._Prompt, "gathered", lambda self: [])
+    monkeypatch.setattr(window.Prompt, "gathered", lambda self: [])
 
 
 def a_response_one_off(monkeypatch):

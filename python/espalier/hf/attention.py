@@ -121,6 +121,7 @@ class Phase:
         self.sets, self.longest, self.captures, self.regime, self.mutual = sets, longest, captures, regime, mutual
         self.capturing, self.checkpointed, self.seen, self.mask = False, False, collections.Counter(), None
         self.rules, self.masks = {}, set()  # of this call: each layer's Rule, and the windows and chunks of the masks that the model asked for
+        self.running, self.problem = False, None  # whether the call runs, and the first `Unsupported` of its layers
 
     def visible(self, device):
         """The call's mask, bool [1, 1, T, S]: true where row t sees key s (indexed.py)."""
@@ -136,19 +137,32 @@ class Phase:
     @contextlib.contextmanager
     def forward(self, model=None):
         """Context manager for a call of the model: its attention layers run in this phase, and transformers builds no masks. If `captures` is a
-        Trunk, it stores keys and values. Raises `Unsupported` if an attention layer of `model` did not see the phase exactly once."""
+        Trunk, it stores keys and values. Raises `Unsupported` if an attention layer cannot run in a phase, or if one of `model` did not see the phase
+        exactly once. The call runs to its end before the error is raised: other ranks wait for its later layers if FSDP shards the model."""
         self.capturing = self.captures is not None
         self.checkpointed = model is not None and any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
         for found in (self.seen, self.rules, self.masks):
             found.clear()
         before = _current.set(self)
+        self.running, self.problem = True, None
         try:
             yield
+        except Exception:
+            if self.problem is None:
+                raise
         finally:
             _current.reset(before)
-            self.capturing = False
+            self.capturing = self.running = False
+        if self.problem is not None:
+            raise self.problem
         if model is not None:
             self._check_seen(attention_layers(model))
+
+    def refuse(self, reason):
+        """Keeps the first `Unsupported` for the end of the call. Raises it in a checkpointed layer that runs again, behind the call."""
+        if not self.running:
+            raise reason
+        self.problem = self.problem or reason
 
     def _check_seen(self, layers):
         missing = sorted(set(layers) - set(self.seen))
@@ -200,7 +214,7 @@ def _mask(*args, **kwargs):
     if phase is None:
         return implementation.mask(*args, **kwargs)
     if kwargs.get("use_vmap"):  # how transformers marks functions that a model adds to a mask
-        raise Unsupported("attention mask", "causal masks, with a window or in chunks", "or_mask_function or and_mask_function of the model's own")
+        phase.refuse(Unsupported("attention mask", "causal masks, with a window or in chunks", "or_mask_function or and_mask_function of the model's own"))
     if not torch.compiler.is_compiling():
         phase.masks.add(int(kwargs.get("local_size") or 0))
     return phase.visible(kwargs["device"]) if indexed.needs_mask(kwargs.get("config")) else None
@@ -257,6 +271,14 @@ def attention(module, query, key, value, attention_mask=None, espalier=None, **k
 def _within(module, query, key, value, mask, phase, scaling=None, dropout=0.0, sliding_window=GIVEN_BY_THE_LAYER, **kwargs):
     """One layer's attention in a phase."""
     by_context, phase = phase is None, phase if phase is not None else current()
+    try:
+        return _checked(module, query, key, value, mask, phase, by_context, scaling, dropout, sliding_window, kwargs)
+    except Unsupported as reason:
+        phase.refuse(reason)
+        return value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None  # unread: Phase.forward raises
+
+
+def _checked(module, query, key, value, mask, phase, by_context, scaling, dropout, sliding_window, kwargs):
     where = f"attention layer {module.layer_idx}"
     if by_context:
         told_by_context.add(module)

@@ -165,6 +165,8 @@ def active_adapters(inner):
 
 def _check_checkpointing(base):
     for name, module in base.named_modules():
+        if getattr(getattr(module, "checkpoint_impl", None), "name", "") == "REENTRANT":  # torch's CheckpointWrapper
+            raise Unsupported(name, "non-reentrant activation checkpointing", "CheckpointImpl.REENTRANT", "checkpoint_impl=CheckpointImpl.NO_REENTRANT")
         if not getattr(module, "gradient_checkpointing", False):
             continue
         how = getattr(module, "_gradient_checkpointing_func", None)

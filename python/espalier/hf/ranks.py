@@ -1,5 +1,6 @@
 """Several processes: one reduction at the end under DDP, the same order of calls on every rank under FSDP."""
 
+import contextlib
 import functools
 import sys
 
@@ -103,6 +104,42 @@ def told_by_all(model, what):
     everyone = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, what, group)
     return everyone
+
+
+def largest(model, *numbers):
+    """The largest of each number among the ranks that call a sharded model together, as a list. Only hosts wait, no device."""
+    if not dist.is_initialized():
+        return [int(number) for number in numbers]
+    everyone = torch.tensor(numbers, dtype=torch.int64)
+    dist.all_reduce(everyone, dist.ReduceOp.MAX, _of_hosts(group_of(model)))
+    return everyone.tolist()
+
+
+@functools.cache
+def _of_hosts(group):
+    """A process group of the same ranks that exchanges tensors of the host."""
+    if "cpu:" in dist.get_backend_config(group):
+        return group
+    return dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
+
+
+@contextlib.contextmanager
+def reducing(model):
+    """Context manager: backwards of a sharded model reduce gradients over ranks, even within `no_sync()`."""
+    switches = [(module, "_sync_gradients") for module in model.modules() if is_fsdp1(module)]
+    for module in model.modules():
+        if hasattr(module, "_get_fsdp_state"):
+            state = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+            switches += [(group, name) for group in groups if group is not None for name in ("reduce_grads", "all_reduce_grads")]
+    before = [getattr(owner, name) for owner, name in switches]
+    try:
+        for owner, name in switches:
+            setattr(owner, name, True)
+        yield
+    finally:
+        for (owner, name), value in zip(switches, before):
+            setattr(owner, name, value)
 
 
 def inside(model, base, function):

@@ -116,7 +116,7 @@ class _Comparison:
         shared = self._take()
         dense_loss = plain()
         wanted = self._take()
-        everywhere = (ranks.device_of(self.model), ranks.group_of(self.model)) if ranks.sharded(self.model) and dist.is_initialized() else None
+        everywhere = over_shards(self.model)
         other = {}
 
         def draw(number):
@@ -150,6 +150,11 @@ class _Comparison:
             return dense.run(self.model, rollouts, loss, temperature, batches, router).total
 
 
+def over_shards(model):
+    """(device, process group) of the sums over a sharded model's ranks; None for another model."""
+    return (ranks.device_of(model), ranks.group_of(model)) if ranks.sharded(model) and dist.is_initialized() else None
+
+
 def compared(draw, shared_loss, dense_loss, everywhere=None):
     """Returns the table. `draw(number)` returns [(name, shared, dense, second dense run)], with another second run for every number."""
     squares = None
@@ -164,9 +169,9 @@ def compared(draw, shared_loss, dense_loss, everywhere=None):
     return table
 
 
-def judged(draw, shared_loss, dense_loss):
+def judged(draw, shared_loss, dense_loss, everywhere=None):
     """`compared`, which raises `Error` if a parameter is too far from dense."""
-    table = compared(draw, shared_loss, dense_loss)
+    table = compared(draw, shared_loss, dense_loss, everywhere)
     _demand(table)
     return table
 

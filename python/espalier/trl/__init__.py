@@ -5,8 +5,8 @@
 
 GRPO and RLOO (rollouts.py): a prompt, with its images, runs once for all micro-batches of an accumulation window. The others
 (batches.py): the common beginnings of a batch's rows run once, also in the passes of a reference and a teacher. A batch that cannot be
-shared (packing, a sharded model, anything that `espalier.hf.check` refuses) runs TRL's own path, with one note. verify=True compares every
-model's first shared pass with TRL's own path (verification.py).
+shared (packing, anything that `espalier.hf.check` refuses) runs TRL's own path, with one note. Under DDP and FSDP all ranks share. verify=True
+compares every model's first shared pass with TRL's own path (verification.py).
 """
 
 from espalier.extras import require

@@ -10,12 +10,15 @@ its values go back to their places in the padded batch, where TRL's loss and met
 
 import contextlib
 import functools
+import inspect
 
 import torch
 
 from espalier.errors import Unsupported
+from espalier.hf import ranks
 from espalier.hf.attention import Phase, RowSet, Trunk
 from espalier.hf.checks import base_model, check_captured
+from espalier.hf.step import Seed
 from espalier.trl import verification
 from espalier.trl.sharing import Sharing
 from espalier.trl.tree import Tree
@@ -27,6 +30,12 @@ _PASSED_ON = {"output_router_logits", "return_dict", "margin", "logits_to_keep"}
 class SharedBatches(Sharing):
     """Mixin for a trainer with `compute_loss`; precedes it among the bases."""
 
+    _comparison = None  # while a sharded model is compared: what its backbone's forward calls
+
+    def __init__(self, *args, **kwargs):
+        self._kept = {}  # by (id of a sharded model, True if with gradients): a batch for its comparison
+        super().__init__(*args, **kwargs)
+
     def compute_loss(self, *args, **kwargs):
         with self._shared_backbones():
             return super().compute_loss(*args, **kwargs)
@@ -37,17 +46,21 @@ class SharedBatches(Sharing):
         if not self.shared_prompts:
             yield
             return
-        models = [base_model(model) for model in self._models()]
+        models = {id(base_model(model)): model for model in self._models() if self._undivided(model)}
+        self._probe(models.values())
         with contextlib.ExitStack() as stack:
-            for base in {id(base): base for base in models}.values():
+            for model in models.values():
+                base = base_model(model)
                 stack.enter_context(_replaced_forward(base, functools.partial(self._model_forward, base)))
                 stack.enter_context(_replaced_forward(base.base_model, functools.partial(self._backbone_forward, base)))
+            for model in models.values():
+                self._compare_together(model)
             yield
 
     def _model_forward(self, base, forward, *args, **kwargs):
         """The model's forward. TRL's fused head runs only labelled rows of a shared batch."""
         labels = kwargs.get("labels")
-        if not kwargs.get("fused_lm_head") or labels is None or kwargs.get("shift_labels") is not None:
+        if not kwargs.get("fused_lm_head") or labels is None or kwargs.get("shift_labels") is not None or self._comparison is not None:
             return forward(*args, **kwargs)
         batch = self._batch(base, args, {name: value for name, value in kwargs.items() if name not in _OF_HEAD}, labels)
         labelled = batch and batch[0].labelled
@@ -63,43 +76,98 @@ class SharedBatches(Sharing):
 
     def _backbone_forward(self, base, forward, *args, **kwargs):
         """The backbone's forward: over unique rows if the batch can be shared, else `forward(*args, **kwargs)`."""
-        if "espalier" in kwargs:  # our own call, below
-            return forward(*args, **kwargs)
         batch = kwargs.pop("espalier_batch") if "espalier_batch" in kwargs else self._batch(base, args, kwargs)
         if batch is False:  # a second forward of this pass: ranks have exchanged in the first one
             return forward(*args, **kwargs)
-        if batch is None:
-            self._verify(base, None)
-            return forward(*args, **kwargs)
-        tree, more = batch
+        tree, more = batch or (None, None)
+        if self._comparison is not None:
+            return self._comparison(tree, lambda: forward(*args, **kwargs), lambda: self._shared(base, forward, tree, more))
+        together, problem, out = self._together(base), None, None
         try:
-            self._verify(base, lambda: self._compare_backbone(base, lambda: forward(*args, **kwargs), tree, more))
-            with self._our_layers(base):
-                out = _run(base, tree, more, tree.labelled and tree.labelled.rows)
+            self._verify(base, tree and (lambda: self._compare_backbone(base, forward, args, kwargs, tree, more)))
+            out = self._shared(base, forward, tree, more, tree.labelled and tree.labelled.rows) if tree else forward(*args, **kwargs)
         except Unsupported as reason:
-            if tree.labelled:
+            problem = reason
+        try:
+            if together:
+                self._agree(base, problem)
+            elif problem is not None:
+                raise problem
+        except Unsupported as reason:
+            if tree and tree.labelled:
                 raise  # to the model's forward, which chose the labels
             self._refuse(base, reason)
             self._give_layers_back()
             return forward(*args, **kwargs)
-        self.shared_rows["run"] += tree.rows
-        self.shared_rows["without_sharing"] += tree.tokens
+        if tree:
+            self.shared_rows["run"] += tree.rows
+            self.shared_rows["without_sharing"] += tree.tokens
         return out
 
-    def _compare_backbone(self, base, plain, tree, more):
+    def _shared(self, base, forward, tree, more, rows=None):
+        with self._our_layers(base):
+            return _run(base, forward, tree, more, rows)
+
+    def _compare_backbone(self, base, forward, args, kwargs, tree, more):
         """Compares with TRL's padded call: hidden states, and router logits, of every token that is not padding."""
-        def values(out):
-            routers = [x.view(*tree.live.shape, -1) for x in getattr(out, "router_logits", None) or ()]
-            return [x[tree.live] for x in (out.last_hidden_state, *routers)]
-
-        def shared():
-            with self._our_layers(base):
-                return values(_run(base, tree, more))
-
         try:
-            self.verification = verification.compare(base, lambda: values(plain()), shared)
+            self.verification = verification.compare(base, lambda: _read(forward(*args, **kwargs), tree), lambda: _read(self._shared(base, forward, tree, more), tree))
         finally:
             self._give_layers_back()
+
+    def _compare_together(self, model):
+        """Compares the same values of a sharded model, in whole calls of it on all ranks, before the loss: within one, FSDP counts its calls. The batch is
+        the first of an earlier pass that can be shared, which ran TRL's own path. Gradients are compared at the beginning of an accumulation window, when
+        no others are there."""
+        for gradients in (True, False):
+            key = (id(base_model(model)), gradients)
+            if not self.verify or not self._together(model) or key in self._verified_by_all or gradients and (
+                    self._micro_batches or not torch.is_grad_enabled()):
+                continue
+            if not ranks.largest(model, key in self._kept)[0]:
+                continue
+            batch = self._kept.pop(key, None)
+            try:
+                with torch.set_grad_enabled(gradients):
+                    self.verification = verification.compare(model, *(functools.partial(self._values, model, batch, shared) for shared in (False, True)))
+                self._verified_by_all.add(key)
+            except Unsupported:
+                return  # all ranks have refused the model
+            finally:
+                self._give_layers_back()
+
+    def _values(self, model, batch, shared):
+        """The values that `_compare_backbone` compares, of a call of a sharded model; none on a rank without a `batch`. One more value is 0, and its
+        backward reaches every layer's output, without which FSDP's hooks do not fire."""
+        base, found, refused = base_model(model), [], []
+        ids, mask, more = batch or (torch.zeros(1, 1, dtype=torch.long, device=ranks.device_of(model)), None, {})
+        if "logits_to_keep" in inspect.signature(type(base).forward).parameters:
+            more = {**more, "logits_to_keep": 1}
+
+        def backbone(tree, plain, ours):
+            problem, out = None, None
+            try:
+                out = ours() if shared and tree else plain()
+                found.extend(_read(out, tree) if tree else ())
+            except Unsupported as reason:
+                problem = reason
+            try:
+                self._agree(model, problem)
+            except Unsupported as reason:  # this call goes on, as on every rank
+                refused.append(reason)
+                return plain()
+            return out
+
+        self._comparison = backbone
+        try:
+            out = model(input_ids=ids, attention_mask=mask, use_cache=False, **more)
+        finally:
+            self._comparison = None
+        if refused:
+            raise refused[0]
+        live = [x for x in out.values() if torch.is_tensor(x) and x.requires_grad]
+        zero = Seed.apply(*(part for x in live for part in (x, torch.zeros_like(x)))) if live else torch.zeros((), device=ranks.device_of(model))
+        return found + [zero.reshape(1)]
 
     def _batch(self, base, args, kwargs, labels=None):
         """(tree, keyword arguments to pass on), or None: the backbone is not called with a plain padded batch, or nothing is shared."""
@@ -123,16 +191,28 @@ class SharedBatches(Sharing):
         if tree.label_behind_padding:
             self._note("this batch has a label for a token behind padding, which TRL predicts from the padding")
             return None
-        return (tree, given) if tree.rows < tree.tokens else None
+        if tree.rows == tree.tokens:
+            return None
+        key = self._key(base)
+        if self.verify and self._comparison is None and key not in self._verified_by_all and self._together(base):
+            self._kept.setdefault(key, (ids, mask, {name: value for name, value in given.items() if name == "output_router_logits"}))
+            return None
+        return tree, given
 
 
-def _run(base, tree, more, rows=None):
+def _read(out, tree):
+    """The values of the backbone's output that heads and losses read, of every token that is not padding."""
+    routers = [x.view(*tree.live.shape, -1) for x in getattr(out, "router_logits", None) or ()]
+    return [x[tree.live] for x in (out.last_hidden_state, *routers)]
+
+
+def _run(base, forward, tree, more, rows=None):
     """Runs the backbone on the tree's rows. Returns its output for every token of the padded batch. With `rows`, hidden states are those of these
     rows, [1, rows, H]."""
     seen = Trunk(tree.rows)
     phase = Phase([RowSet(0, (), tree.runs)], tree.longest, captures=seen)
     with phase.forward():
-        out = base.base_model(input_ids=tree.ids[None], position_ids=tree.positions[None], use_cache=False, espalier=phase, **more)
+        out = forward(input_ids=tree.ids[None], position_ids=tree.positions[None], use_cache=False, espalier=phase, **more)
     check_captured(base, seen)
     out.last_hidden_state = out.last_hidden_state[0][tree.place] if rows is None else out.last_hidden_state[:, rows]
     if getattr(out, "router_logits", None) is not None:

@@ -1,8 +1,10 @@
 """GRPO and RLOO: a prompt is shared by all micro-batches of an accumulation window, even if TRL's shuffle spreads a group over several of them. Its
-backward runs once, at the window's end. Under DDP the model is called without its wrapper, and gradients are reduced once, at the window's end.
+backward runs once, at the window's end (window.py). Under DDP the model is called without its wrapper, and gradients are reduced once, at the window's
+end. Under FSDP all ranks make equally many calls.
 """
 
 import collections
+import contextlib
 
 import numpy as np
 import torch
@@ -10,27 +12,28 @@ import torch
 from espalier import native
 from espalier.errors import Error, Unsupported
 from espalier.hf import check_images, ranks
-from espalier.hf.attention import Phase, RowSet, Trunk
-from espalier.hf.checks import base_model, check_captured, check_live
+from espalier.hf.attention import Phase, RowSet
+from espalier.hf.checks import base_model
 from espalier.hf.images import Tower
 from espalier.hf.routers import RowSums, experts_per_token, load_balancing, logits_of
-from espalier.hf.step import Seed, backward
 from espalier.hf.transfer import to_device
 from espalier.trl import images, verification
 from espalier.trl.sharing import Sharing
+from espalier.trl.window import Prompt, Window
 
 
 class SharedPrompts(Sharing):
     """Mixin for a trainer with TRL's `_get_per_token_logps_and_entropies`; precedes it among the bases."""
 
     def __init__(self, *args, **kwargs):
-        self._prompts = {}  # prompts of the open accumulation window: tokens -> _Prompt
+        self._window = Window()
         super().__init__(*args, **kwargs)
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False,
                                            compute_aux_loss=False, **others):
         if self.shared_prompts and not ranks.sharded(model):
             model = ranks.without_replicas(model)  # on every rank and in every micro-batch, shared or not
+        self._probe([model])
 
         def plain():
             return super(SharedPrompts, self)._get_per_token_logps_and_entropies(
@@ -45,60 +48,134 @@ class SharedPrompts(Sharing):
             in_use.append("a router loss of its parts")
         if in_use:
             self._note("this batch has " + ", ".join(in_use))
-        shares = not in_use and self._sharing(model, input_ids.shape[1]) and rows.can_share and (compute_aux_loss or rows.live.any())
-        counted, known = dict(self.shared_rows), set(self._prompts)
-        shared = lambda: self._shared(model, rows, batch_size or len(input_ids), compute_entropy, compute_aux_loss, pictures)
-        if not shares:
+        shares = not in_use and self._sharing(model, input_ids.shape[1]) and rows.can_share and bool(compute_aux_loss or rows.live.any())
+        together = self._together(model)
+        if together:
+            due, shares = self._due_together(model, shares)
+        counted, mark = dict(self.shared_rows), self._window.mark()
+        size = batch_size or len(input_ids)
+        shared = lambda: self._pass(model, rows, shares, size, compute_entropy, compute_aux_loss, pictures, plain)
+        if not shares and not together:
             self._verify(model, None)
             return plain()
         try:
-            self._verify(model, lambda: self._compare(model, rows, plain, shared))
+            if together and due:
+                self._compare(model, rows, plain, shared)
+                self._verified_by_all.add(self._key(model))
+            elif not together:
+                self._verify(model, lambda: self._compare(model, rows, plain, shared))
             self.shared_rows = dict(counted)
-            with self._our_layers(model):
-                return shared()
+            return shared()
         except Unsupported as reason:
             self._refuse(model, reason)
         self._give_layers_back()
         self.shared_rows = counted
-        self._prompts = {key: prompt for key, prompt in self._prompts.items() if key in known}
+        self._window.reset(mark)
         return plain()
+
+    def _due_together(self, model, shares):
+        """(whether all ranks compare this pass, whether this rank shares it), for a sharded model. A pass that was not compared yet is shared only at the
+        beginning of an accumulation window, because a comparison needs gradients that no other micro-batch has added to."""
+        if not self.verify or self._key(model) in self._verified_by_all:
+            return False, shares
+        if torch.is_grad_enabled() and self._micro_batches:
+            return False, False
+        return bool(ranks.largest(model, shares)[0]), shares
 
     def _compare(self, model, rows, plain, shared):
         """Compares with TRL's own call: log-probs and entropies of every response token, and the router's loss."""
         live = torch.arange(rows.shape[1], device=rows.ids.device) < torch.as_tensor(rows.live, device=rows.ids.device)[:, None]
         values = lambda logprobs, entropies, aux_loss=None: [x[live] for x in (logprobs, entropies) if x is not None] + (
             [aux_loss.reshape(1)] if aux_loss is not None else [])
-        window, self._prompts = self._prompts, {}
-
-        def ours():
-            with self._our_layers(model):
-                return values(*shared())
+        window, self._window = self._window, Window()
 
         try:
-            self.verification = verification.compare(model, lambda: values(*plain()), ours, lambda: self._prompts_backward(model))
+            self.verification = verification.compare(model, lambda: values(*plain()), lambda: values(*shared()), lambda: self._prompts_backward(model))
         finally:
-            self._prompts = window
+            self._window = window
             self._give_layers_back()
 
     def _images(self, model, rows, fields):
         """(Rollouts with the batch's Images or None, fields that are not understood). A model's first images are compared with its own calls."""
         if not self.shared_prompts or not rows.can_share:
             return None, []
+        if self._together(model) and any(fields.get(name) is not None for name in ("pixel_values", "image_grid_thw")):
+            return None, ["images, which a model that FSDP shards does not share"]
         prepared, unknown = images.of(model, rows, fields)
         if prepared is not None and self._sharing(model, rows.ids.shape[1]):
             check_images(model, prepared, rows.ids.shape[1])
         return prepared, unknown
 
-    def _shared(self, model, rows, batch_size, compute_entropy, routed, pictures=None):
-        prompts = self._prompts if torch.is_grad_enabled() else {}
+    def _pass(self, model, rows, shares, batch_size, compute_entropy, routed, pictures, plain):
+        """The batch's log-probs, entropies and router loss, with shared prompts. Under FSDP all ranks make the same calls: one for each prompt, or for each
+        that another rank has, then one for each part of the batch, which is TRL's own on a rank whose batch is not shared. Raises `Unsupported` if this
+        pass cannot be shared, under FSDP on all ranks if it is so on one."""
         rows.pictures = pictures and _Pictures(pictures.images, torch.is_grad_enabled())
-        order = np.argsort(rows.groups, kind="stable")
-        parts = []
-        for at in range(0, len(order), batch_size):
-            members = [int(row) for row in order[at:at + batch_size]]
-            for row in members:
-                self._prompt(model, rows, row, prompts, routed)
-            parts.append(self._responses(model, rows, [row for row in members if routed or rows.live[row]], prompts, routed))
+        window, together = self._window if torch.is_grad_enabled() else Window(), self._together(model)
+        with self._our_layers(model) if shares else contextlib.nullcontext():
+            new = self._new_prompts(model, rows, window, routed) if shares else {}
+            problem, out = window.forward(model, new, lambda: self._stand_in(model)), None
+            self.shared_rows["run"] += sum(prompt.trunk.rows for prompt in new.values())
+            try:
+                if problem is None and shares:
+                    out = self._of_parts(model, rows, batch_size, compute_entropy, routed, window.prompts)
+                elif together:
+                    out = plain()
+            except Unsupported as reason:
+                problem = reason
+        if together:
+            self._agree(model, problem)
+        elif problem is not None:
+            raise problem
+        return out
+
+    def _new_prompts(self, model, rows, window, routed):
+        """{key: Prompt} of the prompts that the window does not have. They run the rows of all tokens but the last one, with which every response's rows
+        begin."""
+        new = {}
+        for row in rows.order:
+            key = rows.key(row)
+            if key not in window.prompts and key not in new and len(rows.prompt(row)) > 1:
+                new[key] = self._prompt(model, rows, row, routed)
+        return new
+
+    def _prompt(self, model, rows, row, routed):
+        ids, pictures = rows.prompt(row)[None, :-1], rows.pictures
+        count = ids.shape[1]
+        positions = rows.positions(row, 0, count)[..., None, :]
+
+        def call(trunk):
+            seen, more = pictures.of_prompt(row, count) if pictures else ((), {})
+            phase = Phase([RowSet(0, (), [(0, count, count)])], count, captures=trunk, mutual=seen)
+            with self.accelerator.autocast(), phase.forward(), _router_logits(model, routed) as router:
+                out = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=1, espalier=phase, **more, **router.wanted)
+            return out.logits, router.sums() if routed else None
+
+        return Prompt(call, count, pictures)
+
+    def _stand_in(self, model, **head):
+        """A call of one token, whose output nothing reads. `head`: arguments of TRL's fused head, for a call in place of a part of the batch: FSDP2 tells
+        calls that run the head's module from others."""
+        nothing = torch.zeros(1, 1, dtype=torch.long, device=ranks.device_of(model))
+        with self.accelerator.autocast():
+            return model(input_ids=nothing, use_cache=False, **head)["log_probs" if head else "logits"]
+
+    def _of_parts(self, model, rows, batch_size, compute_entropy, routed, prompts):
+        parts, problem, made = [], None, [rows.order[at:at + batch_size] for at in range(0, len(rows.order), batch_size)]
+        for members in made:
+            members = [row for row in members if routed or rows.live[row]]
+            if self._together(model) and (problem is not None or not members):
+                self._stand_in(model, fused_lm_head=True, shift_labels=torch.full((1, 1), -100, device=rows.ids.device))
+            if problem is not None:
+                continue
+            try:
+                parts.append(self._responses(model, rows, members, prompts, routed))
+            except Unsupported as reason:
+                if not self._together(model):
+                    raise
+                problem = reason
+        if problem is not None:
+            raise problem
         place = torch.cat([part[0] for part in parts])
 
         def spread(values):
@@ -107,24 +184,6 @@ class SharedPrompts(Sharing):
 
         entropies = spread([part[2] for part in parts]) if compute_entropy else None
         return spread([part[1] for part in parts]), entropies, parts[0][3]
-
-    def _prompt(self, model, rows, row, prompts, routed):
-        """Runs the rows of all prompt tokens but the last one. Every response's rows begin with the last prompt token."""
-        ids, key = rows.prompt(row), rows.key(row)
-        if key in prompts or len(ids) < 2:
-            return
-        trunk = Trunk(len(ids) - 1)
-        seen, more = rows.pictures.of_prompt(row, trunk.rows) if rows.pictures else ((), {})
-        phase = Phase([RowSet(0, (), [(0, trunk.rows, trunk.rows)])], trunk.rows, captures=trunk, mutual=seen)
-        positions = rows.positions(row, 0, trunk.rows)[..., None, :]
-        with self.accelerator.autocast(), phase.forward(), _router_logits(model, routed) as router:
-            model(input_ids=ids[None, :-1], position_ids=positions, use_cache=False, logits_to_keep=1, espalier=phase, **more,
-                  **router.wanted)
-        check_captured(model, trunk)
-        if torch.is_grad_enabled():
-            check_live(model, trunk)
-        prompts[key] = _Prompt(trunk, router.sums() if routed else None, rows.pictures)
-        self.shared_rows["run"] += trunk.rows
 
     def _responses(self, model, rows, members, prompts, routed):
         """Runs all members in one call of the model. Returns (row, position) of each response token [T, 2], its log-prob and its entropy [T], and the
@@ -172,7 +231,7 @@ class SharedPrompts(Sharing):
         try:
             return super().training_step(model, *args, **kwargs)
         except BaseException:
-            self._prompts = {}
+            self._window = Window()
             raise
 
     def _step_done(self, model):
@@ -187,33 +246,12 @@ class SharedPrompts(Sharing):
             ranks.reduce_gradients(ddp)
 
     def _prompts_backward(self, model):
-        prompts, self._prompts = self._prompts, {}
-        if prompts:
+        window, self._window = self._window, Window()
+        if window.calls:
             with self._our_layers(model):
-                for prompt in prompts.values():
-                    pairs = prompt.gathered()
-                    if pairs:
-                        backward(Seed.apply(*pairs))
-                for pictures in {id(prompt.pictures): prompt.pictures for prompt in prompts.values() if prompt.pictures}.values():
-                    pairs = pictures.gathered()
-                    if pairs:
-                        backward(Seed.apply(*pairs))
-
-
-class _Prompt:
-    """A prompt of the open window: its trunk and, with a router's loss, the sums of its rows. In every micro-batch a leaf takes the place of these
-    sums."""
-
-    def __init__(self, trunk, router, pictures=None):
-        self.trunk, self.router, self.pictures = trunk, router, pictures
-        self.leaf = router and router.sums.detach().requires_grad_(router.sums.requires_grad)
-
-    def gathered(self):
-        """[tensor, gradient, tensor, gradient, ...] for a Seed: tensors with a graph and the gradients gathered for them."""
-        pairs = self.trunk.gathered()
-        if self.router and self.leaf.grad is not None:
-            pairs += [self.router.sums, self.leaf.grad]
-        return pairs
+                problem = window.backward(model)
+            if ranks.alternating(model):
+                self._agree(model, problem)
 
 
 class _Pictures:
@@ -229,7 +267,7 @@ class _Pictures:
         return self.images.blocks(row, 0, length), more
 
     def gathered(self):
-        """The same as `_Prompt.gathered`, after the backward of all prompts."""
+        """The same as `Prompt.gathered`, after the backward of all prompts."""
         return self.tower.finish(list(self.tower.open))
 
 
@@ -269,6 +307,7 @@ class _Rows:
         gaps = (np.diff(prompts.astype(np.int8), axis=1) < 0).any() or (np.diff(responses.astype(np.int8), axis=1) > 0).any()
         self.can_share = not gaps and bool((self.first < self.split).all())
         self.groups = native.group([self.host[i, self.first[i]:self.split] for i in range(len(mask))]) if self.can_share else None
+        self.order = np.argsort(self.groups, kind="stable").tolist() if self.can_share else []  # rows with equal prompts stand together
         self.pictures = None
 
     def key(self, row):

@@ -2,14 +2,16 @@
 
 It compares the values that TRL's head and loss read, at every token that is not padding, and the gradients of a random linear function of
 these values. TRL's own path runs twice, the second time with embeddings moved by one rounding step. The distance of the two runs is the floor;
-further runs raise it if it was small by chance (hf/verification.py).
+further runs raise it if it was small by chance (hf/verification.py). Ranks of a sharded model compare together, with sums over all ranks: each takes
+part with its own batch, and all reach the same verdict.
 """
 
+import contextlib
 import logging
 
 import torch
 
-from espalier.hf import probe, verification
+from espalier.hf import probe, ranks, verification
 from espalier.hf.checks import base_model, unwrapped
 
 _log = logging.getLogger("espalier")
@@ -21,6 +23,7 @@ def compare(model, plain, shared, finish=lambda: None):
     `.grad`."""
     named = [(name, p) for name, p in unwrapped(model).named_parameters() if p.requires_grad]
     held = [p.grad for _, p in named]
+    everywhere = verification.over_shards(model)
     latest = {}  # gradients of one run at a time
 
     def other(number):
@@ -30,19 +33,24 @@ def compare(model, plain, shared, finish=lambda: None):
                 latest[number] = _run(named, plain)
         return latest[number]
 
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(_put_back, named, held)
+        if everywhere is not None:
+            stack.enter_context(ranks.reducing(model))
         wanted, _ = _run(named, plain), other(0)
         found = _run(named, shared, finish)
         losses = found[2], wanted[2]
-        table = verification.judged(lambda number: [("values", found[0], wanted[0], other(number)[0])], *losses)
-        if torch.is_grad_enabled() and any(grad is not None for grad in wanted[1]):
+        table = verification.judged(lambda number: [("values", found[0], wanted[0], other(number)[0])], *losses, everywhere)
+        if torch.is_grad_enabled() and (everywhere is not None or any(grad is not None for grad in wanted[1])):
             table = verification.judged(
-                lambda number: [(name, *grads) for (name, _), *grads in zip(named, found[1], wanted[1], other(number)[1])], *losses)
-    finally:
-        for (_, p), grad in zip(named, held):
-            p.grad = grad
+                lambda number: [(name, *grads) for (name, _), *grads in zip(named, found[1], wanted[1], other(number)[1])], *losses, everywhere)
     _log.info("a shared pass agrees with TRL's own\n%s", table)
     return table
+
+
+def _put_back(named, held):
+    for (_, p), grad in zip(named, held):
+        p.grad = grad
 
 
 def _run(named, make, finish=lambda: None):
