@@ -73,22 +73,21 @@ std::int64_t mlp_forward_bytes(const BlockShape& b, const BlockRows& rows, bool 
                       : DenseForwardBuffers(b, rows.continuing, with_output).peak();
 }
 
-PathBuffers::PathBuffers(const BlockShape& b, std::int64_t rows, bool with_gradients) : BufferList(b.bytes) {
-  k_PW = add("keys", rows, k_width(b));
-  v_PW = add("values", rows, v_width(b));
-  if (!with_gradients) return;
-  grad_k_PW = add("gradients of keys", rows, k_width(b), kAccumulator);
-  grad_v_PW = add("gradients of values", rows, v_width(b), kAccumulator);
+PathWidths path_widths(const ModelShape& shape, bool latents) {
+  if (latents) return {shape.latent.key_value, shape.latent.rotary};
+  return {shape.key_width(), shape.value_width()};
 }
 
-PathLatentBuffers::PathLatentBuffers(const BlockShape& b, std::int64_t rows, bool with_gradients)
+PathBuffers::PathBuffers(const BlockShape& b, std::int64_t rows, bool with_gradients, bool latents)
     : BufferList(b.bytes) {
-  const LatentShape& latent = b.shape.latent;
-  latent_PC = add("normalised latents of the path", rows, latent.key_value);
-  rotary_PK = add("shared keys of the path", rows, latent.rotary);
+  const PathWidths widths = path_widths(b.shape, latents);
+  first_PW = add(latents ? "normalised latents of the path" : "keys", rows, widths.first);
+  second_PW = add(latents ? "shared keys of the path" : "values", rows, widths.second);
   if (!with_gradients) return;
-  grad_latent_PC = add("gradients of latents of the path", rows, latent.key_value, kAccumulator);
-  grad_rotary_PK = add("gradients of shared keys of the path", rows, latent.rotary, kAccumulator);
+  grad_first_PW =
+      add(latents ? "gradients of latents of the path" : "gradients of keys", rows, widths.first, kAccumulator);
+  grad_second_PW =
+      add(latents ? "gradients of shared keys of the path" : "gradients of values", rows, widths.second, kAccumulator);
 }
 
 PathRoomBuffers::PathRoomBuffers(const BlockShape& b, std::int64_t rows, bool with_gradients) : BufferList(b.bytes) {
@@ -145,7 +144,7 @@ AttentionSavedBuffers::AttentionSavedBuffers(const BlockShape& b, const BlockRow
     latent_rstd_T = add("1/rms of latents", rows.all, Buffer::kVector, kAccumulator);
     rotary_key_TK = add("shared keys", rows.all, s.latent.rotary);
   }
-  kv_TW = add("keys and values", rows.all, s.key_value_width());
+  if (!gives_latents(b, rows)) kv_TW = add("keys and values", rows.all, s.key_value_width());
   q_RW = add("queries", R, query_width(b));
   attended_RW = add("attended values", R, s.attended_width());
   lse_HR = add("log-sum-exp of attention", s.heads, R, kAccumulator);
@@ -265,8 +264,9 @@ LayerForwardBuffers::LayerForwardBuffers(const BlockShape& b, const BlockRows& r
   if (b.shape.has_latents())
     latent_TC = add("normalised latents", T, b.shape.latent.key_value, kActivation, Stage::projection);
   rotated_q_RW = add("rotated queries", R, q_width(b), kActivation, Stage::attention);
-  if (!rows.in_path) rotated_k_TW = add("rotated keys", T, k_width(b), kActivation, Stage::attention);
-  if (!rows.in_path && b.shape.has_latents()) value_TW = add("values", T, v_width(b), kActivation, Stage::attention);
+  const bool own = !rows.in_path && !gives_latents(b, rows);
+  if (own) rotated_k_TW = add("rotated keys", T, k_width(b), kActivation, Stage::attention);
+  if (own && b.shape.has_latents()) value_TW = add("values", T, v_width(b), kActivation, Stage::attention);
   if (b.shape.attention.output_gate) {
     query_RW = add("queries without gates", R, q_width(b), kActivation, Stage::attention);
     gated_RW = add("gated values", R, q_width(b), kActivation, Stage::residual);
@@ -285,7 +285,8 @@ LayerBackwardBuffers::LayerBackwardBuffers(const BlockShape& b, const BlockRows&
   const std::int64_t T = rows.all, R = rows.continuing, M = b.shape.hidden, Q = q_width(b), K = k_width(b),
                      V = v_width(b), A = b.shape.attended_width(), KV = b.shape.key_value_width();
   const LatentShape& latent = b.shape.latent;
-  const bool latents = b.shape.has_latents(), query_latents = latents && latent.query > 0;
+  const bool latents = b.shape.has_latents(), query_latents = latents && latent.query > 0,
+             gives = gives_latents(b, rows), own = !rows.in_path && !gives;
   grad_attended_RW = add("gradient of attended values", R, A, kActivation, Stage::mlp, Stage::input);
   nest(Stage::mlp, mlp_backward_bytes(b, rows));
   const bool gated = b.shape.attention.output_gate;
@@ -294,18 +295,22 @@ LayerBackwardBuffers::LayerBackwardBuffers(const BlockShape& b, const BlockRows&
   if (R > 0 && b.finishes_branch())
     grad_branch_RM = add("gradient of attention's output", R, M, kActivation, Stage::output);
   grad_q_RW = add("gradient of queries", R, query_width(b), kActivation, Stage::attention, Stage::input);
-  grad_kv_TW = add("gradient of keys and values", T, KV, kActivation, Stage::attention, Stage::input);
+  if (gives)
+    grad_normed_latent_TC =
+        add("gradient of normalised latents", T, latent.key_value, kActivation, Stage::attention, Stage::input);
+  else
+    grad_kv_TW = add("gradient of keys and values", T, KV, kActivation, Stage::attention, Stage::input);
   if (latents)
     grad_rotary_key_TK = add("gradient of shared keys", T, latent.rotary, kActivation, Stage::attention, Stage::input);
   rotated_q_RW = add("rotated queries", R, Q, kActivation, Stage::attention);
-  if (!rows.in_path) rotated_k_TW = add("rotated keys", T, K, kActivation, Stage::attention);
+  if (own) rotated_k_TW = add("rotated keys", T, K, kActivation, Stage::attention);
   grad_rotated_q_RW = add("gradient of rotated queries", R, Q, kActivation, Stage::attention);
   if (gated) query_RW = add("queries without gates", R, Q, kActivation, Stage::attention);
   if (gated) grad_query_RW = rotated_q_RW;  // which attention's backward has read by then
-  if (!rows.in_path) grad_k_TW = add("gradient of rotated keys", T, K, kAccumulator, Stage::attention);
-  if (!rows.in_path) grad_v_TW = add("gradient of values", T, V, kAccumulator, Stage::attention);
+  if (own) grad_k_TW = add("gradient of rotated keys", T, K, kAccumulator, Stage::attention);
+  if (own) grad_v_TW = add("gradient of values", T, V, kAccumulator, Stage::attention);
   if (latents) {
-    if (!rows.in_path) value_TW = add("values", T, V, kActivation, Stage::attention);
+    if (own) value_TW = add("values", T, V, kActivation, Stage::attention);
     grad_rotary_key_sum_TK = add("sum over heads for shared keys", T, latent.rotary, kAccumulator, Stage::attention);
     grad_latent_TC = add("gradient of latents", T, latent.key_value, kActivation, Stage::key_value, Stage::input);
     if (query_latents)
@@ -313,10 +318,11 @@ LayerBackwardBuffers::LayerBackwardBuffers(const BlockShape& b, const BlockRows&
           add("gradient of latents of queries", R, latent.query, kActivation, Stage::key_value, Stage::input);
   }
   normed_TM = add("normalised rows", T, M, kActivation, Stage::key_value, Stage::input);
-  kv_product =
-      add_product(*this, b, "product for keys and values", KV, latents ? latent.key_value : M, Stage::key_value);
+  if (!gives)
+    kv_product =
+        add_product(*this, b, "product for keys and values", KV, latents ? latent.key_value : M, Stage::key_value);
   if (latents) {
-    latent_TC = add("normalised latents", T, latent.key_value, kActivation, Stage::key_value);
+    if (!gives) latent_TC = add("normalised latents", T, latent.key_value, kActivation, Stage::key_value);
     latent_product =
         add_product(*this, b, "product for latents", std::max(latent.key_value, latent.rotary), M, Stage::key_value);
   }
@@ -386,31 +392,82 @@ std::int64_t layer_backward_bytes(const BlockShape& b, const BlockRows& rows) {
   return rows.mixer == Mixer::attention ? LayerBackwardBuffers(b, rows).peak() : DeltaBackwardBuffers(b, rows).peak();
 }
 
+namespace {
+
+std::int64_t whole_shares(const RowShares& shares) { return shares.ranks() * shares.most(); }
+
+// The scratch of an adapter of what expands latents.
+void nest_expansion(BufferList& list, const BlockShape& b, std::int64_t block, auto stage) {
+  if (b.shape.has_latents() && adapts_keys_values(b)) list.nest(stage, low_rank_bytes(b, block));
+}
+
+}  // namespace
+
 DividedForwardBuffers::DividedForwardBuffers(const BlockShape& b, const RowShares& shares, bool in_path)
     : BufferList(b.bytes) {
-  const std::int64_t K = k_width(b), V = v_width(b), most = shares.most();
+  const bool latents = b.shape.has_latents();
+  const std::int64_t most = shares.most(), all = whole_shares(shares), block = std::min(all, kPathLatentBlock);
+  const PathWidths given = path_widths(b.shape, latents);
   if (!in_path) {
-    k_SW = add("keys of a set sharded over cp", shares.rows(), K, kActivation, Stage::exchange, Stage::attention);
-    v_SW = add("values of a set sharded over cp", shares.rows(), V, kActivation, Stage::exchange, Stage::attention);
+    k_SW =
+        add("keys of a set sharded over cp", shares.rows(), k_width(b), kActivation, Stage::exchange, Stage::attention);
+    v_SW = add("values of a set sharded over cp", shares.rows(), v_width(b), kActivation, Stage::exchange,
+               Stage::attention);
   }
-  part = add("this rank's keys and values", most, K + V, kActivation, Stage::exchange);
-  whole = add("keys and values of all ranks", shares.ranks() * most, K + V, kActivation, Stage::exchange);
+  if (latents) {
+    latent_SC =
+        add("latents of a set sharded over cp", all, given.first, kActivation, Stage::exchange, Stage::expansion);
+    rotary_SK =
+        add("shared keys of a set sharded over cp", all, given.second, kActivation, Stage::exchange, Stage::expansion);
+    kv_BW = add("heads of a block of the set", block, b.shape.key_value_width(), kActivation, Stage::expansion);
+    nest_expansion(*this, b, block, Stage::expansion);
+  }
+  part = add("this rank's rows", most, given.sum(), kActivation, Stage::exchange);
+  whole = add("rows of all ranks", all, given.sum(), kActivation, Stage::exchange);
 }
 
 DividedBackwardBuffers::DividedBackwardBuffers(const BlockShape& b, const RowShares& shares, bool in_path)
     : BufferList(b.bytes) {
+  const bool latents = b.shape.has_latents();
   const std::int64_t K = k_width(b), V = v_width(b), S = shares.rows(), most = shares.most(),
-                     all = shares.ranks() * most;
+                     all = whole_shares(shares), block = std::min(all, kPathLatentBlock);
+  const PathWidths given = path_widths(b.shape, latents);
+  const Stage last = latents ? Stage::latents : Stage::owners;  // that reads gradients of keys and values
+  if (latents) {
+    sum_latent_SC = add("sums for latents of the set", all, given.first, kAccumulator, Stage::exchange, Stage::owners);
+    sum_rotary_SK =
+        add("sums for shared keys of the set", all, given.second, kAccumulator, Stage::exchange, Stage::owners);
+  }
   if (!in_path) {
-    grad_k_SW = add("gradient of keys of a set sharded over cp", S, K, kAccumulator, Stage::exchange, Stage::owners);
-    grad_v_SW = add("gradient of values of a set sharded over cp", S, V, kAccumulator, Stage::exchange, Stage::owners);
+    grad_k_SW = add("gradient of keys of a set sharded over cp", S, K, kAccumulator, Stage::exchange, last);
+    grad_v_SW = add("gradient of values of a set sharded over cp", S, V, kAccumulator, Stage::exchange, last);
+  }
+  if (latents) {
+    latent_SC = add("latents of a set sharded over cp", all, given.first, kActivation, Stage::exchange, Stage::latents);
+    rotary_SK =
+        add("shared keys of a set sharded over cp", all, given.second, kActivation, Stage::exchange, Stage::latents);
+  }
+  if (!in_path) {
     k_SW = add("keys of a set sharded over cp", S, K, kActivation, Stage::exchange, Stage::attention);
     v_SW = add("values of a set sharded over cp", S, V, kActivation, Stage::exchange, Stage::attention);
-    part = add("this rank's keys and values", most, K + V, kActivation, Stage::exchange);
-    whole = add("keys and values of all ranks", all, K + V, kActivation, Stage::exchange);
   }
-  grad_part = add("gradient of this rank's keys and values", most, K + V, kAccumulator, Stage::owners);
-  grad_whole = add("gradient of keys and values for all ranks", all, K + V, kAccumulator, Stage::owners);
+  if (!in_path || latents) {
+    part = add("this rank's rows", most, given.sum(), kActivation, Stage::exchange);
+    whole = add("rows of all ranks", all, given.sum(), kActivation, Stage::exchange);
+  }
+  if (latents) {
+    const std::int64_t KV = b.shape.key_value_width();
+    if (!in_path) kv_BW = add("heads of a block of the set", block, KV, kActivation, Stage::expansion);
+    grad_kv_BW = add("gradient of heads of a block", block, KV, kActivation, Stage::latents);
+    grad_latent_BC = add("gradients of latents of a block", block, given.first, kActivation, Stage::latents);
+    sum_latent_BC = add("sums for latents of a block", block, given.first, kAccumulator, Stage::latents);
+    sum_rotary_BK = add("sums for shared keys of a block", block, given.second, kAccumulator, Stage::latents);
+    product = add_product(*this, b, "product for keys and values", KV, given.first, Stage::latents);
+    if (!in_path) nest_expansion(*this, b, block, Stage::expansion);
+    nest_expansion(*this, b, block, Stage::latents);
+  }
+  grad_part = add("gradient of this rank's rows", most, given.sum(), kAccumulator, Stage::owners);
+  grad_whole = add("gradient of rows for all ranks", all, given.sum(), kAccumulator, Stage::owners);
 }
 
 DecoderBackwardBuffers::DecoderBackwardBuffers(const BlockShape& b, std::int64_t rows, std::int64_t outputs)

@@ -38,7 +38,15 @@ struct BlockRows {
   Mixer mixer = Mixer::attention;
   std::int64_t forks = 0;  // recurrent states passed between runs of the set
   bool mlp = true;         // false: the block ends with its mixer
+  bool divided = false;    // a set sharded over cp, where `ranks` does not say so
+
+  bool is_divided() const { return divided || ranks > 1; }
 };
+
+// Whether a set's rows give latents to the other ranks of cp, which compute keys and values from them.
+inline bool gives_latents(const BlockShape& block, const BlockRows& rows) {
+  return rows.is_divided() && block.shape.has_latents();
+}
 
 // The states that a trunk leaves for everything below it, one for each recurrent layer, and the sums of their
 // gradients; N numbers each (ops/delta_rule.h).
@@ -47,18 +55,23 @@ struct StateBuffers : BufferList {
   Place states_LN, grad_states_LN;
 };
 
-// Keys and values of one layer, and their accumulators.
+// What the path carries of a row: keys and values of all heads, or with latent attention its normed latent and its
+// rotated shared key (model/path_latents.h).
+struct PathWidths {
+  std::int64_t first, second;  // J*D and J*Dv, or C and K
+
+  std::int64_t sum() const { return first + second; }
+};
+PathWidths path_widths(const ModelShape& shape, bool latents);
+
+// Of one layer, with its accumulators.
 struct PathBuffers : BufferList {
-  PathBuffers(const BlockShape& block, std::int64_t rows, bool with_gradients);
-  Place k_PW, v_PW, grad_k_PW, grad_v_PW;  // [P, J*D], [P, J*Dv]
+  PathBuffers(const BlockShape& block, std::int64_t rows, bool with_gradients, bool latents = false);
+  Place first_PW, second_PW, grad_first_PW, grad_second_PW;
 };
 
-// The same as latents (model/path_latents.h): of one layer the normed latents and the rotated shared keys. And for all
-// layers together a room for keys and values of the layer in use, with buffers for blocks of B rows.
-struct PathLatentBuffers : BufferList {
-  PathLatentBuffers(const BlockShape& block, std::int64_t rows, bool with_gradients);
-  Place latent_PC, rotary_PK, grad_latent_PC, grad_rotary_PK;
-};
+// For all layers of a path of latents together: a room for keys and values of the layer in use, with buffers for blocks
+// of B rows.
 struct PathRoomBuffers : BufferList {
   PathRoomBuffers(const BlockShape& block, std::int64_t rows, bool with_gradients);
   Place k_PW, v_PW, grad_k_PW, grad_v_PW, kv_BW;
@@ -156,6 +169,7 @@ struct LayerBackwardBuffers : BufferList {
   // With latent attention. Latents after their norm are overwritten with the gradients of the norm's result.
   Place value_TW, grad_rotary_key_sum_TK, grad_rotary_key_TK;
   Place grad_latent_TC, latent_TC, latent_product;  // the latter also for the shared key
+  Place grad_normed_latent_TC;                      // where the rows give latents to other ranks (gives_latents)
   Place grad_query_latent_RC, query_latent_RC, query_latent_product;
 };
 
@@ -181,18 +195,24 @@ std::int64_t layer_forward_bytes(const BlockShape& block, const BlockRows& rows,
 std::int64_t layer_backward_bytes(const BlockShape& block, const BlockRows& rows);
 
 // Keys and values of a set sharded over cp (model/divided_source.h): of all S rows, and the exchange buffers: for each
-// rank keys of `most` rows, then values. A trunk's keys and values are in the path.
+// rank keys of `most` rows, then values. A trunk's keys and values are in the path. With latent attention ranks
+// exchange latents and shared keys instead; S' is S rounded up to whole shares, and keys and values are computed in
+// blocks of B rows.
 struct DividedForwardBuffers : BufferList {
-  enum class Stage { exchange, attention };
+  enum class Stage { exchange, expansion, attention };
   DividedForwardBuffers(const BlockShape& block, const RowShares& shares, bool in_path);
   Place k_SW, v_SW, part, whole;
+  Place latent_SC, rotary_SK, kv_BW;  // S' rows
 };
 
 struct DividedBackwardBuffers : BufferList {
-  enum class Stage { exchange, attention, owners };
+  enum class Stage { exchange, expansion, attention, latents, owners };
   DividedBackwardBuffers(const BlockShape& block, const RowShares& shares, bool in_path);
   Place k_SW, v_SW, part, whole;
   Place grad_k_SW, grad_v_SW, grad_part, grad_whole;
+  Place latent_SC, rotary_SK, sum_latent_SC, sum_rotary_SK;  // S' rows; the sums in the accumulator dtype
+  Place kv_BW;                                               // of the set's keys and values
+  Place grad_kv_BW, grad_latent_BC, sum_latent_BC, sum_rotary_BK, product;
 };
 
 // Buffers of an item's backward, below the layers' own buffers.

@@ -189,12 +189,14 @@ class Communication::Walk {
   void bring_path(const Turn& turn, std::int64_t layer, std::int64_t rows, AxisBytes& phase) {
     if (!turn.on_path || layer < path_.layers_awake || open_rows_ == 0) return;
     if (std::exchange(layer_here_, layer) == layer) return;
-    for (const std::int64_t width : {own_.key_width(), own_.value_width()})
+    const PathWidths widths = path_widths(own_, path_.latents);
+    for (const std::int64_t width : {widths.first, widths.second})
       give(cp_, Collective::gather, path_share(rows) * width * b_, phase.cp);
   }
   void sum_path(const Turn& turn, std::int64_t layer, std::int64_t rows, AxisBytes& phase) {
     if (!turn.on_path || layer < path_.layers_awake) return;
-    for (const std::int64_t width : {own_.key_width(), own_.value_width()})
+    const PathWidths widths = path_widths(own_, path_.latents);
+    for (const std::int64_t width : {widths.first, widths.second})
       give(cp_, Collective::scatter_sum, cp_.ranks * path_share(rows) * width * s_, phase.cp);
   }
   std::int64_t path_share(std::int64_t rows) const { return PathShares{rows, cp_.ranks}.most(); }
@@ -225,7 +227,7 @@ class Communication::Walk {
 
   // Of a layer of a divided item.
   void gather_context(const PlanItem& item, AxisBytes& phase) {
-    if (is_divided(item, cp_.ranks)) give(cp_, Collective::gather, most_rows(item) * key_value_width() * b_, phase.cp);
+    if (is_divided(item, cp_.ranks)) give(cp_, Collective::gather, most_rows(item) * given_width() * b_, phase.cp);
   }
   std::int64_t most_rows(const PlanItem& item) const { return RowShares(item.set.rows, cp_.ranks).most(); }
   void control(const PlanItem& item, AxisBytes& phase) {
@@ -294,13 +296,14 @@ class Communication::Walk {
     const bool experts = own_.has_experts(layer);
     const std::int64_t T = turn.rows.all, R = continuing(turn.rows, layer), M = own_.hidden;
     bring_path(turn, layer, open_rows_, phase), sum_path(turn, layer, rows_above(turn), phase);
-    if (again) gather_context(*item, phase);  // a trunk's keys and values are in the path
+    // What a trunk gave is in the path: keys and values, or latents.
+    if (again || (item && own_.has_latents() && !path_.latents)) gather_context(*item, phase);
     if (again && recomputes) gather_context(*item, phase);
     if (recomputes) give(tp_, Collective::sum, R * M * b_, phase.tp);
     give(tp_, Collective::sum, T * M * b_, phase.tp);
     if (own_.has_mlp(layer)) give(tp_, Collective::sum, R * M * (experts ? s_ : b_), phase.tp);
     if (item && is_divided(*item, cp_.ranks))
-      give(cp_, Collective::scatter_sum, cp_.ranks * most_rows(*item) * key_value_width() * s_, phase.cp);
+      give(cp_, Collective::scatter_sum, cp_.ranks * most_rows(*item) * given_width() * s_, phase.cp);
     if (!experts) return;
     give(tp_, Collective::sum, R * own_.experts_per_token * s_, phase.tp);
     exchange(turn, layer, 2 * M * b_ + s_, M * s_ + s_, phase);
@@ -334,7 +337,8 @@ class Communication::Walk {
     give(ep_, Collective::exchange, others * k / d.ep * back, phase.ep);
   }
 
-  std::int64_t key_value_width() const { return own_.key_width() + own_.value_width(); }
+  // Of what ranks of cp give to each other of a row.
+  std::int64_t given_width() const { return path_widths(own_, own_.has_latents()).sum(); }
 
   const LocalShape& local_;
   const Units &units_, &held_units_;
@@ -363,20 +367,21 @@ double Communication::seconds_of_units() const {
   return walk.traffic.seconds;
 }
 
-double Communication::seconds_of_path(std::int64_t rows_above, std::int64_t own_rows, std::int64_t layers) const {
+double Communication::seconds_of_path(std::int64_t rows_above, std::int64_t own_rows, const PathPlan& path) const {
   const Degrees& d = local_.degrees();
   const Line cp = line_of(d.cp, d.tp * d.cp, profile_);
   const auto seconds = [&](Collective kind, std::int64_t rows, std::int64_t bytes) {
     const auto of = [&](std::int64_t width) {
       return rows == 0 ? 0 : cp.seconds(kind, static_cast<double>(PathShares{rows, d.cp}.most() * width * bytes));
     };
-    return of(local_.own().key_width()) + of(local_.own().value_width());
+    const PathWidths widths = path_widths(local_.own(), path.latents);
+    return of(widths.first) + of(widths.second);
   };
   double sum = seconds(Collective::gather, rows_above, bytes_.activation);
   if (kind_.gradients)
     sum += seconds(Collective::gather, rows_above + own_rows, bytes_.activation) +
            seconds(Collective::scatter_sum, rows_above, d.cp * bytes_.accumulator);
-  return static_cast<double>(layers) * sum;
+  return static_cast<double>(local_.own().layers - path.layers_awake) * sum;
 }
 
 PlannedTraffic Communication::of(const StepPlan& plan, std::span<const Rollout> rollouts) const {

@@ -16,12 +16,15 @@
 // most and J key/value heads of size D,
 //   forward   2 S J D b a layer; for a wave once more in the backward, and once more where attention is recomputed
 //   backward  2 n S J D s a layer
+// and of latent attention S (C + K) b and n S (C + K) s a layer, for latents of width C and shared keys of width K,
+// with the forward's bytes once more in a trunk's backward unless the path carries latents; and
 //   both      16 bytes an edge where derivatives need whole rollouts, 8 L E a rollout where router losses do
 // and nothing for a wave that was dealt whole. If the path is sharded over cp (saved/divided_path.h) and each rank
-// keeps C of its P open rows, every rank sends for every event of any of them, joined events included, for a sharded
+// keeps c of its P open rows, every rank sends for every event of any of them, joined events included, for a sharded
 // layer that is not gathered already,
-//   forward   2 C J D b of the rows above; nothing where a pass begins with the layer that the one before it ended with
-//   backward  the same, of a trunk with its own rows; and 2 n C J D s of the rows above
+//   forward   2 c J D b of the rows above; nothing where a pass begins with the layer that the one before it ended with
+//   backward  the same, of a trunk with its own rows; and 2 n c J D s of the rows above
+// or C + K in place of 2 J D for a path of latents.
 // A rank of pp sends T M b to the next stage and back, and once a step the gradient of a tied embedding. Gradients are
 // summed once over the ranks that hold the same weights. If weights are sharded over n ranks (shape/units.h), each rank
 // sends for a unit of U elements, for every event of the joint order,
@@ -56,8 +59,8 @@ class Communication {
   // Seconds to gather units and to sum their gradients, for a trunk or a wave of any number of rows. 0 where
   // weights are not sharded.
   double seconds_of_units() const;
-  // Seconds of an item below `rows_above` rows of a path with `layers` layers sharded over cp; `own_rows`: a trunk's.
-  double seconds_of_path(std::int64_t rows_above, std::int64_t own_rows, std::int64_t layers) const;
+  // Seconds of an item below `rows_above` rows of a path sharded over cp; `own_rows`: a trunk's.
+  double seconds_of_path(std::int64_t rows_above, std::int64_t own_rows, const PathPlan& path) const;
 
  private:
   class Walk;

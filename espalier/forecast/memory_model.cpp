@@ -158,15 +158,6 @@ std::int64_t ActivationBytes::scratch(std::int64_t rows, std::int64_t path_rows,
 
 namespace {
 
-std::int64_t latent_path_bytes(const BlockShape& block, std::int64_t rows, bool with_gradients) {
-  const ModelShape& shape = block.shape;
-  std::int64_t sum = PathRoomBuffers(block, rows, with_gradients).peak();
-  for (std::int64_t layer = 0; layer < shape.layers; ++layer)
-    if (shape.mixer_of(layer) == Mixer::attention)
-      sum += PathLatentBuffers(block, rows, with_gradients && layer >= shape.trained.first_layer).peak();
-  return sum;
-}
-
 // Of the first `upto` layers those with all rows of the path in it.
 std::int64_t layers_with_all_rows(const ModelShape& shape, std::int64_t upto, std::int64_t cp) {
   std::int64_t count = 0;
@@ -179,11 +170,9 @@ std::int64_t layers_with_all_rows(const ModelShape& shape, std::int64_t upto, st
 
 PathBytes path_bytes(const BlockShape& block, PathRows rows, bool with_gradients, const PathPlan& path,
                      std::int64_t cp) {
-  if (path.latents && rows.all > 0) {
-    const std::int64_t held = latent_path_bytes(block, rows.all, with_gradients);
-    return {held, held};
-  }
-  const PathBuffers all(block, rows.all, with_gradients), keys_values(block, rows.all, false);
+  const bool latents = path.latents && rows.all > 0;
+  const PathBuffers all(block, rows.all, with_gradients, latents), without_sums(block, rows.all, false, latents);
+  const std::int64_t room = latents ? PathRoomBuffers(block, rows.all, with_gradients).peak() : 0;
   const ModelShape& shape = block.shape;
   const auto with_path = [&](std::int64_t upto) { return layers_with_all_rows(shape, upto, cp); };
   const std::int64_t layers = with_path(shape.layers),
@@ -193,43 +182,48 @@ PathBytes path_bytes(const BlockShape& block, PathRows rows, bool with_gradients
   // Layers without a backward have no accumulators where all are in memory.
   const auto with_window = [&](std::int64_t upto) { return upto - shape.states_in(0, upto) - with_path(upto); };
   const std::int64_t forward_only = sleeps ? 0 : shape.trained.first_layer;
-  const std::int64_t windows =
-      with_window(forward_only) * PathBuffers(block, rows.window, false).peak() +
+  const std::int64_t always =
+      room + with_window(forward_only) * PathBuffers(block, rows.window, false).peak() +
       (with_window(shape.layers) - with_window(forward_only)) * PathBuffers(block, rows.window, with_gradients).peak();
   if (!sleeps) {
     const std::int64_t held =
-        windows + (layers - with_path(forward_only)) * all.peak() + with_path(forward_only) * keys_values.peak();
+        always + (layers - with_path(forward_only)) * all.peak() + with_path(forward_only) * without_sums.peak();
     return {held, held};
   }
   if (path.divided) {
     const std::int64_t most = PathShares{rows.all, cp}.most();
-    const std::int64_t held = (awake + 1) * all.peak() + asleep * PathBuffers(block, most, with_gradients).peak() +
-                              PathBuffers(block, cp * most, with_gradients).peak();
+    const std::int64_t held = room + (awake + 1) * all.peak() +
+                              asleep * PathBuffers(block, most, with_gradients, latents).peak() +
+                              PathBuffers(block, cp * most, with_gradients, latents).peak();
     return {held, held, 0, true};
   }
   std::int64_t stored = 0;  // every buffer begins at a page
   for (const Buffer& buffer : all.buffers()) stored += whole_pages(buffer.bytes);
-  return {windows + awake * all.peak() + keys_values.peak(), windows + (awake + 1) * all.peak(), asleep * stored, true};
+  return {always + awake * all.peak() + without_sums.peak(), always + (awake + 1) * all.peak(), asleep * stored, true};
 }
 
 PathTraffic ActivationBytes::path_traffic(std::int64_t rows_above, std::int64_t own_rows, const PathPlan& path) const {
-  if (path.latents) {
-    const std::int64_t with_backward = layers_with_all_rows(shape_, shape_.layers, cp_) -
-                                       layers_with_all_rows(shape_, shape_.trained.first_layer, cp_);
-    const double of_row = 2.0 * static_cast<double>(shape_.latent.key_value * shape_.key_value_width());
-    const std::int64_t expanded = layers_with_all_rows(shape_, shape_.layers, cp_) * rows_above;
-    const std::int64_t back = kind_.gradients ? with_backward * (rows_above + own_rows + 2 * rows_above) : 0;
-    return {0, 0, of_row * static_cast<double>(expanded + back)};
+  PathTraffic out;
+  const std::int64_t layers = layers_with_all_rows(shape_, shape_.layers, cp_);
+  if (shape_.has_latents()) {
+    const std::int64_t with_backward =
+        kind_.gradients ? layers - layers_with_all_rows(shape_, shape_.trained.first_layer, cp_) : 0;
+    const std::int64_t of_others = own_rows - (own_rows + cp_ - 1) / cp_;
+    std::int64_t expanded = of_others * (layers + 2 * with_backward);
+    if (path.latents) expanded += layers * rows_above + with_backward * (rows_above + own_rows + 2 * rows_above);
+    out.flops = 2.0 * static_cast<double>(shape_.latent.key_value * shape_.key_value_width() * expanded);
   }
-  const std::int64_t upto = std::min<std::int64_t>(path.layers_awake, shape_.layers);
   const std::int64_t asleep =
-      layers_with_all_rows(shape_, shape_.layers, cp_) - layers_with_all_rows(shape_, upto, cp_);
-  if (asleep <= 0 || path.divided) return {};
-  const auto keys_values = [&](std::int64_t rows) { return PathBuffers(block(), rows, false).peak(); };
-  const auto gradients = [&](std::int64_t rows) { return PathBuffers(block(), rows, true).peak() - keys_values(rows); };
+      layers - layers_with_all_rows(shape_, std::min<std::int64_t>(path.layers_awake, shape_.layers), cp_);
+  if (asleep <= 0 || path.divided) return out;
+  const auto bytes_of = [&](std::int64_t rows, bool sums) {
+    return PathBuffers(block(), rows, sums, path.latents).peak();
+  };
+  const auto sums = [&](std::int64_t rows) { return bytes_of(rows, true) - bytes_of(rows, false); };
   const std::int64_t rows = rows_above + own_rows;
-  return {asleep * (keys_values(rows_above) + keys_values(own_rows)),
-          kind_.gradients ? asleep * (keys_values(rows) + gradients(rows) + gradients(rows_above)) : 0};
+  out.forward = asleep * (bytes_of(rows_above, false) + bytes_of(own_rows, false));
+  if (kind_.gradients) out.backward = asleep * (bytes_of(rows, true) + sums(rows_above));
+  return out;
 }
 
 std::int64_t ActivationBytes::head(const Work& work, bool with_gradient) const {
@@ -259,13 +253,13 @@ std::int64_t ActivationBytes::members(const BlockRows& rows, ItemState state, It
          (state.mlp == place ? MlpSavedBuffers(block(), rows).peak() : 0);
 }
 
-std::int64_t ActivationBytes::full_members(const Work& work, const FullKind& upto, ItemState state,
+std::int64_t ActivationBytes::full_members(const Work& work, const FullKind& upto, ItemState state, bool wave,
                                            ItemState::Member place) const {
   std::int64_t sum = 0;
   for (const MlpKind mlp : kMlpKinds)
     for (const Leaves leaves : kLeaves) {
       const std::int64_t layers = upto.of_kind[kind_of(mlp, leaves)];
-      if (layers > 0) sum += layers * members(full(work, true, mlp, leaves), state, place);
+      if (layers > 0) sum += layers * members(full(work, wave, mlp, leaves), state, place);
     }
   return sum;
 }
@@ -288,8 +282,13 @@ const ActivationBytes::Item& ActivationBytes::item(const Work& work, ItemState s
       out.state == state)
     return out;
   ++misses_;
-  out = {
-      work.rows, work.outputs, work.forks, state, wave, saved_of(work, state) + states(wave), stored_of(work, state)};
+  out = {work.rows,
+         work.outputs,
+         work.forks,
+         state,
+         wave,
+         saved_of(work, state, wave) + states(wave),
+         stored_of(work, state)};
   out.forward_peak = forward_peak_of(work, state, wave, out.saved);
   out.backward_peak = backward_peak_of(work, state, wave, out.saved);
   return out;
@@ -299,24 +298,25 @@ std::int64_t ActivationBytes::stored_of(const Work& work, ItemState state) const
   if (!kind_.gradients || !state.stores()) return 0;
   std::int64_t sum = saved_layers() * kPage;  // every layer begins at one
   if (state.stream == kOffload) sum += saved_layers() * stream(work.rows);
-  return sum + saved_members(work, state, kOffload);
+  return sum + saved_members(work, state, false, kOffload);
 }
 
-std::int64_t ActivationBytes::saved_members(const Work& work, ItemState state, ItemState::Member place) const {
-  const std::int64_t in_full = full_kinds_.empty() ? 0 : full_members(work, full_kinds_.back(), state, place);
-  return in_full + (last_is_narrow_ && saved_layers() > 0 ? members(narrow(work, true), state, place) : 0);
+std::int64_t ActivationBytes::saved_members(const Work& work, ItemState state, bool wave,
+                                            ItemState::Member place) const {
+  const std::int64_t in_full = full_kinds_.empty() ? 0 : full_members(work, full_kinds_.back(), state, wave, place);
+  return in_full + (last_is_narrow_ && saved_layers() > 0 ? members(narrow(work, wave), state, place) : 0);
 }
 
 std::int64_t ActivationBytes::in_flight(std::int64_t stored_bytes) const {
   return stored_bytes == 0 || setting_.device.cuda ? 0 : chunks_in_flight(stored_bytes) * kSpillChunkBytes;
 }
 
-std::int64_t ActivationBytes::saved_of(const Work& work, ItemState state) const {
+std::int64_t ActivationBytes::saved_of(const Work& work, ItemState state, bool wave) const {
   std::int64_t sum = outputs_held(work);
   if (!kind_.gradients) return sum;
   // The stream behind a last layer that runs all rows stays in any case.
   sum += (state.stream == kKeep ? streams() : streams() - saved_layers()) * stream(work.rows);
-  return sum + saved_members(work, state, kKeep);
+  return sum + saved_members(work, state, wave, kKeep);
 }
 
 std::int64_t ActivationBytes::forward_peak_of(const Work& work, ItemState state, bool wave, std::int64_t after) const {
@@ -332,10 +332,10 @@ std::int64_t ActivationBytes::forward_peak_of(const Work& work, ItemState state,
   std::int64_t most = after + head(work, keeps && !kind_.whole_rollout);
   for (const FullKind& kind : full_kinds_)
     most = std::max(most, in_layer(full(work, wave, kind.mlp, kind.leaves), keeps && kind.has_backward,
-                                   kind.layers() + 1, full_members(work, kind, state, kKeep)));
+                                   kind.layers() + 1, full_members(work, kind, state, wave, kKeep)));
   if (!last_is_narrow_) return most;
-  return std::max(
-      most, in_layer(narrow(work, wave), keeps && saved_layers() > 0, streams(), saved_members(work, state, kKeep)));
+  return std::max(most, in_layer(narrow(work, wave), keeps && saved_layers() > 0, streams(),
+                                 saved_members(work, state, wave, kKeep)));
 }
 
 std::int64_t ActivationBytes::backward_peak_of(const Work& work, ItemState state, bool wave, std::int64_t saved) const {

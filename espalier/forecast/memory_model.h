@@ -36,17 +36,16 @@ struct PathBytes {
 
 // For one rank's layers. Besides those always in memory, one layer is in memory at a time. Offloaded path: a forward
 // holds it without accumulators. Path sharded over cp: it is held with its accumulators, beside this rank's part of all
-// such layers and the rooms for one gathered layer and one layer's reduced gradients.
+// such layers and the rooms for one gathered layer and one layer's reduced gradients. A path of latents has besides the
+// room of the layer in use throughout.
 PathBytes path_bytes(const BlockShape& block, PathRows rows, bool with_gradients, const PathPlan& path,
                      std::int64_t cp);
 // Whether layers with a window keep only the rows that it shows to rows below; these are then always in memory. Under
 // cp above 1 layers keep all rows.
 inline bool keeps_windows(const ModelShape& shape, std::int64_t cp) { return shape.window > 0 && cp == 1; }
 
-// Whether the path may be carried as latents: with latent attention in the model, no windows, and one rank of cp.
-inline bool may_carry_latents(const ModelShape& shape, std::int64_t cp) {
-  return shape.has_latents() && shape.window == 0 && cp == 1;
-}
+// Whether the path may be carried as latents: with latent attention in the model and no windows.
+inline bool may_carry_latents(const ModelShape& shape) { return shape.has_latents() && shape.window == 0; }
 
 // An item's work for its path: bytes moved between the path's store and memory, both ways counted; and FLOPs of the
 // products that expand latents to keys and values and take their gradients back.
@@ -74,11 +73,13 @@ class ActivationBytes {
   // of attention (measured; one per thread, bounded for every shape), kernels that the matrix library compiles for
   // bfloat16, and the description of an item's rows.
   std::int64_t scratch(std::int64_t rows, std::int64_t path_rows = 0, int threads = 1) const;
-  // K and V for every layer, with their accumulators if there are gradients; allocated once for the longest path.
+  // K and V, or latents, for every layer, with their accumulators if there are gradients; allocated once for the
+  // longest path.
   PathBytes path(PathRows rows, const PathPlan& path = {}) const {
     return path_bytes(block(), rows, kind_.gradients, path, cp_);
   }
-  // For an item below `rows_above` path rows; `own_rows`: a trunk's rows, 0 for a wave. The forward reads K and V and
+  // For an item below `rows_above` path rows; `own_rows`: a trunk's rows, 0 for a wave. The forward reads K and V (or
+  // latents) and
   // writes a trunk's own; the backward reads all of them and writes the accumulators. From latents: the forward expands
   // the rows above (again if it is run again), the backward all of them.
   PathTraffic path_traffic(std::int64_t rows_above, std::int64_t own_rows, const PathPlan& path) const;
@@ -126,7 +127,7 @@ class ActivationBytes {
   const Item& item(const Work& work, ItemState state, bool wave) const;
   // The recurrent states that a trunk leaves for everything below it.
   std::int64_t states(bool wave) const { return wave ? 0 : StateBuffers(block(), kind_.gradients).peak(); }
-  std::int64_t saved_of(const Work& work, ItemState state) const;
+  std::int64_t saved_of(const Work& work, ItemState state, bool wave) const;
   std::int64_t stored_of(const Work& work, ItemState state) const;
   std::int64_t forward_peak_of(const Work& work, ItemState state, bool wave, std::int64_t saved) const;
   std::int64_t backward_peak_of(const Work& work, ItemState state, bool wave, std::int64_t saved) const;
@@ -180,8 +181,9 @@ class ActivationBytes {
   // Bytes of one layer's members in one place, without its input; of the members counted in `upto`.
   std::int64_t members(const BlockRows& rows, ItemState state, ItemState::Member place) const;
   std::int64_t members(const BlockRows& rows) const;
-  std::int64_t saved_members(const Work& work, ItemState state, ItemState::Member place) const;
-  std::int64_t full_members(const Work& work, const FullKind& upto, ItemState state, ItemState::Member place) const;
+  std::int64_t saved_members(const Work& work, ItemState state, bool wave, ItemState::Member place) const;
+  std::int64_t full_members(const Work& work, const FullKind& upto, ItemState state, bool wave,
+                            ItemState::Member place) const;
   std::int64_t layer_forward(const BlockRows& rows, bool with_output) const {
     return layer_forward_bytes(block(), rows, with_output);
   }

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "espalier/device/held_buffers.h"
+#include "espalier/model/path_latents.h"
 
 namespace espalier {
 
@@ -24,7 +25,8 @@ DividedSource::DividedSource(KvPath& path, std::int64_t path_rows, bool is_trunk
       arena_(arena) {}
 
 KeysValues DividedSource::parts_of(const at::Tensor& whole, std::int64_t place, std::int64_t rows) const {
-  const std::int64_t most = shares_.most(), K = block_.shape.key_width(), V = block_.shape.value_width();
+  const PathWidths given = path_widths(block_.shape, block_.shape.has_latents());
+  const std::int64_t most = shares_.most(), K = given.first, V = given.second;
   const at::Tensor flat = whole.view({-1}).narrow(0, place * most * (K + V), most * (K + V));
   return {flat.narrow(0, 0, rows * K).view({rows, K}), flat.narrow(0, most * K, rows * V).view({rows, V})};
 }
@@ -35,13 +37,21 @@ at::Tensor DividedSource::set_rows_of(std::int64_t rank) const {
   return rows_.row_S.narrow(0, before, shares_.rows_of(rank));
 }
 
+void DividedSource::give_own(const LayerAttention& a, const KeysValues& given) const {
+  if (a.latents == nullptr) {
+    a.ops.convert(a.own.k, given.k);
+    a.ops.convert(a.own.v, given.v);
+    return;
+  }
+  const SourceLatents& own = *a.latents;
+  a.ops.norm_again(own.latent_TC, key_value_latent(own.layer.weights).norm_C, own.rstd_T, given.k);
+  a.ops.convert(own.rotary_key_TK, given.v);
+}
+
 // Rows behind those of a rank with fewer rows than others are padding; never read.
 void DividedSource::gather(const LayerAttention& a, const at::Tensor& part, const at::Tensor& whole,
                            const KeysValues& set) const {
-  const std::int64_t own = shares_.rows_of(cp_.rank());
-  const KeysValues given = parts_of(part, 0, own);
-  a.ops.convert(a.own.k, given.k);
-  a.ops.convert(a.own.v, given.v);
+  give_own(a, parts_of(part, 0, shares_.rows_of(cp_.rank())));
   cp_.gather(part, whole);
   for (std::int64_t rank = 0; rank < shares_.ranks(); ++rank) {
     const KeysValues of_rank = parts_of(whole, rank, shares_.rows_of(rank));
@@ -50,8 +60,14 @@ void DividedSource::gather(const LayerAttention& a, const at::Tensor& part, cons
   }
 }
 
-void DividedSource::add_to_owners(const LayerAttention& a, const KeysValues& grad_set, const at::Tensor& part,
-                                  const at::Tensor& whole, const KeysValues& grad_own) const {
+KvPath::Latents DividedSource::latents_of_set(const LayerAttention& a, const at::Tensor& latent_SC,
+                                              const at::Tensor& rotary_SK) const {
+  if (is_trunk_ && path_.carries_latents()) return path_.top_latents(a.layer);
+  return {latent_SC.narrow(0, 0, shares_.rows()), rotary_SK.narrow(0, 0, shares_.rows()), {}, {}};
+}
+
+void DividedSource::give_to_owners(const LayerAttention& a, const KeysValues& grad_set, const at::Tensor& part,
+                                   const at::Tensor& whole, const KeysValues& grad_own) const {
   a.ops.zero(whole);
   for (std::int64_t rank = 0; rank < shares_.ranks(); ++rank) {
     const KeysValues of_rank = parts_of(whole, rank, shares_.rows_of(rank));
@@ -60,8 +76,13 @@ void DividedSource::add_to_owners(const LayerAttention& a, const KeysValues& gra
   }
   cp_.scatter_sum(whole, part);
   const KeysValues own = parts_of(part, 0, shares_.rows_of(cp_.rank()));
-  a.ops.add_scatter(own.k, rows_.counted_T, grad_own.k);
-  a.ops.add_scatter(own.v, rows_.counted_T, grad_own.v);
+  if (a.latents != nullptr) {
+    a.ops.convert(own.k, grad_own.k);
+    a.ops.convert(own.v, grad_own.v);
+  } else {
+    a.ops.add_scatter(own.k, rows_.counted_T, grad_own.k);
+    a.ops.add_scatter(own.v, rows_.counted_T, grad_own.v);
+  }
 }
 
 AttentionProblem DividedSource::problem(const LayerAttention& a, const KeysValues& set,
@@ -79,7 +100,17 @@ void DividedSource::attend(const LayerAttention& a, const at::Tensor& attended_R
   KeysValues set{held[declared.k_SW], held[declared.v_SW]};
   if (is_trunk_) set = {path_.top(a.layer).k.flatten(1), path_.top(a.layer).v.flatten(1)};
   const bool kept = is_trunk_ && a.layer < kept_layers_;  // a recomputation finds them in the path
-  if (!kept) gather(a, held[declared.part], held[declared.whole], set);
+  if (a.latents == nullptr) {
+    if (!kept) gather(a, held[declared.part], held[declared.whole], set);
+  } else {
+    const KvPath::Latents latents = latents_of_set(a, held[declared.latent_SC], held[declared.rotary_SK]);
+    if (!kept) gather(a, held[declared.part], held[declared.whole], {latents.latent_PC, latents.rotary_PK});
+    held.enter(Stage::expansion);
+    const bool in_room = is_trunk_ && path_.carries_latents();
+    if (in_room ? !kept || !path_.room_holds(a.layer, path_.rows()) : !kept)
+      expand_rows(a.latents->layer, {held[declared.kv_BW], {}, {}, {}}, latents, {set.k, set.v, {}, {}});
+    if (in_room) path_.filled_room(a.layer, path_.rows());
+  }
   if (is_trunk_) kept_layers_ = std::max(kept_layers_, a.layer + 1);
   held.enter(Stage::attention);
   if (a.q_RW.size(0) == 0) return;
@@ -95,13 +126,29 @@ void DividedSource::add_backward(const LayerAttention& a, const at::Tensor& atte
   HeldBuffers held(arena_, declared, dtype_);
   held.enter(Stage::exchange);
   KeysValues set{held[declared.k_SW], held[declared.v_SW]}, grad{held[declared.grad_k_SW], held[declared.grad_v_SW]};
+  KvPath::Latents latents;
+  if (a.latents != nullptr) {
+    latents = latents_of_set(a, held[declared.latent_SC], held[declared.rotary_SK]);
+    if (!latents.grad_latent_PC.defined()) {
+      gather(a, held[declared.part], held[declared.whole], {latents.latent_PC, latents.rotary_PK});
+      latents.grad_latent_PC = held[declared.sum_latent_SC].narrow(0, 0, shares_.rows());
+      latents.grad_rotary_PK = held[declared.sum_rotary_SK].narrow(0, 0, shares_.rows());
+      a.ops.zero(latents.grad_latent_PC);
+      a.ops.zero(latents.grad_rotary_PK);
+    }
+  }
   if (is_trunk_) {
     path_.expect_complete(a.layer);
     const KvPath::Layer own = path_.top(a.layer);
     set = {own.k.flatten(1), own.v.flatten(1)};
     grad = {own.grad_k.flatten(1), own.grad_v.flatten(1)};
   } else {
-    gather(a, held[declared.part], held[declared.whole], set);
+    if (a.latents == nullptr) {
+      gather(a, held[declared.part], held[declared.whole], set);
+    } else {
+      held.enter(Stage::expansion);
+      expand_rows(a.latents->layer, {held[declared.kv_BW], {}, {}, {}}, latents, {set.k, set.v, {}, {}});
+    }
     a.ops.zero(grad.k);
     a.ops.zero(grad.v);
   }
@@ -112,8 +159,21 @@ void DividedSource::add_backward(const LayerAttention& a, const at::Tensor& atte
     a.ops.add_attention_backward(problem(a, set, path), attended_RW, lse_HR, grad_attended_RW,
                                  {grad_q_RW, grad.k, grad.v, path.grad_k, path.grad_v});
   }
+  if (a.latents != nullptr) {
+    held.enter(Stage::latents);
+    const LayerContext& layer = a.latents->layer;
+    const Projection& grad_up = key_value_latent(*a.latents->grads).up;
+    const at::Tensor& product = held[declared.product];
+    if (path_.carries_latents()) add_expand_path_backward(layer, grad_up, path_rows_with_own(), product);
+    if (!(is_trunk_ && path_.carries_latents()))
+      add_expand_rows_backward(layer, grad_up,
+                               {held[declared.grad_kv_BW], held[declared.grad_latent_BC], held[declared.sum_latent_BC],
+                                held[declared.sum_rotary_BK]},
+                               {{}, {}, grad.k, grad.v}, latents, product);
+    grad = {latents.grad_latent_PC, latents.grad_rotary_PK};
+  }
   held.enter(Stage::owners);
-  add_to_owners(a, grad, held[declared.grad_part], held[declared.grad_whole], grad_own);
+  give_to_owners(a, grad, held[declared.grad_part], held[declared.grad_whole], grad_own);
   path_.count_contribution(a.layer, path_rows_);
 }
 

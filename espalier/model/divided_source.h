@@ -2,8 +2,13 @@
 // values of its rows; keys and values of all rows are gathered, queries stay. Their gradients, including waves'
 // contributions to a trunk, are reduced once to the rank that has the row.
 //
+// With latent attention the rows' latents and shared keys are gathered instead, which are several times narrower, and
+// every rank expands those of all rows to keys and values (model/path_latents.h). In the backward each rank takes the
+// gradients that it has of all rows' keys and values through this expansion, and the gradients of latents are reduced.
+//
 // Every rank of the rank group calls the same functions, even without rows. Visibility: path_source.h. Shapes: T rows
-// of this rank, S of the set, P rows of the path that they see, J key/value heads, D head size.
+// of this rank, S of the set, P rows of the path that they see, J key/value heads, D head size, C width of a latent, K
+// of a shared key.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -34,19 +39,31 @@ class DividedSource final : public KvSource {
                 const RowShares& shares, const DividedRows& rows, const BlockShape& block, at::ScalarType dtype,
                 Group& cp, Arena& arena);
 
+  bool divides() const override { return true; }
+  KvPath* path_of_latents() const override { return path_.carries_latents() ? &path_ : nullptr; }
+  std::int64_t path_rows() const override { return path_rows_; }
+  std::int64_t path_rows_with_own() const override { return is_trunk_ ? path_.rows() : path_rows_; }
   void attend(const LayerAttention& attention, const at::Tensor& attended_RW, const at::Tensor& lse_HR) override;
   void add_backward(const LayerAttention& attention, const at::Tensor& attended_RW, const at::Tensor& lse_HR,
                     const at::Tensor& grad_attended_RW, const at::Tensor& grad_q_RW,
                     const KeysValues& grad_own) override;
 
  private:
-  // In a buffer of several ranks' parts, the first rows of part `place`: [rows, J*D] and [rows, J*Dv].
+  // In a buffer of several ranks' parts, the first rows of part `place`: [rows, J*D] and [rows, J*Dv], or of latents
+  // [rows, C] and [rows, K].
   KeysValues parts_of(const at::Tensor& whole, std::int64_t place, std::int64_t rows) const;
   at::Tensor set_rows_of(std::int64_t rank) const;
+  // Writes what this rank gives to the others.
+  void give_own(const LayerAttention& attention, const KeysValues& given) const;
   void gather(const LayerAttention& attention, const at::Tensor& part, const at::Tensor& whole,
               const KeysValues& set) const;
-  void add_to_owners(const LayerAttention& attention, const KeysValues& grad_set, const at::Tensor& part,
-                     const at::Tensor& whole, const KeysValues& grad_own) const;
+  // The set's latents: a trunk's in a path that carries them, or in the buffers.
+  KvPath::Latents latents_of_set(const LayerAttention& attention, const at::Tensor& latent_SC,
+                                 const at::Tensor& rotary_SK) const;
+  // Reduces the set's gradients to the ranks that have the rows, where they are added to grad_own, or overwrite it if
+  // they are of latents.
+  void give_to_owners(const LayerAttention& attention, const KeysValues& grad_set, const at::Tensor& part,
+                      const at::Tensor& whole, const KeysValues& grad_own) const;
   AttentionProblem problem(const LayerAttention& attention, const KeysValues& set, const KvPath::Layer& path) const;
 
   KvPath& path_;

@@ -6,7 +6,6 @@
 
 #include "espalier/base/error.h"
 #include "espalier/device/scalar_type.h"
-#include "espalier/forecast/block_buffers.h"
 #include "espalier/ops/operations.h"
 
 namespace espalier {
@@ -24,50 +23,17 @@ at::Tensor rows_of(const at::Tensor& tensor, std::int64_t begin, std::int64_t en
 
 }  // namespace
 
-KvPath::KvPath(const ModelShape& shape, std::int64_t capacity, Arena& arena)
-    : device_(arena.device()),
-      capacity_(capacity),
-      window_capacity_(kAllRows),
-      window_of_(static_cast<std::size_t>(shape.layers), 0),
-      layers_(static_cast<std::size_t>(shape.layers)) {
-  for (std::int64_t layer = 0; layer < shape.layers; ++layer) state_.push_back(shape.states_in(0, layer));
-}
-
-KvPath KvPath::of_latents(const ModelShape& shape, std::int64_t capacity, at::ScalarType dtype, bool with_gradients,
-                          Arena& arena) {
-  const BlockShape block{shape, element_bytes(dtype), false};
-  KvPath out(shape, capacity, arena);
-  const PathRoomBuffers room(block, capacity, with_gradients);
-  const auto in_room = [&](BufferList::Place place) { return arena.take(room, place, dtype); };
-  const auto heads = [&](BufferList::Place place) { return by_heads(in_room(place), shape.kv_heads); };
-  const Layer in_use{heads(room.k_PW), heads(room.v_PW), heads(room.grad_k_PW), heads(room.grad_v_PW)};
-  out.latent_block_ = {in_room(room.kv_BW), in_room(room.grad_latent_BC), in_room(room.sum_latent_BC),
-                       in_room(room.sum_rotary_BK)};
-  out.latents_.resize(out.layers_.size());
-  for (std::size_t layer = 0; layer < out.layers_.size(); ++layer) {
-    if (shape.mixer_of(static_cast<std::int64_t>(layer)) != Mixer::attention) continue;
-    const PathLatentBuffers own(block, capacity,
-                                with_gradients && static_cast<std::int64_t>(layer) >= shape.trained.first_layer);
-    const auto taken = [&](BufferList::Place place) { return arena.take(own, place, dtype); };
-    out.layers_[layer] = in_use;
-    out.latents_[layer] = {taken(own.latent_PC), taken(own.rotary_PK), taken(own.grad_latent_PC),
-                           taken(own.grad_rotary_PK)};
-  }
-  return out;
-}
-
 KvPath::KvPath(const ModelShape& shape, std::int64_t capacity, at::ScalarType dtype, bool with_gradients, Arena& arena,
-               PathKeeper* keeper, std::int64_t layers_awake, std::int64_t window_capacity)
+               PathKeeper* keeper, std::int64_t layers_awake, std::int64_t window_capacity, bool latents)
     : device_(arena.device()),
       capacity_(capacity),
       window_capacity_(window_capacity),
       window_rows_(window_capacity == kAllRows ? 0 : shape.window),
       layers_(static_cast<std::size_t>(shape.layers)) {
-  const ElementBytes bytes = element_bytes(dtype);
-  const PathBuffers with({shape, bytes, false}, capacity, with_gradients),
-      without({shape, bytes, false}, capacity, false),
-      with_window({shape, bytes, false}, window_capacity, with_gradients),
-      without_window({shape, bytes, false}, window_capacity, false);
+  const BlockShape block{shape, element_bytes(dtype), false};
+  const PathBuffers with(block, capacity, with_gradients, latents), without(block, capacity, false, latents),
+      with_window(block, window_capacity, with_gradients), without_window(block, window_capacity, false);
+  if (latents) take_room(block, with_gradients, dtype, arena);
   if (keeper != nullptr && layers_awake < shape.layers)
     window_.emplace(*keeper, layers_awake, shape.trained.first_layer);
   std::array<PathKeeper::Member, PathKeeper::kKinds> members;
@@ -83,21 +49,35 @@ KvPath::KvPath(const ModelShape& shape, std::int64_t capacity, at::ScalarType dt
     const PathBuffers& declared = keeps_last     ? has_backward ? with_window : without_window
                                   : has_backward ? with
                                                  : without;
-    const BufferList::Place places[] = {declared.k_PW, declared.v_PW, declared.grad_k_PW, declared.grad_v_PW};
+    const BufferList::Place places[] = {declared.first_PW, declared.second_PW, declared.grad_first_PW,
+                                        declared.grad_second_PW};
     for (int kind = 0; kind < PathKeeper::kKinds && (keeps_last || !(window_ && window_->shares_places())); ++kind) {
       const std::int64_t begin = arena.in_use();
       const at::Tensor taken_PW = arena.take(declared, places[kind], dtype);
       members[static_cast<std::size_t>(kind)] = {
           static_cast<PathKeeper::Kind>(kind), 0, {begin, arena.in_use()}, taken_PW};
     }
-    const auto taken = [&](std::size_t kind) { return by_heads(members[kind].rows_PW, shape.kv_heads); };
-    layers_[layer] = {taken(0), taken(1), taken(2), taken(3)};
+    const auto rows_PW = [&](std::size_t kind) { return members[kind].rows_PW; };
+    const auto heads = [&](std::size_t kind) { return by_heads(rows_PW(kind), shape.kv_heads); };
+    if (latents)
+      layers_[layer] = room_, latents_[layer] = {rows_PW(0), rows_PW(1), rows_PW(2), rows_PW(3)};
+    else
+      layers_[layer] = {heads(0), heads(1), heads(2), heads(3)};
     for (PathKeeper::Member& member : members) member.layer = static_cast<std::int64_t>(layer);
     if (window_ && keeps_last)
       window_->add_layer_without_rows();
     else if (window_)
       window_->add_layer(members);
   }
+}
+
+void KvPath::take_room(const BlockShape& block, bool with_gradients, at::ScalarType dtype, Arena& arena) {
+  const PathRoomBuffers room(block, capacity_, with_gradients);
+  const auto taken = [&](BufferList::Place place) { return arena.take(room, place, dtype); };
+  const auto heads = [&](BufferList::Place place) { return by_heads(taken(place), block.shape.kv_heads); };
+  room_ = {heads(room.k_PW), heads(room.v_PW), heads(room.grad_k_PW), heads(room.grad_v_PW)};
+  latent_block_ = {taken(room.kv_BW), taken(room.grad_latent_BC), taken(room.sum_latent_BC), taken(room.sum_rotary_BK)};
+  latents_.resize(layers_.size());
 }
 
 void KvPath::push(std::int64_t rows, std::int64_t contributions, const States& states) {

@@ -10,7 +10,8 @@
 // Its rows are then counted apart, and it is always in memory.
 //
 // With latent attention all layers may be carried as latents, with the sums of their gradients (model/path_latents.h).
-// Keys and values, and their gradients, are then those of the layer in use: in one room for all layers.
+// Keys and values, and their gradients, are then those of the layer in use: in one room for all layers, which is always
+// in memory.
 //
 // Layers that are not in use may be offloaded or sharded, so a pass announces each layer before it reads or writes it.
 // With a path sharded over cp (saved/divided_path.h) all ranks of cp announce it together, even those without rows.
@@ -22,6 +23,7 @@
 #include <vector>
 
 #include "espalier/device/arena.h"
+#include "espalier/forecast/block_buffers.h"
 #include "espalier/model/path_window.h"
 #include "espalier/program/window_rows.h"
 #include "espalier/shape/model_shape.h"
@@ -50,12 +52,10 @@ class KvPath {
 
   // Takes `capacity` rows for every layer from the arena; `window_capacity` for layers with a window, unless it is
   // kAllRows. With a keeper only the first `layers_awake` layers stay in memory while they are not in use; the keeper
-  // must outlive the object.
+  // must outlive the object. `latents`: carried as those, which the shape must allow (may_carry_latents).
   KvPath(const ModelShape& shape, std::int64_t capacity, at::ScalarType dtype, bool with_gradients, Arena& arena,
-         PathKeeper* keeper = nullptr, std::int64_t layers_awake = 0, std::int64_t window_capacity = kAllRows);
-  // The same carried as latents. The shape must allow it (may_carry_latents).
-  static KvPath of_latents(const ModelShape& shape, std::int64_t capacity, at::ScalarType dtype, bool with_gradients,
-                           Arena& arena);
+         PathKeeper* keeper = nullptr, std::int64_t layers_awake = 0, std::int64_t window_capacity = kAllRows,
+         bool latents = false);
 
   // A trunk's final state [N] in one recurrent layer, and the sum of its gradients. An undefined state is 0; an
   // undefined gradient is not needed.
@@ -110,9 +110,6 @@ class KvPath {
   void expect_complete(std::int64_t layer) const;
 
  private:
-  // Without places for rows.
-  KvPath(const ModelShape& shape, std::int64_t capacity, Arena& arena);
-
   struct Trunk {
     std::int64_t begin, end;
     std::int64_t kept_begin, kept_end;  // in layers with a window
@@ -121,6 +118,7 @@ class KvPath {
     States states;
   };
 
+  void take_room(const BlockShape& block, bool with_gradients, at::ScalarType dtype, Arena& arena);
   State state_of(std::int64_t layer, std::size_t trunks) const;  // state of trunk number `trunks`, counted from 1
   Layer slice(std::int64_t layer, std::int64_t begin, std::int64_t end) const;
   Latents slice_of_latents(std::int64_t layer, std::int64_t begin, std::int64_t end) const;
@@ -133,6 +131,7 @@ class KvPath {
   std::vector<std::int64_t> window_of_;  // W of those layers, 0 of others
   std::vector<Layer> layers_;
   std::vector<Latents> latents_;  // empty: layers keep keys and values
+  Layer room_;                    // of keys and values, for all layers
   LatentBlock latent_block_;
   std::int64_t room_layer_ = -1, room_rows_ = 0;
   std::vector<std::int64_t> state_;  // index of a layer among the recurrent layers

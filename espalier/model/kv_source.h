@@ -23,6 +23,17 @@ struct KeysValues {
   at::Tensor k, v;
 };
 
+struct LayerContext;
+struct LayerViews;
+
+// Of latent attention: this rank's latents before their norm, their 1/rms, and the rotated shared keys; and the layer
+// whose weights expand latents.
+struct SourceLatents {
+  const LayerContext& layer;
+  at::Tensor latent_TC, rstd_T, rotary_key_TK;
+  const LayerViews* grads = nullptr;  // null in a forward
+};
+
 // The arguments of one layer's attention.
 struct LayerAttention {
   const Operations& ops;
@@ -30,9 +41,10 @@ struct LayerAttention {
   std::int64_t layer, head_dim;
   at::Tensor output_row_R;         // the row of each query, ascending; undefined: every row has one
   at::Tensor q_RW;                 // [R, H*D], rotated
-  KeysValues own;                  // keys and values of the T rows, keys rotated
+  KeysValues own;                  // keys and values of the T rows, keys rotated; undefined if a source expands latents
   std::int64_t window = 0;         // the most rows that a row sees, itself included; 0: all above it
   double scale = 0, soft_cap = 0;  // as in AttentionProblem
+  const SourceLatents* latents = nullptr;  // null: other attention
 };
 
 class KvPath;
@@ -52,6 +64,12 @@ class KvSource {
   // carries keys and values. `keeps` then says that the rows' own latents outlive the forward.
   virtual KvPath* path_of_latents() const { return nullptr; }
   virtual std::int64_t path_rows() const { return 0; }
+  // The same with the rows of the set if they are a trunk's.
+  virtual std::int64_t path_rows_with_own() const { return 0; }
+  // Whether the rows are some of a set that ranks of cp share. In latent attention such a source takes the rows'
+  // latents, and it computes keys and values from those of all ranks. Its add_backward then does everything up to the
+  // latents: grad_own, overwritten, is of the normed latents [T, C] and of the rotated shared keys [T, K].
+  virtual bool divides() const { return false; }
 
   // Overwrites attended [R, H*D] and lse [H, R] (natural logarithm; scratch without a backward).
   virtual void attend(const LayerAttention& attention, const at::Tensor& attended_RW, const at::Tensor& lse_HR) = 0;

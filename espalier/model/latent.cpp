@@ -6,7 +6,7 @@ void latent_forward(const LayerContext& c, const Latent& weights, const LatentSa
                     const at::Tensor& normed_RC, const at::Tensor& y_RN) {
   c.products.linear(saved.latent_RC, x_RM, weights.down);
   c.ops.norm(saved.latent_RC, weights.norm_C, c.shape.latent.norm_eps, normed_RC, saved.rstd_R);
-  c.products.linear(y_RN, normed_RC, weights.up);
+  if (y_RN.defined()) c.products.linear(y_RN, normed_RC, weights.up);
 }
 
 void latent_norm_backward(const LayerContext& c, const Latent& weights, const Latent& grads, const LatentSaved& saved,

@@ -26,7 +26,7 @@ struct LatentSaved {
   at::Tensor latent_RC, rstd_R;
 };
 
-// Overwrites `saved`, y_RN and the scratch normed_RC.
+// Overwrites `saved`, y_RN and the scratch normed_RC. An undefined y_RN is not computed.
 void latent_forward(const LayerContext& context, const Latent& weights, const LatentSaved& saved,
                     const at::Tensor& x_RM, const at::Tensor& normed_RC, const at::Tensor& y_RN);
 

@@ -87,12 +87,12 @@ at::Tensor gated_values(const LayerContext& c, const LayerSaved& saved, const at
 LayerAttention make_attention(const LayerContext& c, const LayerSaved& saved, bool write_kept,
                               const at::Tensor& rotated_q_RW, const at::Tensor& rotated_k_TW,
                               const at::Tensor& value_TW, const at::Tensor& query_RW) {
-  const bool keeps = c.kv.keeps(c.layer), latents = c.shape.has_latents();
+  const bool keeps = c.kv.keeps(c.layer), latents = c.shape.has_latents(), gives = latents && c.kv.divides();
   const std::int64_t K = c.shape.key_width(), V = c.shape.value_width();
   const at::Tensor v_TW = latents ? value_TW : saved.kv_TW.narrow(1, K, V);
   const KeysValues own = keeps ? c.kv.kept(c.layer) : KeysValues{rotated_k_TW, v_TW};
   c.ops.rotate(rotation_of_queries(c), queries_of(c, saved, query_RW), rotated_q_RW);
-  if (latents && (!keeps || write_kept)) {
+  if (latents && !gives && (!keeps || write_kept)) {
     c.ops.expand_heads(saved.kv_TW, saved.rotary_key_TK, own.k, own.v);
   } else if (!latents) {
     if (!keeps || write_kept) c.ops.rotate(rotation_of_keys(c), saved.kv_TW.narrow(1, 0, K), own.k);
@@ -110,29 +110,32 @@ LayerAttention make_attention(const LayerContext& c, const LayerSaved& saved, bo
           c.shape.attention.soft_cap};
 }
 
+// As a source of rows that ranks of cp share takes them.
+SourceLatents latents_of(const LayerContext& c, const LayerSaved& saved, const LayerViews* grads) {
+  return {c, saved.latent_TC, saved.latent_rstd_T, saved.rotary_key_TK, grads};
+}
+
 // Whether the path keeps the rows' own latents, with the sums of their gradients.
 bool keeps_latents(const LayerContext& c) { return carries_latents(c) && c.kv.keeps(c.layer); }
-
-// The rows that a set sees of a path of latents, and its own where the path keeps them.
-std::int64_t rows_of_latents(const LayerContext& c) {
-  return c.kv.path_rows() + (keeps_latents(c) ? sizes_of(c).rows : 0);
-}
 
 // dL/dq, dL/dk, dL/dv of the projections' outputs from dL/d(attended).
 struct ProjectionGradients {
   at::Tensor q_RW, kv_TW;
-  at::Tensor rotary_key_TK;  // of latent attention
+  at::Tensor normed_latent_TC;  // instead of kv_TW where the rows give latents to other ranks
+  at::Tensor rotary_key_TK;     // of latent attention
 };
 
 ProjectionGradients add_attention_backward(const LayerContext& c, const LayerSaved& saved,
                                            const LayerBackwardBuffers& declared, const HeldBuffers& held,
                                            const LayerViews& grads) {
   const Sizes s = sizes_of(c);
-  const ProjectionGradients out{held[declared.grad_q_RW], held[declared.grad_kv_TW], held[declared.grad_rotary_key_TK]};
-  const LayerAttention attention =
-      make_attention(c, saved, false, held[declared.rotated_q_RW], held[declared.rotated_k_TW], held[declared.value_TW],
-                     held[declared.query_RW]);
-  const bool gated = c.shape.attention.output_gate;
+  const ProjectionGradients out{held[declared.grad_q_RW], held[declared.grad_kv_TW],
+                                held[declared.grad_normed_latent_TC], held[declared.grad_rotary_key_TK]};
+  const SourceLatents given = latents_of(c, saved, &grads);
+  LayerAttention attention = make_attention(c, saved, false, held[declared.rotated_q_RW], held[declared.rotated_k_TW],
+                                            held[declared.value_TW], held[declared.query_RW]);
+  const bool gated = c.shape.attention.output_gate, gives = c.shape.has_latents() && c.kv.divides();
+  if (gives) attention.latents = &given;
   if (gated)
     c.ops.gate_heads_backward(saved.attended_RW, saved.q_RW, c.shape.head_dim, held[declared.grad_attended_RW],
                               held[declared.grad_attended_RW], out.q_RW);
@@ -141,7 +144,9 @@ ProjectionGradients add_attention_backward(const LayerContext& c, const LayerSav
                              grads.sinks_H);
   const at::Tensor& grad_q_RW = held[declared.grad_rotated_q_RW];
   KeysValues own = c.kv.gathered(c.layer);
-  if (!c.kv.keeps(c.layer)) {
+  if (gives) {
+    own = {out.normed_latent_TC, held[declared.grad_rotary_key_sum_TK]};
+  } else if (!c.kv.keeps(c.layer)) {
     own = {held[declared.grad_k_TW], held[declared.grad_v_TW]};
     c.ops.zero(own.k);
     c.ops.zero(own.v);
@@ -154,7 +159,7 @@ ProjectionGradients add_attention_backward(const LayerContext& c, const LayerSav
   if (c.shape.has_latents()) {
     if (keeps_latents(c)) return out;  // the same is done for all rows of the path
     const at::Tensor& sum_TK = held[declared.grad_rotary_key_sum_TK];
-    c.ops.expand_heads_backward(own.k, own.v, out.kv_TW, sum_TK);
+    if (!gives) c.ops.expand_heads_backward(own.k, own.v, out.kv_TW, sum_TK);
     c.ops.add_rotate_backward(rotation_of_shared_keys(c), saved.rotary_key_TK, sum_TK, out.rotary_key_TK, at::Tensor());
     return out;
   }
@@ -182,7 +187,11 @@ at::Tensor add_latent_key_value_backward(const LayerContext& c, const LayerSaved
   const at::Tensor &normed_TC = held[declared.latent_TC], &product = held[declared.kv_product],
                    &grad_latent_TC = held[declared.grad_latent_TC];
   const Latent weights = key_value_latent(c.weights), of_grads = key_value_latent(grads);
-  if (carries_latents(c)) add_expand_path_backward(c, of_grads.up, rows_of_latents(c), product);
+  if (c.kv.divides()) {  // its source has done the rest
+    latent_norm_backward(c, weights, of_grads, key_value_latent_of(saved), grad.normed_latent_TC, grad_latent_TC);
+    return grad_latent_TC;
+  }
+  if (carries_latents(c)) add_expand_path_backward(c, of_grads.up, c.kv.path_rows_with_own(), product);
   if (keeps_latents(c)) {
     const KvPath::Latents own = c.kv.path_of_latents()->top_latents(c.layer);
     c.ops.add_rotate_backward(rotation_of_shared_keys(c), saved.rotary_key_TK, own.grad_rotary_PK, grad.rotary_key_TK,
@@ -290,9 +299,10 @@ void layer_forward(const LayerContext& c, LayerSaved& saved, const at::Tensor& s
     if (keeps_latents(c)) keep_latents(c, key_value_latent_of(saved), saved.rotary_key_TK);
   }
   held.enter(Stage::attention);
-  const LayerAttention attention =
-      make_attention(c, saved, true, held[declared.rotated_q_RW], held[declared.rotated_k_TW], held[declared.value_TW],
-                     held[declared.query_RW]);
+  LayerAttention attention = make_attention(c, saved, true, held[declared.rotated_q_RW], held[declared.rotated_k_TW],
+                                            held[declared.value_TW], held[declared.query_RW]);
+  const SourceLatents given = latents_of(c, saved, nullptr);
+  if (c.shape.has_latents() && c.kv.divides()) attention.latents = &given;
   c.kv.attend(attention, saved.attended_RW, saved.lse_HR);
   c.kv.leave(attention);
   if (continuing == 0) return;
@@ -335,8 +345,8 @@ void add_layer_backward(const LayerContext& c, LayerSaved& saved, const at::Tens
     if (c.narrow) c.ops.add_scatter(grad_stream_RM, c.input.output_row_O, grad_in_TM);
   }
   if (carries_latents(c)) {
-    expand_path(c, rows_of_latents(c));
-    zero_expanded_gradients(c, rows_of_latents(c));
+    expand_path(c, c.kv.path_rows_with_own());
+    zero_expanded_gradients(c, c.kv.path_rows_with_own());
   }
   held.enter(Stage::attention);
   const ProjectionGradients grad = add_attention_backward(c, saved, declared, held, grads);

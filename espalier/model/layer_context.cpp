@@ -12,6 +12,7 @@ BlockRows LayerContext::block_rows() const {
   rows.mixer = shape.mixer_of(layer);
   rows.forks = kv.forks();
   rows.mlp = shape.has_mlp(layer);
+  rows.divided = kv.divides();
   return rows;
 }
 

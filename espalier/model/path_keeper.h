@@ -1,6 +1,7 @@
 // Interface for storing the path's tensors of layers not in use (saved/). The path decides which rows are valid.
 //
-// Shapes: P rows of the path's capacity, W elements of a row's keys, or values.
+// Shapes: P rows of the path's capacity, W elements of a row's keys, or values. A path of latents has latents in place
+// of keys, and shared keys in place of values.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -18,14 +18,21 @@ namespace espalier {
 // Whether the source's path carries latents.
 inline bool carries_latents(const LayerContext& context) { return context.kv.path_of_latents() != nullptr; }
 
+// Overwrites keys and values of rows with those that their latents expand to, in blocks.
+void expand_rows(const LayerContext& context, const KvPath::LatentBlock& block, const KvPath::Latents& rows,
+                 const KvPath::Layer& expanded);
+// From the gradients of these keys and values: adds to the gradients of the latents and shared keys, and to grad_up.
+// product_NC: scratch as in add_linear_grad_weight.
+void add_expand_rows_backward(const LayerContext& context, const Projection& grad_up, const KvPath::LatentBlock& block,
+                              const KvPath::Layer& expanded, const KvPath::Latents& rows, const at::Tensor& product_NC);
+
 // Overwrites the keys and values of the path's first `rows` rows in this layer, unless the room has them.
 void expand_path(const LayerContext& context, std::int64_t rows);
 // Sets the gradients of these keys and values to 0.
 void zero_expanded_gradients(const LayerContext& context, std::int64_t rows);
 // Keeps the latents of a trunk's own rows, whose keys and values are written to the room.
 void keep_latents(const LayerContext& context, const LatentSaved& latent, const at::Tensor& rotary_key_TK);
-// From the gradients of the keys and values of the first `rows` rows: adds to the gradients of these rows' latents and
-// rotated channels, and to grad_up. product_NC: scratch as in add_linear_grad_weight.
+// add_expand_rows_backward of the path's first `rows` rows.
 void add_expand_path_backward(const LayerContext& context, const Projection& grad_up, std::int64_t rows,
                               const at::Tensor& product_NC);
 

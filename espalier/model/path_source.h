@@ -38,6 +38,7 @@ class PathSource final : public KvSource {
   void leave(const LayerAttention& attention) override;
   KvPath* path_of_latents() const override { return path_.carries_latents() ? &path_ : nullptr; }
   std::int64_t path_rows() const override { return path_rows_; }
+  std::int64_t path_rows_with_own() const override { return is_trunk_ ? path_.rows() : path_rows_; }
   void attend(const LayerAttention& attention, const at::Tensor& attended_RW, const at::Tensor& lse_HR) override;
   std::int64_t forks() const override { return forks_; }
   std::vector<StateRun> runs(std::int64_t layer, const at::Tensor& states_FN,

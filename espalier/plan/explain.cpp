@@ -102,15 +102,17 @@ std::string states_text(const StepPlan& plan) {
 
 std::string path_text(const StepPlan& plan) {
   if (plan.path.state() == PathState::keep) return "";
-  if (plan.path.latents)
-    return "Path: latents, from which each layer's keys and values are computed while it is in use\n";
-  const std::string what = "keys, values and their gradients are ";
+  const std::string computed = "latents, from which each layer's keys and values are computed while it is in use";
+  if (!plan.path.sleeps()) return text_of("Path: ", computed, "\n");
+  const std::string what =
+      plan.path.latents ? "latents and their gradients are " : "keys, values and their gradients are ";
   const std::string where = plan.path.divided
                                 ? what + "sharded over cp"
                                 : text_of(format_bytes(plan.chosen.path_stored_bytes), " of ", what, "offloaded");
   const std::int32_t awake = plan.path.layers_awake;
   return text_of("Path: ", where, " while their layer is not in use",
-                 awake > 0 ? text_of("; ", awake, awake == 1 ? " layer stays" : " layers stay") : "", "\n");
+                 awake > 0 ? text_of("; ", awake, awake == 1 ? " layer stays" : " layers stay") : "",
+                 plan.path.latents ? text_of("\nPath: ", computed) : "", "\n");
 }
 
 // What was tried before the plan fitted, and what each would cost.

@@ -76,7 +76,7 @@ class Search {
   }
   bool path_may_be_divided() const { return options_.path_state == PathState::automatic && cp_ > 1; }
   bool path_may_be_latents() const {
-    return options_.path_state == PathState::automatic && may_carry_latents(bytes_.shape(), cp_);
+    return options_.path_state == PathState::automatic && may_carry_latents(bytes_.shape());
   }
   bool path_may_be_stored() const {
     return options_.path_state == PathState::automatic && options_.spill_room > 0 &&
@@ -85,9 +85,9 @@ class Search {
   // Chooses the states of trunks and waves beside such a path.
   void choose_states(Candidate& candidate, const PathPlan& path) const;
   // The same beside a path that sleeps, with as many layers awake as fit.
-  void choose_with_sleeping_path(Candidate& candidate, bool divided) const;
+  void choose_with_sleeping_path(Candidate& candidate, const PathPlan& path) const;
   // Of what ranks of cp tell each other of a divided path, if the items ran one after another.
-  double path_seconds(const std::vector<Draft>& items, std::int64_t layers) const;
+  double path_seconds(const std::vector<Draft>& items, const PathPlan& path) const;
   // At one budget: everything as it is where memory is plenty, or where that does not fit the cheapest states that do.
   Candidate at_budget(Schedule schedule, std::int64_t budget, bool soft, std::vector<TriedPlan>& tried) const;
 
@@ -103,6 +103,16 @@ class Search {
   Forest forest_;
   StateChoice states_;
 };
+
+// Where an option puts the path; `automatic`: in memory. No layer stays there where layers sleep.
+PathPlan path_of(PathState state, std::int64_t cp) {
+  PathPlan path;
+  path.latents =
+      state == PathState::latents || state == PathState::latents_offload || state == PathState::latents_divide;
+  path.divided = (state == PathState::divide || state == PathState::latents_divide) && cp > 1;
+  if (path.divided || state == PathState::offload || state == PathState::latents_offload) path.layers_awake = 0;
+  return path;
+}
 
 Candidate Search::build(Schedule schedule, const LayoutOptions& options) const {
   Candidate candidate;
@@ -127,9 +137,7 @@ Candidate Search::build(Schedule schedule, const LayoutOptions& options) const {
     set_trunk_states(item, states_.of_trunks().front());
     set_wave_states(item, states_.of_waves().front());
   }
-  const bool divided = options_.path_state == PathState::divide && cp_ > 1;
-  if (divided || options_.path_state == PathState::offload) candidate.path = {0, divided};
-  if (options_.path_state == PathState::latents) candidate.path.latents = true;
+  candidate.path = path_of(options_.path_state, cp_);
   evaluate(candidate);
   return candidate;
 }
@@ -144,8 +152,7 @@ void Search::evaluate(Candidate& candidate) const {
   candidate.cost.flops = cost.flops;
   candidate.cost.seconds = cost.seconds;
   candidate.together_seconds = item_seconds_ * static_cast<double>(cost.items);
-  if (candidate.path.divided)
-    candidate.together_seconds += path_seconds(candidate.layout.items, bytes_.layers() - candidate.path.layers_awake);
+  if (candidate.path.divided) candidate.together_seconds += path_seconds(candidate.layout.items, candidate.path);
   candidate.cost.bytes =
       walk.peaks(base_bytes(cost) + bytes_.in_flight(walk.stored()) + bytes_.in_flight(path.stored), path);
   candidate.cost.stored_bytes = walk.stored();
@@ -153,11 +160,11 @@ void Search::evaluate(Candidate& candidate) const {
   candidate.cost.fits = options_.memory_budget == 0 || candidate.cost.bytes.peak() <= options_.memory_budget;
 }
 
-double Search::path_seconds(const std::vector<Draft>& items, std::int64_t layers) const {
+double Search::path_seconds(const std::vector<Draft>& items, const PathPlan& path) const {
   double sum = 0;
   for (const Draft& item : items) {
     const std::int64_t own = item.kind == ItemKind::trunk ? item.work.rows : 0;
-    sum += communication_.seconds_of_path(item.path_rows, own, layers) + path_seconds(item.below, layers);
+    sum += communication_.seconds_of_path(item.path_rows, own, path) + path_seconds(item.below, path);
   }
   return sum;
 }
@@ -198,15 +205,18 @@ Candidate Search::at_budget(Schedule schedule, std::int64_t budget, bool soft, s
   weigh(other);
   if (path_may_be_latents()) {
     choose_states(other, {.latents = true});
-    if (other.path.latents) weigh(other);
+    if (other.path.latents) weigh(other);  // else there is no path
   }
-  if (path_may_be_divided()) {
-    choose_with_sleeping_path(other, true);
-    if (other.path.divided) weigh(other);
-  }
-  if (path_may_be_stored()) {
-    choose_with_sleeping_path(other, false);
-    if (other.cost.path_stored_bytes > 0 && other.cost.all_stored() <= options_.spill_room) weigh(other);
+  for (const bool latents : {false, true}) {
+    if (latents && !path_may_be_latents()) break;
+    if (path_may_be_divided()) {
+      choose_with_sleeping_path(other, {0, true, latents});
+      if (other.path.divided) weigh(other);
+    }
+    if (path_may_be_stored()) {
+      choose_with_sleeping_path(other, {0, false, latents});
+      if (other.cost.path_stored_bytes > 0 && other.cost.all_stored() <= options_.spill_room) weigh(other);
+    }
   }
   return best;
 }
@@ -221,9 +231,9 @@ void Search::choose_states(Candidate& candidate, const PathPlan& chosen) const {
   evaluate(candidate);
 }
 
-void Search::choose_with_sleeping_path(Candidate& candidate, bool divided) const {
-  choose_states(candidate, {0, divided});
-  if (candidate.path.state() == PathState::keep || !candidate.cost.fits) return;
+void Search::choose_with_sleeping_path(Candidate& candidate, const PathPlan& path) const {
+  choose_states(candidate, path);
+  if (!candidate.path.sleeps() || !candidate.cost.fits) return;
   // What is left over keeps layers awake, with which it still fits.
   std::int32_t fits = 0, fails = static_cast<std::int32_t>(bytes_.layers()) - 1;  // a last layer would not sleep
   while (fails - fits > 1) {
@@ -460,10 +470,10 @@ PlanOptions plan_options_of(const Options& options) {
 
 StepPlan make_plan(std::span<const Rollout> rollouts, const std::vector<PrefixTree>& trees, const LocalShape& shape,
                    const PlanOptions& options, const MachineProfile& profile) {
-  if (options.path_state == PathState::latents && !may_carry_latents(shape.own(), shape.degrees().cp))
-    throw UnsupportedError({"--path-state latents", "a model with latent attention and without windows, and --cp 1",
-                            shape.own().has_latents() ? text_of("--cp ", shape.degrees().cp) : "other attention",
-                            "use --path-state auto"});
+  if (path_of(options.path_state, shape.degrees().cp).latents && !may_carry_latents(shape.own()))
+    throw UnsupportedError(
+        {text_of("--path-state ", name_of(options.path_state)), "a model with latent attention and without windows",
+         shape.own().has_latents() ? "layers with windows" : "other attention", "use --path-state auto"});
   const Search search(rollouts, trees, shape, options, profile);
   StepPlan plan;
   plan.requested = options.schedule;

@@ -46,7 +46,8 @@ class StateChoice {
   std::vector<ItemState> trunks_, waves_;
 };
 
-// "; path offloaded but for 2 layers", "; path sharded" or "; path as latents"; empty if the path stays in memory.
+// "; path offloaded but for 2 layers", "; path sharded" or "; path as latents", "; path as latents, offloaded"; empty
+// if the path stays in memory.
 std::string path_text(const PathPlan& path);
 
 // "; 3 trunks kept; 1 trunks offloaded; waves recomputed": the states of trunks and of waves, each kind left out if all

@@ -133,7 +133,7 @@ struct TriedPlan {
 };
 
 // The location of the path. The first layers are always in memory. The other layers are in memory while in use, and
-// otherwise in a store or sharded over cp. With `latents` all layers are in memory as latents (model/path_latents.h).
+// otherwise in a store or sharded over cp. `latents`: layers are carried as latents (model/path_latents.h).
 struct PathPlan {
   static constexpr std::int32_t kEveryLayer = std::numeric_limits<std::int32_t>::max();
 
@@ -141,9 +141,11 @@ struct PathPlan {
   bool divided = false;
   bool latents = false;
 
+  bool sleeps() const { return layers_awake != kEveryLayer; }
   PathState state() const {
-    if (latents) return PathState::latents;
-    return layers_awake == kEveryLayer ? PathState::keep : divided ? PathState::divide : PathState::offload;
+    if (!sleeps()) return latents ? PathState::latents : PathState::keep;
+    if (latents) return divided ? PathState::latents_divide : PathState::latents_offload;
+    return divided ? PathState::divide : PathState::offload;
   }
 };
 

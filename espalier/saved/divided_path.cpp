@@ -7,20 +7,21 @@
 
 namespace espalier {
 
-DividedPath::DividedPath(const BlockShape& block, std::int64_t path_rows, bool with_gradients, at::ScalarType dtype,
-                         Group& cp, Arena& arena)
+DividedPath::DividedPath(const BlockShape& block, std::int64_t path_rows, bool with_gradients, bool latents,
+                         at::ScalarType dtype, Group& cp, Arena& arena)
     : ops_(arena.device().operations()),
       cp_(cp),
       arena_(arena),
       dtype_(dtype),
-      of_rank_(block, shares(path_rows).most(), with_gradients) {
-  const PathBuffers of_ranks(block, cp.size() * shares(path_rows).most(), with_gradients);
+      of_rank_(block, shares(path_rows).most(), with_gradients, latents) {
+  const PathBuffers of_ranks(block, cp.size() * shares(path_rows).most(), with_gradients, latents);
   for (int kind = 0; kind < kKinds; ++kind)
     rooms_[static_cast<std::size_t>(kind)].rows_W = take(of_ranks, static_cast<Kind>(kind));
 }
 
 at::Tensor DividedPath::take(const PathBuffers& declared, Kind kind) const {
-  const BufferList::Place places[] = {declared.k_PW, declared.v_PW, declared.grad_k_PW, declared.grad_v_PW};
+  const BufferList::Place places[] = {declared.first_PW, declared.second_PW, declared.grad_first_PW,
+                                      declared.grad_second_PW};
   return arena_.take(declared, places[static_cast<int>(kind)], dtype_);
 }
 

@@ -1,4 +1,5 @@
-// Keys and values of a path, and their gradients, sharded over cp (--path-state divide).
+// Keys and values of a path, or its latents, and their gradients, sharded over cp (--path-state divide,
+// latents-divide).
 //
 // Rank r of R keeps rows r, R + r, 2 R + r, ... of every layer, so that any number of first rows is split evenly.
 // The layer in use is gathered into one buffer that all layers share; the next layer is gathered into a room meanwhile.
@@ -25,8 +26,8 @@ class DividedPath final : public PathKeeper {
  public:
   // Allocates the buffers in the arena, and this rank's part of every member. The arguments must outlive the object;
   // `dtype` is the dtype of activations.
-  DividedPath(const BlockShape& block, std::int64_t path_rows, bool with_gradients, at::ScalarType dtype, Group& cp,
-              Arena& arena);
+  DividedPath(const BlockShape& block, std::int64_t path_rows, bool with_gradients, bool latents, at::ScalarType dtype,
+              Group& cp, Arena& arena);
 
   bool one_place() const override { return true; }
   int add(const Member& member) override;

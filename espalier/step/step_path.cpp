@@ -19,14 +19,12 @@ StepPath::StepPath(const Decoder& decoder, const StepPlan& plan, bool with_gradi
     queue_->reserve(bytes.stored);
     keeper_ = std::make_unique<SleepingPath>(arena, *queue_);
   } else if (bytes.sleeps) {
-    keeper_ = std::make_unique<DividedPath>(decoder.block(), rows.all, with_gradients, decoder.dtype(), cp, arena);
-  }
-  if (plan.path.latents && rows.all > 0) {
-    path_.emplace(KvPath::of_latents(decoder.shape(), rows.all, decoder.dtype(), with_gradients, arena));
-    return;
+    keeper_ = std::make_unique<DividedPath>(decoder.block(), rows.all, with_gradients, plan.path.latents,
+                                            decoder.dtype(), cp, arena);
   }
   path_.emplace(decoder.shape(), rows.all, decoder.dtype(), with_gradients, arena, keeper_.get(),
-                plan.path.layers_awake, keeps_windows(decoder.shape(), cp.size()) ? rows.window : KvPath::kAllRows);
+                plan.path.layers_awake, keeps_windows(decoder.shape(), cp.size()) ? rows.window : KvPath::kAllRows,
+                plan.path.latents && rows.all > 0);
 }
 
 }  // namespace espalier

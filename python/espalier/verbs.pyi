@@ -66,7 +66,7 @@ class Schedule(TypedDict, total=False):
     schedule: Literal["auto", "dense", "packed", "phased"] | None
     trunk_state: Literal["auto", "keep", "recompute", "offload"] | None
     wave_state: Literal["auto", "keep", "recompute"] | None
-    path_state: Literal["auto", "keep", "offload", "divide", "latents"] | None
+    path_state: Literal["auto", "keep", "offload", "divide", "latents", "latents-offload", "latents-divide"] | None
     spill_dir: str | None
 
 class ScheduleButInspectReport(TypedDict, total=False):

@@ -78,9 +78,29 @@ TEST_P(PathLatents, StatesGiveTheBitsOfKeptState) {
   for (const char* trunks : {"recompute", "offload"})
     for (const char* waves : {"keep", "recompute"}) {
       SCOPED_TRACE(text_of("trunks ", trunks, ", waves ", waves));
-      c.options.trunk_state = trunks, c.options.wave_state = waves;
-      EXPECT_TRUE(at::equal(run_case(c).gradient, kept));
+      for (const char* path : {"latents", "latents-offload"}) {
+        c.options.trunk_state = trunks, c.options.wave_state = waves, c.options.path_state = path;
+        EXPECT_TRUE(at::equal(run_case(c).gradient, kept)) << path;
+      }
     }
+}
+
+// The store holds latents: of a model whose heads are wider than these, fewer bytes than keys and values.
+TEST_P(PathLatents, AreWhatTheStoreHolds) {
+  Case c = with(latents_of(GetParam()), {"", "phased", 7, "keep"});
+  const auto stored = [&](const char* path) {
+    c.options.path_state = path;
+    const StepPlan plan = run_case(c, DType::float32).report.plan;
+    EXPECT_EQ(plan.path.state(), c.options.path_state);
+    const ModelShape shape = tiny_shape(GetParam());
+    const PathWidths widths = path_widths(shape, plan.path.latents);
+    std::int64_t pages = 0;  // values and sums in 4 bytes each, every buffer begins at a page
+    for (const std::int64_t width : {widths.first, widths.second})
+      pages += 2 * ((plan.max_path_rows * width * 4 + 4095) / 4096);
+    EXPECT_EQ(plan.chosen.path_stored_bytes, (shape.layers - shape.states_in(0, shape.layers)) * pages * 4096) << path;
+    return widths.sum();
+  };
+  EXPECT_LT(stored("latents-offload"), stored("offload"));
 }
 
 TEST_P(PathLatents, LogProbsHaveTheBitsOfADensePlan) {
@@ -118,7 +138,10 @@ TEST_P(PathLatents, TakeTheBytesThatWerePredicted) {
           Case c = with(latents_of(GetParam()), plan);
           c.seed = seed;
           if (adapters) c.options.lora_rank = 3, c.options.lora_target = "all-linear";
-          expect_predicted(c, dtype, adapters ? 1024 * 3 * 8 + 4096 : 0);
+          for (const char* path : {"latents", "latents-offload"}) {
+            c.options.path_state = path;
+            expect_predicted(c, dtype, adapters ? 1024 * 3 * 8 + 4096 : 0);
+          }
         }
 }
 
@@ -135,7 +158,15 @@ INSTANTIATE_TEST_SUITE_P(Models, PathLatents, ::testing::ValuesIn(families_with_
 TEST(PathLatentsOfOthers, AreRefusedForOtherAttention) {
   Case c = latents_of("qwen3");
   c.options.schedule = "phased";
-  EXPECT_THROW(run_case(c), UnsupportedError);
+  for (const char* path : {"latents", "latents-offload", "latents-divide"}) {
+    c.options.path_state = path;
+    try {
+      run_case(c);
+      ADD_FAILURE() << path;
+    } catch (const UnsupportedError& refused) {
+      EXPECT_NE(std::string(refused.what()).find(text_of("--path-state ", path)), std::string::npos);
+    }
+  }
 }
 
 }  // namespace

@@ -96,6 +96,19 @@ TEST(CollectiveBytes, OfADividedPathToo) {
     expect_planned_bytes(with(c, {"", "phased", 6, "keep"}), degrees, DType::float64);
 }
 
+// A path of latents: a trunk's latents are gathered once, in any other path once more in the backward.
+TEST(CollectiveBytes, OfAPathOfLatentsToo) {
+  Case c = ragged("DeepseekV3");
+  c.rollouts.groups = 5, c.rollouts.shared_start = 0.7, c.rollouts.nested_prompt = 0.3;
+  for (const char* path : {"keep", "divide", "latents", "latents-divide", "latents-offload"})
+    for (const char* state : {"keep", "recompute"})
+      for (const Degrees& degrees : {Degrees{.cp = 2}, {.cp = 3}, {.tp = 2, .cp = 2}, {.cp = 2, .pp = 2}}) {
+        SCOPED_TRACE(text_of(text_of_degrees(degrees), ", ", state, ", path ", path));
+        c.options.path_state = path;
+        expect_planned_bytes(with(c, {"", "phased", 6, state}), degrees, DType::float64);
+      }
+}
+
 // Divided weights: what each event brings together and sums, joined ones included.
 TEST(CollectiveBytes, OfDividedWeightsToo) {
   const Degrees two{.dp = 2, .full = true}, five{.dp = 5, .full = true}, four{.tp = 2, .dp = 2, .full = true};

@@ -87,8 +87,8 @@ void for_each_item(const std::vector<PlanItem>& items, const std::function<void(
 }
 
 // Groups of four whose responses fill a wave of 7 rows each.
-Case four_responses() {
-  Case c = ragged("qwen3");
+Case four_responses(const char* family = "qwen3") {
+  Case c = ragged(family);
   c.rollouts.group_size = {4, 4}, c.rollouts.prompt_length = {8, 14}, c.rollouts.response_length = {6, 6};
   c.rollouts.shared_start = c.rollouts.empty_response = c.rollouts.equal_response = 0;
   c.rollouts.nested_prompt = c.rollouts.continues = c.rollouts.late_difference = 0;
@@ -111,12 +111,12 @@ TEST(ContextParallelBytes, OfSuffixesAreZero) {
 
 // Of the rank with most: a trunk's saved state is that of its share, its path whole; or one layer of it, where it
 // sleeps, beside its share of the others where they are divided.
-TEST(ContextParallelMemory, IsThatOfThePlan) {
+void expect_planned_memory(const char* family, const std::vector<std::string>& paths) {
   for (const char* state : {"keep", "recompute"})
-    for (const char* path : {"keep", "offload", "divide"})
+    for (const std::string& path : paths)
       for (const std::int64_t cp : {2, 4}) {
-        SCOPED_TRACE(text_of("cp ", cp, ", ", state, ", path ", path));
-        Case c = four_responses();
+        SCOPED_TRACE(text_of("cp ", cp, ", ", state, ", path ", path, ", ", family));
+        Case c = four_responses(family);
         c.options.trunk_state = state, c.options.path_state = path;
         const PassReport report = run_layout(c, {.cp = cp}).ranks.front().report;
         const PhasePeaks planned = predicted_arena_bytes(c, report.plan, DType::float64);
@@ -124,9 +124,31 @@ TEST(ContextParallelMemory, IsThatOfThePlan) {
         EXPECT_EQ(report.arena_bytes.b, planned.b);
         EXPECT_EQ(report.arena_bytes.c, planned.c);
         EXPECT_EQ(report.plan.path.state(), c.options.path_state);
-        EXPECT_EQ(report.plan.chosen.path_stored_bytes > 0, c.options.path_state == PathState::offload);
+        EXPECT_EQ(report.plan.chosen.path_stored_bytes > 0, path.ends_with("offload"));
         EXPECT_LT(planned.c, run_case(c).report.arena_bytes.c);
       }
+}
+TEST(ContextParallelMemory, IsThatOfThePlan) {
+  expect_planned_memory("qwen3", {"keep", "offload", "divide"});
+  expect_planned_memory("DeepseekV2", {"keep", "offload", "divide", "latents", "latents-offload", "latents-divide"});
+}
+
+// With latent attention ranks give latents and shared keys to each other, in every path.
+TEST(ContextParallelBytes, OfLatentAttentionAreThoseOfLatents) {
+  for (const char* path : {"keep", "latents"}) {
+    Case c = four_responses("DeepseekV3");
+    c.options.path_state = path;
+    const ModelShape shape = shape_of(c);
+    const PassReport report = run_layout(c, {.cp = 2}).ranks.front().report;
+    std::int64_t rows = 0;
+    for_each_item(report.plan.items, [&](const PlanItem& item) {
+      if (item.kind == ItemKind::trunk) rows += RowShares(item.set.rows, 2).most();
+    });
+    const std::int64_t width = shape.latent.key_value + shape.latent.rotary, once = shape.layers * rows * width * 8;
+    EXPECT_LT(width, shape.key_width() + shape.value_width());
+    EXPECT_EQ(report.bytes.a.cp, once) << path;
+    EXPECT_EQ(report.bytes.c.cp, 2 * once + (report.plan.path.latents ? 0 : once)) << path;
+  }
 }
 
 TEST(ContextParallelRows, EveryPromptIsForwardedOnceInTheWholeWorld) {

@@ -50,7 +50,8 @@ Case drawn_case(Draws& draws, std::uint64_t seed) {
   const std::vector<Plan> plans = all_plans({0, 1 + draws.below(13)});
   c = with(c, plans[static_cast<std::size_t>(draws.below(static_cast<std::int64_t>(plans.size())))]);
   options.path_state = draws.one_of({"auto", "keep", "offload", "divide"});
-  if (shape_of(c).has_latents() && draws.one_in(2)) options.path_state = "latents";
+  if (shape_of(c).has_latents() && draws.one_in(2))
+    options.path_state = draws.one_of({"latents", "latents-offload", "latents-divide"});
   return draws.one_in(5) ? as_critic(c) : c;
 }
 
@@ -108,7 +109,6 @@ TEST(GeneratedLayouts, GiveTheGradientOfOneProcess) {
     Draws draws(seed);
     Case c = drawn_case(draws, seed);
     const Degrees degrees = drawn_degrees(draws, shape_of(c));
-    if (degrees.cp > 1 && c.options.path_state == PathState::latents) c.options.path_state = "keep";  // or refused
     SCOPED_TRACE(text_of("seed ", seed, ": ", text_of_degrees(degrees), ", ", c.family, c.critic ? ", critic, " : ", ",
                          name_of(c.options.policy_loss)));
     EXPECT_NO_THROW(expect_as_one_process(c, degrees, run_case(c)));

@@ -82,6 +82,37 @@ TEST(DividedPath, WithExpertsToo) {
                                                             {.cp = 2, .dp = 2, .ep = 2, .full = true}});
 }
 
+// A path of latents: whole on every rank of cp, sharded over these, and offloaded.
+class LatentPathOnRanks : public ::testing::TestWithParam<const char*> {};
+
+TEST_P(LatentPathOnRanks, GivesTheGradientOfOneProcess) {
+  for (const Plan& plan : kPlans) {
+    expect_as_awake(sleeping("DeepseekV2", plan, GetParam()), {{.cp = 2},
+                                                               {.cp = 3},
+                                                               {.tp = 2, .cp = 2},
+                                                               {.cp = 2, .pp = 2},
+                                                               {.cp = 2, .dp = 2},
+                                                               {.cp = 2, .dp = 2, .full = true}});
+    expect_as_awake(sleeping("DeepseekV3", plan, GetParam()),
+                    {{.cp = 4}, {.cp = 2, .ep = 2}, {.cp = 2, .dp = 2, .ep = 4}, {.cp = 2, .pp = 2, .ep = 2}});
+  }
+}
+
+TEST_P(LatentPathOnRanks, OfACriticOfLossesOfWholeRolloutsAndOfAdapters) {
+  expect_as_awake(as_critic(sleeping("DeepseekV3", kPlans[0], GetParam())), {{.cp = 3}, {.cp = 2, .pp = 2}});
+  Case c = sleeping("DeepseekV2", kPlans[2], GetParam());
+  c.options.policy_loss = "gspo", c.options.entropy_coeff = 0.1;
+  expect_as_awake(c, {{.cp = 3}, {.cp = 2, .dp = 2, .full = true}});
+  c = sleeping("DeepseekV2", kPlans[2], GetParam());
+  c.options.lora_rank = 3, c.options.lora_alpha = 7, c.options.lora_target = "all-linear";
+  expect_as_awake(c, {{.cp = 2}, {.tp = 2, .cp = 2}});
+  c = sleeping("DeepseekV2", kPlans[0], GetParam());
+  c.options.train = "norms";
+  expect_as_awake(c, {{.cp = 2}});
+}
+INSTANTIATE_TEST_SUITE_P(States, LatentPathOnRanks, ::testing::Values("latents", "latents-divide", "latents-offload"),
+                         [](const auto& info) { return name_of_family(info.param); });
+
 TEST(DividedPath, OfACriticAndOfLossesOfWholeRollouts) {
   expect_as_awake(as_critic(sleeping("qwen3", kPlans[0], "divide")), {{.cp = 3}, {.cp = 2, .pp = 2}});
   Case c = sleeping("qwen3", kPlans[2], "divide");
@@ -108,7 +139,7 @@ class BothPaths {
  public:
   BothPaths(const ModelShape& shape, std::int64_t layers_awake, Group& cp)
       : cp_(cp),
-        keeper_({shape, element_bytes(DType::float64), false}, kOuter + kInner, true, at::kDouble, cp, arena_),
+        keeper_({shape, element_bytes(DType::float64), false}, kOuter + kInner, true, false, at::kDouble, cp, arena_),
         divided_(shape, kOuter + kInner, at::kDouble, true, arena_, &keeper_, layers_awake),
         whole_(shape, kOuter + kInner, at::kDouble, true, other_) {}
 

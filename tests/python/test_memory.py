@@ -80,16 +80,24 @@ def test_a_path_of_latents_holds_them_alone(program, tmp_path):
     DeepseekV3ForCausalLM(config).save_pretrained(tmp_path / "model")
     memory_sweep.write_rollouts(tmp_path / "rollouts.jsonl", 512, prompt=prompt, response=32, n=4)
     found = {}
-    for state in ("keep", "latents"):
-        run = Ranks(program, 1, ["train", "--model", tmp_path / "model", "--rollouts", tmp_path / "rollouts.jsonl", "--json", "--quiet",
-                                 "--schedule", "phased", "--trunk-state", "recompute", "--token-budget", 512, "--path-state", state,
-                                 "--logprobs", tmp_path / state], OMP_NUM_THREADS="2")
-        assert run.end() == [0], run.stderr
-        found[state] = of_process(json.loads(run.stdout[0]))
-        process, planned = found[state]
-        assert 0.95 * planned < process < 1.05 * planned, (state, process / MEBI, planned / MEBI)
-    assert (tmp_path / "keep").read_bytes() == (tmp_path / "latents").read_bytes()
+
+    def measure(state, ranks=1):
+        run = Ranks(program, ranks, ["train", "--model", tmp_path / "model", "--rollouts", tmp_path / "rollouts.jsonl", "--json", "--quiet",
+                                     "--schedule", "phased", "--trunk-state", "recompute", "--token-budget", 512, "--path-state", state,
+                                     "--logprobs", tmp_path / state, "--overwrite", "--cp", ranks], OMP_NUM_THREADS=str(2 // ranks))
+        assert run.end() == [0] * ranks, run.stderr
+        found[state, ranks] = of_process(json.loads(run.stdout[0]))
+        process, planned = found[state, ranks]
+        assert 0.95 * planned < process < 1.05 * planned, (state, ranks, process / MEBI, planned / MEBI)
+
+    for state in ("keep", "latents", "latents-offload"):
+        measure(state)
+        assert (tmp_path / state).read_bytes() == (tmp_path / "keep").read_bytes()
     keys_values = heads * (32 + rotary + 32)
     saved = prompt * (4 + 4) * ((layers - 1) * keys_values - layers * (latent + rotary))  # and the sums, in float32
     for process_or_plan in (0, 1):
-        assert found["keep"][process_or_plan] - found["latents"][process_or_plan] > 0.9 * saved, (found, saved / MEBI)
+        assert found["keep", 1][process_or_plan] - found["latents", 1][process_or_plan] > 0.9 * saved, (found, saved / MEBI)
+    for state in ("keep", "latents", "latents-divide"):
+        measure(state, ranks=2)
+    for process_or_plan in (0, 1):
+        assert found["keep", 2][process_or_plan] - found["latents", 2][process_or_plan] > 0.9 * saved, (found, saved / MEBI)

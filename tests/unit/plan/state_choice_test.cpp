@@ -209,9 +209,45 @@ TEST(StateChoice, ThePathIsCarriedAsLatents) {
   EXPECT_NE(explain(plan_with(PathState::automatic)).find("; path as latents"), std::string::npos) << "what was tried";
   options.memory_budget = 0;
   EXPECT_EQ(plan_with(PathState::automatic).path.state(), PathState::keep) << "what fits stays whole";
-  options.path_state = PathState::latents;
-  EXPECT_THROW(planned(batch, options, ShareMode::whole_trees, wide_path_shape()), UnsupportedError);
-  EXPECT_THROW(planned(batch, options, ShareMode::whole_trees, LocalShape(shape, {.cp = 2}, {})), UnsupportedError);
+  for (const PathState state : {PathState::latents, PathState::latents_offload, PathState::latents_divide}) {
+    options.path_state = state;
+    EXPECT_THROW(planned(batch, options, ShareMode::whole_trees, wide_path_shape()), UnsupportedError);
+  }
+  EXPECT_EQ(planned(batch, options, ShareMode::whole_trees, shape).path.state(), PathState::latents)
+      << "nobody to divide it with";
+}
+
+// Where latents do not fit either, their layers are offloaded or sharded over cp; each holds the room of one layer.
+TEST(StateChoice, LayersOfLatentsSleepWhereTheyDoNotFit) {
+  ModelShape whole = wide_path_shape();
+  whole.head_dim = 40, whole.latent = {.key_value = 100, .plain = 32, .rotary = 8, .value = 32};
+  const std::vector<Rollout> batch = group_of(8000, 60, 2);
+  for (const auto& [cp, asleep, other] : {std::tuple(1, PathState::latents_offload, PathState::offload),
+                                          {4, PathState::latents_divide, PathState::divide}}) {
+    SCOPED_TRACE(text_of("cp ", cp));
+    const LocalShape shape(whole, {.cp = cp}, {});
+    PlanOptions options = without_room();
+    const auto plan_with = [&](PathState state) { return planned_with(state, batch, options, shape); };
+    const StepPlan awake = plan_with(PathState::latents), least = plan_with(asleep);
+    EXPECT_EQ(least.path.state(), asleep);
+    EXPECT_EQ(least.path.layers_awake, 0);
+    // Of 12 layers 11 are not in memory, or 3/4 of all less the rooms for two.
+    const ActivationBytes bytes(shape, DType::float32, options.kind);
+    const double latents = 8000.0 * 108 * (4 + 4);
+    EXPECT_NEAR(
+        static_cast<double>(awake.chosen.bytes.peak() - least.chosen.bytes.peak()),
+        (cp == 1 ? 11 : 0.75 * 12 - 2) * latents - static_cast<double>(bytes.in_flight(least.chosen.path_stored_bytes)),
+        0.05 * 12 * latents);
+    options.memory_budget = (awake.chosen.bytes.peak() + least.chosen.bytes.peak()) / 2;
+    if (cp == 1) options.spill_room = std::int64_t{1} << 40;
+    const StepPlan found = plan_with(PathState::automatic);
+    ASSERT_TRUE(found.chosen.fits);
+    EXPECT_LE(found.chosen.seconds, plan_with(asleep).chosen.seconds * 1.001);
+    EXPECT_NE(explain(found).find(cp == 1 ? "; path as latents, offloaded" : "; path as latents, sharded"),
+              std::string::npos)
+        << "what was tried";
+    EXPECT_TRUE(found.path.state() == asleep || found.path.state() == other);
+  }
 }
 
 // Ranks of cp divide a path that does not fit, without a store; where both would do the cheaper one is taken, and a
