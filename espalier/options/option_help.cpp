@@ -89,7 +89,7 @@ std::string wrapped(const std::string& text, std::size_t indent, std::size_t wid
   std::size_t column = indent;
   while (words >> word) {
     if (column > indent && column + 1 + word.size() > width) {
-      out += '\n' + std::string(indent, ' ');
+      out.append("\n").append(indent, ' ');
       column = indent;
     }
     if (column > indent) out += ' ', ++column;
