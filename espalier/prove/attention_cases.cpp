@@ -136,18 +136,17 @@ std::string text_of_size(const AttentionSize& size) {
 
 void add_attention_case(std::vector<OperationCase>& cases, const AttentionSize& size) {
   const auto [T, P, H, J, D, some, scale, window, cap, of_values, branch_rows, leaf_rows, first_query, counted] = size;
-  AttentionTree tree = tree_of(size);
+  const AttentionTree tree = tree_of(size);
   const auto Q = static_cast<std::int64_t>(tree.query_row.size());
   const std::int64_t V = of_values > 0 ? of_values : D;
   const std::string sizes = text_of_size(size);
   const AttentionOperands of = counted ? counted_operands(size, keys_seen(size, tree)) : random_operands(size, Q, V);
-  tree.query_row.push_back(0);  // behind the queries, so that none of them have memory, too
   const OperationCase::Argument q{of.q}, own_k{of.own_k}, own_v{of.own_v}, path_k{of.path_k}, path_v{of.path_v},
       row{whole_numbers(tree.query_row), Kind::fixed}, ends{whole_numbers(tree.end), Kind::fixed},
       depth{whole_numbers(tree.depth), Kind::fixed};
   const bool has_query_rows = some || first_query > 0;
   const auto problem = [=, window = window, cap = cap, D = D](const Tensors& t, const at::Tensor& depths) {
-    const at::Tensor rows = has_query_rows ? t[5].narrow(0, 0, Q) : at::Tensor();
+    const at::Tensor rows = has_query_rows ? t[5] : at::Tensor();
     return AttentionProblem{D, t[0], t[1], t[2], t[3], t[4], rows, t[6], window, window > 0 ? depths : at::Tensor(),
                             0, cap};
   };
