@@ -1,18 +1,21 @@
 """Seconds of a training step of TRL's own trainers beside espalier.trl's, and of a dense loop beside espalier.hf for agents' turns, against the rows saved.
 
     tools/python bench/trainer_steps.py [--cases dpo-250/300,reward-2000/300] [--scale 4] [--rounds 3] [--hidden 512] [--layers 2]
-                                        [--out bench/results/trainer_steps.jsonl]
+                                        [--fsdp 2] [--out bench/results/trainer_steps.jsonl]
 
 Cases: dpo-P/R (two pairs), reward-P/R and sft-P/R (eight answers below one prompt of P tokens, R each), texts-P/R (the same texts as those of sft,
-with labels on the prompt too), agent-P/R/T (two trajectories of T turns of R
+with labels on the prompt too), grpo-P/R (a window of two micro-batches of four answers each, one prompt a rank; without generation), agent-P/R/T (two trajectories of T turns of R
 tokens and R observed ones below a system prompt of P). --scale divides all lengths, for small machines: row ratios stay, and attention's share falls.
 Each run is a process of its own, plain and shared in turns; a trainer's second step is timed, in seconds of processors, which other work
-disturbs less. "of rows": the speed-up over the row ratio.
+disturbs less. "of rows": the speed-up over the row ratio. --fsdp 1 or 2: two ranks, each with such a batch, whose trainers shard the model with FSDP
+over gloo; the slower rank counts.
 """
 
 import argparse
+import contextlib
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -59,28 +62,52 @@ def trainer_step(options, kind, prompt, answer):
         rows = {"text": [start + answer for answer in answers]}
     else:
         rows = {"prompt": [start] * 16, "completion": answers}
-    name, batch = {"dpo": ("DPO", 2), "reward": ("Reward", 4), "sft": ("SFT", 8), "texts": ("SFT", 8)}[kind]
+    name, batch = {"dpo": ("DPO", 2), "reward": ("Reward", 4), "sft": ("SFT", 8), "texts": ("SFT", 8), "grpo": ("GRPO", 4)}[kind]
+    more = {}
+    if kind == "grpo":
+        rows = {"prompt": [trl_batches.words(i, prompt) for i in (1, 2)] * 2}
+        more = dict(reward_funcs=lambda completion_ids, **_: [float(i % 3) for i in range(len(completion_ids))])
+    elif options.fsdp:  # ranks take batches in turns
+        rows = {column: [value for at in range(0, len(values), batch) for value in values[at:at + batch] * 2] for column, values in rows.items()}
     torch.manual_seed(0)
     make = transformers.Qwen3ForSequenceClassification if kind == "reward" else transformers.Qwen3ForCausalLM
     model = make(config(options))
-    seconds = []
+    seconds, generating = [], [0.0]
 
     class Timed(getattr(trl if options.run == "plain" else espalier.trl, f"{name}Trainer")):
         def training_step(self, *args, **kwargs):
-            begin = time.process_time()
+            begin, generating[0] = time.process_time(), 0.0
             out = super().training_step(*args, **kwargs)
-            seconds.append(time.process_time() - begin)
+            seconds.append(time.process_time() - begin - generating[0])
+            return out
+
+        def _prepare_inputs(self, *args, **kwargs):  # GRPO generates here
+            begin = time.process_time()
+            out = super()._prepare_inputs(*args, **kwargs)
+            generating[0] += time.process_time() - begin
             return out
 
     with tempfile.TemporaryDirectory() as folder:
         settings = dict(output_dir=folder, use_cpu=True, bf16=False, report_to=[], save_strategy="no", logging_strategy="no",
                         per_device_train_batch_size=batch, max_steps=2, disable_tqdm=True, dataloader_pin_memory=False, gradient_checkpointing=False,
-                        max_length=None, train_sampling_strategy="sequential")
-        trainer = Timed(model=model, args=getattr(trl, f"{name}Config")(**settings), processing_class=trl_batches.example.tokenizer(),
-                        train_dataset=Dataset.from_dict(rows), **({"ref_model": make(config(options))} if kind == "dpo" else {}))
-        with trl_batches.counted_rows(trainer) as counts:
-            trainer.train()
-    return seconds[1], counts["all"], counts["unique"]
+                        train_sampling_strategy="sequential")
+        if kind == "grpo":
+            settings.update(gradient_accumulation_steps=2, num_generations=8, max_completion_length=answer, generation_kwargs=dict(min_new_tokens=answer))
+        else:
+            settings.update(max_length=None)
+        sharding = contextlib.nullcontext()
+        if options.fsdp:
+            import trl_sharding
+            sharding = trl_sharding.sharding_on_a_cpu()
+            settings.update(fsdp=True, fsdp_config=dict(version=options.fsdp, transformer_layer_cls_to_wrap=["Qwen3DecoderLayer"],
+                                                        sync_module_states=False, use_orig_params=True))
+        with sharding:
+            trainer = Timed(model=model, args=getattr(trl, f"{name}Config")(**settings), processing_class=trl_batches.example.tokenizer(),
+                            train_dataset=Dataset.from_dict(rows), **({"ref_model": make(config(options))} if kind == "dpo" else {}), **more)
+            with trl_batches.counted_rows(trainer) as counts:
+                trainer.train()
+    shared = getattr(trainer, "shared_rows", None) if kind == "grpo" else None
+    return sum(seconds[len(seconds) // 2:]), *((shared["without_sharing"], shared["run"]) if shared else (counts["all"], counts["unique"]))
 
 
 def agent_step(options, system, tokens, turns):
@@ -119,6 +146,21 @@ def agent_step(options, system, tokens, turns):
     return seconds, sum(map(len, paths)), int(plan.items[0].rows) if len(plan.items) == 1 else sum(int(item.rows) for item in plan.items)
 
 
+def of_ranks(command, count):
+    """What each of `count` processes of torch.distributed printed last."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    variables = lambda rank: dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))  # noqa: E731
+    ranks = [subprocess.Popen(command, env=os.environ | (variables(rank) if count > 1 else {}), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+             for rank in range(count)]
+    outputs = [rank.communicate() for rank in ranks]
+    for rank, (_, errors) in zip(ranks, outputs):
+        if rank.returncode:
+            raise SystemExit(errors[-2000:])
+    return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=CASES)
@@ -127,6 +169,7 @@ def main():
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--vocabulary", type=int, default=1024)
+    parser.add_argument("--fsdp", type=int, choices=[1, 2], default=0)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--run", choices=["plain", "shared"], help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -142,18 +185,16 @@ def main():
         seen = {"plain": [], "shared": []}
         for _ in range(options.rounds):
             for run, found in seen.items():
-                command = [sys.executable, __file__, "--run", run, "--cases", case, *(word for name in ("scale", "hidden", "layers", "vocabulary")
+                names = ("scale", "hidden", "layers", "vocabulary", *(("fsdp",) if options.fsdp else ()))
+                command = [sys.executable, __file__, "--run", run, "--cases", case, *(word for name in names
                                                                                     for word in (f"--{name}", str(getattr(options, name))))]
-                done = subprocess.run(command, capture_output=True, text=True)
-                if done.returncode:
-                    raise SystemExit(done.stderr[-2000:])
-                found.append(json.loads(done.stdout.splitlines()[-1]))
+                found.append(max(of_ranks(command, 2 if options.fsdp else 1), key=lambda one: one["seconds"]))
         plain, shared = (statistics.median(run["seconds"] for run in seen[kind]) for kind in ("plain", "shared"))
         ratio = seen["shared"][0]["rows"] / seen["shared"][0]["unique"]
         if options.out:
             with open(options.out, "a") as file:
                 file.write(json.dumps(dict(case=case, scale=options.scale, hidden=options.hidden, layers=options.layers, vocabulary=options.vocabulary,
-                                           rounds=options.rounds, date=time.strftime("%Y-%m-%d"), plain_cpu_seconds=plain, shared_cpu_seconds=shared,
+                                           rounds=options.rounds, fsdp=options.fsdp, date=time.strftime("%Y-%m-%d"), plain_cpu_seconds=plain, shared_cpu_seconds=shared,
                                            speed_up=plain / shared, row_ratio=ratio)) + "\n")
         print(f"{case:>20} {plain:8.2f} {shared:9.2f} {plain / shared:9.2f} {ratio:10.2f} {plain / shared / ratio:8.2f}", flush=True)
 

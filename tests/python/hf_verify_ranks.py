@@ -13,6 +13,7 @@ torch.set_num_threads(1)
 FOLDER, RANK = Path(sys.argv[1]), int(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{FOLDER}/store", rank=RANK, world_size=2, timeout=datetime.timedelta(seconds=60))
 
+import espalier.hf  # noqa: E402
 import pytest  # noqa: E402
 from espalier.errors import Error  # noqa: E402
 from espalier.hf import attention, verification  # noqa: E402
@@ -97,6 +98,9 @@ def cases(wrap):
     out["a_shard_one_percent_off on 0"] = result(new(), OWN, a_shard_one_percent_off, 0)
     out["before a fault"] = result(other, OWN)
     out["a fault of a longer one on 1"] = result(other, LONGER, a_gradient_one_percent_off, 1)
+    model = new()
+    espalier.hf.logprobs(model, OWN[RANK])  # FSDP2 leaves whole parameters in the place of shards
+    out["a_gradient_one_percent_off behind log-probs on 0"] = result(model, OWN, a_gradient_one_percent_off, 0)
     out["nobody looks"] = result(new(), OWN, a_gradient_one_percent_off, 1, verify=False)
     return out
 

@@ -105,7 +105,7 @@ def test_a_difference_on_one_rank_is_raised_on_all(verified_by_two, kind):
         passing = {name: found.pop(name) for name in ("first", "again", "longer", "before a fault", "nobody looks")}
         longer = "not compared" if (kind, rank) == ("ddp", 0) else "pass"
         assert passing == {"first": "pass", "again": "not compared", "longer": longer, "before a fault": "pass", "nobody looks": "not compared"}
-        assert len(found) == 6
+        assert len(found) == 7
         for case, verdict in found.items():
             told = kind == "ddp" and not case.endswith(str(rank))
             assert verdict.startswith("verification, ") and (verdict == "verification, another rank") == told, (rank, case, verdict)

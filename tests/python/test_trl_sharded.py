@@ -101,7 +101,7 @@ def test_a_deepspeed_engine_is_left_alone(of_trainer, caplog):
     assert len(reasons(caplog)) == 1 and "DeepSpeed" in reasons(caplog)[0]
 
 
-def test_a_sequence_that_ranks_divide_is_left_alone(caplog):
+def test_sharded_sequences_are_left_alone(caplog):
     model = data.example.small_model()
     trainer = Shared(model)
     trainer.accelerator = types.SimpleNamespace(parallelism_config=types.SimpleNamespace(tp_enabled=False, cp_enabled=True, sp_enabled=False))

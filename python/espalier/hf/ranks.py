@@ -123,15 +123,25 @@ def _of_hosts(group):
     return dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
 
 
+def trained(model):
+    """[(name, parameter)] of all parameters with gradients, as the optimizer holds them. FSDP2 puts whole parameters in the place of shards, also
+    behind a forward without a backward; they would never have a gradient."""
+    shards = {id(one._unsharded_param): one.sharded_param for group in _groups(model) for one in group.fsdp_params if hasattr(one, "_unsharded_param")}
+    return [(name, shards.get(id(p), p)) for name, p in unwrapped(model).named_parameters() if p.requires_grad]
+
+
+def _groups(model):
+    """FSDP2's groups of parameters."""
+    states = [module._get_fsdp_state() for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+    found = [group for state in states for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]]
+    return list({id(group): group for group in found if group is not None}.values())
+
+
 @contextlib.contextmanager
 def reducing(model):
     """Context manager: backwards of a sharded model reduce gradients over ranks, even within `no_sync()`."""
     switches = [(module, "_sync_gradients") for module in model.modules() if is_fsdp1(module)]
-    for module in model.modules():
-        if hasattr(module, "_get_fsdp_state"):
-            state = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-            switches += [(group, name) for group in groups if group is not None for name in ("reduce_grads", "all_reduce_grads")]
+    switches += [(group, name) for group in _groups(model) for name in ("reduce_grads", "all_reduce_grads")]
     before = [getattr(owner, name) for owner, name in switches]
     try:
         for owner, name in switches:

@@ -96,7 +96,7 @@ def begin(model, router=None):
 class _Comparison:
     def __init__(self, model, router=None):
         self.model, self.router = model, router
-        self.named = [(name, p) for name, p in unwrapped(model).named_parameters() if p.requires_grad]
+        self.named = ranks.trained(model)
         self.before = self._take()
 
     def _take(self):

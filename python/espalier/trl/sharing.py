@@ -95,13 +95,13 @@ class Sharing:
         return reason is None
 
     def _divided(self, model):
-        """The reason why no model of this run can be shared, or None: a model or its sequences are divided over ranks in another way than FSDP's."""
+        """The reason why no model of this run can be shared, or None: it, or its sequences, are sharded in another way than FSDP's."""
         if getattr(self, "is_deepspeed_enabled", False) or type(model).__name__ == "DeepSpeedEngine" or any(hasattr(p, "ds_id") for p in model.parameters()):
             return "DeepSpeed runs the model, and its engine takes one backward in a step; every batch runs TRL's own path" + self._nothing_to_verify()
         layout = getattr(getattr(self, "accelerator", None), "parallelism_config", None)
         names = [name for name in ("tp", "cp", "sp") if getattr(layout, f"{name}_enabled", False)]
         if names:
-            return f"accelerate's parallelism_config divides layers or sequences over ranks ({', '.join(names)})" + self._nothing_to_verify()
+            return f"accelerate's parallelism_config shards layers or sequences ({', '.join(names)})" + self._nothing_to_verify()
         return None
 
     def _nothing_to_verify(self):

@@ -12,7 +12,7 @@ import logging
 import torch
 
 from espalier.hf import probe, ranks, verification
-from espalier.hf.checks import base_model, unwrapped
+from espalier.hf.checks import base_model
 
 _log = logging.getLogger("espalier")
 
@@ -21,7 +21,7 @@ def compare(model, plain, shared, finish=lambda: None):
     """Returns the table of gradients, or of values for a pass without gradients. `plain()` and `shared()` compute the same list of tensors in two
     ways. `finish()`: the rest of the shared pass's backward. Raises `Error` of kind `verification` if shared is too far from plain. Restores
     `.grad`."""
-    named = [(name, p) for name, p in unwrapped(model).named_parameters() if p.requires_grad]
+    named = ranks.trained(model)
     held = [p.grad for _, p in named]
     everywhere = verification.over_shards(model)
     latest = {}  # gradients of one run at a time
