@@ -55,7 +55,7 @@ struct StateBuffers : BufferList {
   Place states_LN, grad_states_LN;
 };
 
-// What the path carries of a row: keys and values of all heads, or with latent attention its normed latent and its
+// Widths of a row of the path: keys and values of all heads, or with latent attention its normed latent and its
 // rotated shared key (model/path_latents.h).
 struct PathWidths {
   std::int64_t first, second;  // J*D and J*Dv, or C and K
@@ -64,7 +64,7 @@ struct PathWidths {
 };
 PathWidths path_widths(const ModelShape& shape, bool latents);
 
-// Of one layer, with its accumulators.
+// One layer of the path, with its accumulators.
 struct PathBuffers : BufferList {
   PathBuffers(const BlockShape& block, std::int64_t rows, bool with_gradients, bool latents = false);
   Place first_PW, second_PW, grad_first_PW, grad_second_PW;

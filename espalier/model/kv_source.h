@@ -26,7 +26,7 @@ struct KeysValues {
 struct LayerContext;
 struct LayerViews;
 
-// Of latent attention: this rank's latents before their norm, their 1/rms, and the rotated shared keys; and the layer
+// This rank's latents before their norm, their 1/rms, and the rotated shared keys, in latent attention; and the layer
 // whose weights expand latents.
 struct SourceLatents {
   const LayerContext& layer;

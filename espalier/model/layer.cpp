@@ -43,6 +43,9 @@ Rotation rotation_of_shared_keys(const LayerContext& c) {
 LatentSaved query_latent_of(const LayerSaved& saved) { return {saved.query_latent_RC, saved.query_latent_rstd_R}; }
 LatentSaved key_value_latent_of(const LayerSaved& saved) { return {saved.latent_TC, saved.latent_rstd_T}; }
 
+// Whether the rows give their latents to other ranks of cp, and their source computes keys and values.
+bool gives_latents(const LayerContext& c) { return c.shape.has_latents() && c.kv.divides(); }
+
 void project_keys_values(const LayerContext& c, const LayerSaved& saved, const at::Tensor& normed_TM,
                          const at::Tensor& normed_latent_TC) {
   if (!c.shape.has_latents()) return c.products.linear(saved.kv_TW, normed_TM, c.weights.key_value);
@@ -87,12 +90,12 @@ at::Tensor gated_values(const LayerContext& c, const LayerSaved& saved, const at
 LayerAttention make_attention(const LayerContext& c, const LayerSaved& saved, bool write_kept,
                               const at::Tensor& rotated_q_RW, const at::Tensor& rotated_k_TW,
                               const at::Tensor& value_TW, const at::Tensor& query_RW) {
-  const bool keeps = c.kv.keeps(c.layer), latents = c.shape.has_latents(), gives = latents && c.kv.divides();
+  const bool keeps = c.kv.keeps(c.layer), latents = c.shape.has_latents();
   const std::int64_t K = c.shape.key_width(), V = c.shape.value_width();
   const at::Tensor v_TW = latents ? value_TW : saved.kv_TW.narrow(1, K, V);
   const KeysValues own = keeps ? c.kv.kept(c.layer) : KeysValues{rotated_k_TW, v_TW};
   c.ops.rotate(rotation_of_queries(c), queries_of(c, saved, query_RW), rotated_q_RW);
-  if (latents && !gives && (!keeps || write_kept)) {
+  if (latents && !gives_latents(c) && (!keeps || write_kept)) {
     c.ops.expand_heads(saved.kv_TW, saved.rotary_key_TK, own.k, own.v);
   } else if (!latents) {
     if (!keeps || write_kept) c.ops.rotate(rotation_of_keys(c), saved.kv_TW.narrow(1, 0, K), own.k);
@@ -134,7 +137,7 @@ ProjectionGradients add_attention_backward(const LayerContext& c, const LayerSav
   const SourceLatents given = latents_of(c, saved, &grads);
   LayerAttention attention = make_attention(c, saved, false, held[declared.rotated_q_RW], held[declared.rotated_k_TW],
                                             held[declared.value_TW], held[declared.query_RW]);
-  const bool gated = c.shape.attention.output_gate, gives = c.shape.has_latents() && c.kv.divides();
+  const bool gated = c.shape.attention.output_gate, gives = gives_latents(c);
   if (gives) attention.latents = &given;
   if (gated)
     c.ops.gate_heads_backward(saved.attended_RW, saved.q_RW, c.shape.head_dim, held[declared.grad_attended_RW],
@@ -187,7 +190,7 @@ at::Tensor add_latent_key_value_backward(const LayerContext& c, const LayerSaved
   const at::Tensor &normed_TC = held[declared.latent_TC], &product = held[declared.kv_product],
                    &grad_latent_TC = held[declared.grad_latent_TC];
   const Latent weights = key_value_latent(c.weights), of_grads = key_value_latent(grads);
-  if (c.kv.divides()) {  // its source has done the rest
+  if (gives_latents(c)) {  // the source has done the rest
     latent_norm_backward(c, weights, of_grads, key_value_latent_of(saved), grad.normed_latent_TC, grad_latent_TC);
     return grad_latent_TC;
   }
@@ -302,7 +305,7 @@ void layer_forward(const LayerContext& c, LayerSaved& saved, const at::Tensor& s
   LayerAttention attention = make_attention(c, saved, true, held[declared.rotated_q_RW], held[declared.rotated_k_TW],
                                             held[declared.value_TW], held[declared.query_RW]);
   const SourceLatents given = latents_of(c, saved, nullptr);
-  if (c.shape.has_latents() && c.kv.divides()) attention.latents = &given;
+  if (gives_latents(c)) attention.latents = &given;
   c.kv.attend(attention, saved.attended_RW, saved.lse_HR);
   c.kv.leave(attention);
   if (continuing == 0) return;

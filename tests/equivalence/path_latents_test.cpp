@@ -33,13 +33,17 @@ void expect_gradient(const Case& c, const OracleResult& exact) {
   EXPECT_NEAR(run.loss, exact.loss, kFloat64 * std::max(1.0, std::abs(exact.loss)));
 }
 
-// `most_above`: of adapters of the latents' projection, a room that the plan adds to every phase.
+// `most_above`: of adapters of the latents' projection, a room that the plan adds to every phase. A wave without a
+// trunk above it runs while no layer of an offloaded path is in memory, and the plan counts one.
 void expect_predicted(const Case& c, DType dtype, std::int64_t most_above) {
   const GradientReport report = run_case(c, dtype).report;
   const PhasePeaks predicted = predicted_arena_bytes(c, report.plan, dtype), &taken = report.arena_bytes;
+  const ModelShape shape = shape_of(c);
+  const PathBuffers layer({shape, element_bytes(dtype), false}, report.plan.max_path_rows, true, true);
   for (const auto& [name, phase] : {std::pair("A", &PhasePeaks::a), {"B", &PhasePeaks::b}, {"C", &PhasePeaks::c}}) {
+    const bool may_sleep = phase == &PhasePeaks::b && report.plan.path.sleeps();
     EXPECT_LE(taken.*phase, predicted.*phase) << "phase " << name;
-    EXPECT_GE(taken.*phase, predicted.*phase - most_above) << "phase " << name;
+    EXPECT_GE(taken.*phase, predicted.*phase - most_above - (may_sleep ? layer.peak() : 0)) << "phase " << name;
   }
 }
 
@@ -139,6 +143,7 @@ TEST_P(PathLatents, TakeTheBytesThatWerePredicted) {
           c.seed = seed;
           if (adapters) c.options.lora_rank = 3, c.options.lora_target = "all-linear";
           for (const char* path : {"latents", "latents-offload"}) {
+            SCOPED_TRACE(path);
             c.options.path_state = path;
             expect_predicted(c, dtype, adapters ? 1024 * 3 * 8 + 4096 : 0);
           }

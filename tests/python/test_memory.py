@@ -83,7 +83,7 @@ def test_a_path_of_latents_holds_them_alone(program, tmp_path):
 
     def measure(state, ranks=1):
         run = Ranks(program, ranks, ["train", "--model", tmp_path / "model", "--rollouts", tmp_path / "rollouts.jsonl", "--json", "--quiet",
-                                     "--schedule", "phased", "--trunk-state", "recompute", "--token-budget", 512, "--path-state", state,
+                                     "--schedule", "phased", "--trunk-state", "keep", "--token-budget", 512, "--path-state", state,
                                      "--logprobs", tmp_path / state, "--overwrite", "--cp", ranks], OMP_NUM_THREADS=str(2 // ranks))
         assert run.end() == [0] * ranks, run.stderr
         found[state, ranks] = of_process(json.loads(run.stdout[0]))
