@@ -160,22 +160,22 @@ std::vector<OperationCase> state_cases() {
   const DeltaRuleShape by_part{.key_heads = 2, .value_heads = 4, .key_dim = 8, .value_dim = 5, .kernel = 4};
   DeltaRuleShape by_head = by_part, wide = by_part, mamba = by_part;
   by_head.by_key_head = true;
-  wide.key_heads = wide.value_heads = 1, wide.key_dim = 20, wide.value_dim = 40, wide.kernel = 2;
+  wide.key_heads = wide.value_heads = 1, wide.key_dim = 20, wide.value_dim = 64, wide.kernel = 2;
   mamba.mamba = mamba.conv_bias = true, mamba.value_dim = 6, mamba.kernel = 3, mamba.least_step = 0.3,
   mamba.largest_step = 1.5;
   DeltaRuleShape of_channels = by_part, wide_channels = wide;
-  of_channels.key_heads = 4, of_channels.gate_latent = wide_channels.gate_latent = 1;
+  of_channels.key_heads = 4, of_channels.gate_latent = wide_channels.gate_latent = 1, wide_channels.value_dim = 33;
   DeltaRuleShape bare = mamba;
   bare.conv_bias = false, bare.least_step = 0, bare.largest_step = std::numeric_limits<double>::infinity();
   // A tree: a run of more than two blocks, branches behind it, one of them shorter than the convolution.
   const std::vector<RunSize> tree = {{130, -1}, {17, 0}, {2, 0}, {5, 2}, {1, -2}}, small = {{3, -2}, {33, 0}};
   add_delta_cases(cases, {by_part, tree, "q, k, v of all heads, a tree"});
   add_delta_cases(cases, {by_head, small, "by key head"});
-  add_delta_cases(cases, {wide, {{70, -1}}, "heads of 20 and 40"});
+  add_delta_cases(cases, {wide, {{70, -1}}, "heads of 20 and 64"});
   add_delta_cases(cases, {mamba, tree, "Mamba-2, a tree"});
   add_delta_cases(cases, {bare, small, "Mamba-2 without biases"});
   add_delta_cases(cases, {of_channels, tree, "decays of channels, a tree"});
-  add_delta_cases(cases, {wide_channels, {{70, -1}}, "decays of channels, heads of 20 and 40"});
+  add_delta_cases(cases, {wide_channels, {{70, -1}}, "decays of channels, heads of 20 and 33"});
   add_gate_cases(cases, by_part, 7, "q, k, v of all heads");
   add_gate_cases(cases, by_head, 300, "by key head");
   add_gate_cases(cases, mamba, 9, "Mamba-2");

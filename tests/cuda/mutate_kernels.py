@@ -30,7 +30,7 @@ FOLDER = "espalier/ops/cuda"
 # Of checks: those that come by a file. Other headers are met by all.
 GROUPS = {"activation.cu": ["Variants"], "attention_merge.cu": ["Merging"], "attention_plain.cu": ["Attention"], "attention_sinks.cu": ["Attention"],
           "attention_tiles.cu": ["Attention", "Formula", "Unseen"], "choice.cu": ["Optimizer"],
-          "columns.cu": ["Head", "Products", "Rows"], "delta_rule.cu": ["States"],
+          "columns.cu": ["Head", "Products", "Rows"], "delta_rows.h": ["States"], "delta_rule.cu": ["States"],
           "delta_rule_backward.cu": ["States"], "expert_rows.cu": ["Experts", "Variants"],
           "gates.cu": ["States"], "head.cu": ["Experts", "Head", "Variants"], "latent.cu": ["Variants"],
           "moving.cu": ["Experts", "Moving", "Optimizer", "Variants"], "norm.cu": ["Rows", "Variants"],

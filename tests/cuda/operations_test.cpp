@@ -137,6 +137,13 @@ TEST(Models, ThatKernelsDoNotTakeAreRefusedWhenTheyAreOpened) {
   large.delta_rule.key_dim = 256;
   EXPECT_EQ(refusal(large, at::kFloat), "");
   expect_named(large, at::kDouble, "keys of 256");
+  large = recurrent, large.delta_rule.gate_latent = 128, large.delta_rule.key_dim = 147;
+  EXPECT_EQ(refusal(large, at::kDouble), "");
+  large.delta_rule.key_dim = 300;
+  EXPECT_EQ(refusal(large, at::kFloat), "");
+  expect_named(large, at::kDouble, "keys of 300");
+  large.delta_rule.key_dim = 301;
+  expect_named(large, at::kFloat, "keys of 301");
   large = recurrent, large.delta_rule.kernel = 9;
   expect_named(large, at::kFloat, "at most 8");
 }

@@ -8,22 +8,22 @@ import subprocess
 import pytest
 from safetensors.torch import load_file
 
-from make_model import make_rollouts, write_records
+from make_model import FAMILIES, make_rollouts, write_records
 from test_parallel import torchrun
 from text_model import byte_level_tokenizer, make_text_model
 
 SEED = 47
 
 
-def words_of(model_of, folder, family, *options):
+def words_of(model_of, folder, family, *options, schedule=("phased", "--token-budget", "24")):
     rollouts = write_records(make_rollouts(SEED), folder / "rollouts.jsonl")
-    return [str(word) for word in ("train", "--model", model_of(family), "--rollouts", rollouts, "--dtype", "float64", "--schedule", "phased",
-                                   "--token-budget", "24", "--out", folder / "out", "--overwrite",
+    return [str(word) for word in ("train", "--model", model_of(family), "--rollouts", rollouts, "--dtype", "float64", "--schedule", *schedule,
+                                   "--out", folder / "out", "--overwrite",
                                    "--gradients", folder / "gradients.safetensors", *options)]
 
 
-def gradients(espalier, model_of, folder, family, *options):
-    espalier(*words_of(model_of, folder, family, *options))
+def gradients(espalier, model_of, folder, family, *options, **schedule):
+    espalier(*words_of(model_of, folder, family, *options, **schedule))
     return load_file(folder / "gradients.safetensors")
 
 
@@ -64,6 +64,46 @@ def test_a_run_continues_on_a_device(espalier, program, tmp_path):
              "--out", tmp_path / "run", "--steps", 1, "--max-response-length", 4, "--train-batch-size", 2, "--n", 2)
     espalier("grpo", "--device", "emulate", "--resume", tmp_path / "run", "--steps", 2)
     assert max(json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_decays_of_channels_run_in_every_verb_of_a_device(espalier, program, tmp_path):
+    """Kimi Linear: gradients and scores on the device against those of a dense step on a processor; `verify`, `generate` and a closed loop."""
+    if not (program.parent / "libespalier_emulated.so").exists():
+        pytest.skip("libespalier_emulated.so is not beside the program: the C++ tests are not built")
+    config = FAMILIES["kimi_linear_moe"]["config"] | dict(
+        hidden_size=16, intermediate_size=12, moe_intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        layer_types=["linear_attention", "full_attention"], linear_num_heads=2, linear_head_dim=5, tie_word_embeddings=False)
+    model = make_text_model(tmp_path / "model", byte_level_tokenizer(["one two three four"], 264), kind="KimiLinear", initializer_range=0.3, **config)
+
+    def on(device, verb, *words, **settings):
+        return espalier(verb, "--device", device, "--model", model, *words, **settings)
+
+    want = gradients(espalier, lambda _: model, tmp_path, "", schedule=("dense",))
+    got = gradients(espalier, lambda _: model, tmp_path, "", "--device", "emulate")
+    assert want.keys() == got.keys() and min(value.abs().max() for value in want.values()) > 0
+    for name, value in want.items():
+        assert (got[name] - value).norm() <= 1e-10 * value.norm(), name
+    rollouts = tmp_path / "rollouts.jsonl"
+    found = on("emulate", "verify", "--dtype", "bfloat16", "--rollouts", rollouts, "--json").json
+    assert found["verdict"] == "pass" and found["gradient_norm"] > 0
+
+    def scores(device):
+        on(device, "score", "--dtype", "float64", "--rollouts", rollouts, "--out", tmp_path / f"{device}.jsonl")
+        return [row["logprobs"] for row in map(json.loads, (tmp_path / f"{device}.jsonl").read_text().splitlines())]
+
+    for expected, scored in zip(scores("cpu"), scores("emulate"), strict=True):
+        assert scored == pytest.approx(expected, rel=0, abs=1e-10)
+    prompts, reward = tmp_path / "prompts.jsonl", tmp_path / "reward.py"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("one", "two and three")))
+    reward.write_text("def compute_score(solution_str, **_):\n    return float(len(solution_str))\n")
+    sampling = ("--prompts", prompts, "--n", 2, "--max-response-length", 4)
+
+    def responses(device):
+        on(device, "generate", *sampling, "--dtype", "float64", "--temperature", 0, "--out", tmp_path / f"{device}_responses.jsonl")
+        return [row["response_ids"] for row in map(json.loads, (tmp_path / f"{device}_responses.jsonl").read_text().splitlines())]
+
+    assert responses("emulate") == responses("cpu")
+    on("emulate", "grpo", *sampling, "--reward", reward, "--out", tmp_path / "run", "--steps", 1, "--train-batch-size", 2)
 
 
 def test_a_missing_library_of_the_device_is_named(espalier, program, model_of, tmp_path):

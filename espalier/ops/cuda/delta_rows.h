@@ -91,12 +91,13 @@ struct Decay {
   A before, step, log_decay;
   bool clamped;
 };
-template <class T>
+template <bool kChannels, class T>
 __device__ __forceinline__ Decay<accumulator_t<T>> decay_of(const DeltaShape& s, const DeltaWeights<T>& w,
                                                             const HeadRow& at, std::int64_t channel) {
   using A = accumulator_t<T>;
-  const A before = widened(w.projected_TW[at.row * s.projected + at.place.a + at.of_key * s.decays + channel]) +
-                   widened(w.dt_bias_H[at.head * s.decays + channel]);
+  const std::int64_t decays = kChannels ? s.key_dim : 1;
+  const A before = widened(w.projected_TW[at.row * s.projected + at.place.a + at.of_key * decays + channel]) +
+                   widened(w.dt_bias_H[at.head * decays + channel]);
   const A softplus = before > 0 ? before + std::log1p(std::exp(-before)) : std::log1p(std::exp(before));
   const A least = static_cast<A>(s.least_step), largest = static_cast<A>(s.largest_step);
   const A step = !s.mamba ? softplus : softplus < least ? least : largest < softplus ? largest : softplus;
@@ -105,7 +106,7 @@ __device__ __forceinline__ Decay<accumulator_t<T>> decay_of(const DeltaShape& s,
 template <class T>
 __device__ __forceinline__ accumulator_t<T> beta_of(const DeltaShape& s, const DeltaWeights<T>& w, const HeadRow& at) {
   using A = accumulator_t<T>;
-  if (s.mamba) return decay_of(s, w, at, 0).step;
+  if (s.mamba) return decay_of<false>(s, w, at, 0).step;
   return A(1) / (std::exp(-widened(w.projected_TW[at.row * s.projected + at.place.b + at.of_key])) + A(1));
 }
 

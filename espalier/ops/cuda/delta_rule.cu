@@ -12,7 +12,8 @@ namespace {
 constexpr int kWarps = 4, kThreads = kWarps * 32;
 constexpr int kRows = 16;  // at a time
 
-template <class T>
+// Decays are of heads, or of channels.
+template <class T, bool kChannels>
 __global__ void __launch_bounds__(kThreads)
     delta_forward_kernel(DeltaShape s, DeltaWeights<T> w, DeltaRuns<accumulator_t<T>> runs, T* o_TV) {
   using A = accumulator_t<T>;
@@ -22,12 +23,12 @@ __global__ void __launch_bounds__(kThreads)
   const std::int64_t slices = (s.value_dim + 31) / 32, head = blockIdx.y / slices, dk = s.key_dim, dv = s.value_dim;
   const std::int64_t each = s.value_heads / s.key_heads, key_head = head / each, of_key = head % each;
   const std::int64_t column = blockIdx.y % slices * 32 + lane;
+  const std::int64_t of_row = kChannels ? dk : 1, next_decay = kChannels ? 1 : 0;  // decays; to the next channel's
   const DeltaPlaces channel = at_head(s.channel, s.channel_step, key_head),
                     place = at_head(s.column, s.column_step, key_head);
   A *const q = dynamic_shared<A>(), *const k = q + kRows * dk, *const v = k + kRows * dk, *const decay = v + kRows * 32,
-           *const beta = decay + kRows * s.decays, *const state = beta + kRows;
-  const std::int64_t next_decay = s.decays > 1 ? 1 : 0;  // from one channel to the next
-  const std::int64_t matrix = head * dk * dv + column;   // of this lane's column
+           *const beta = decay + kRows * of_row, *const state = beta + kRows;
+  const std::int64_t matrix = head * dk * dv + column;  // of this lane's column
   const bool inside = column < dv;
   for (std::int64_t i = warp; i < dk; i += kWarps)
     state[i * 32 + lane] = inside && run.start != nullptr ? run.start[matrix + i * dv] : A(0);
@@ -44,8 +45,8 @@ __global__ void __launch_bounds__(kThreads)
       v[row * 32 + lane] = inside ? silu(convolved(s, w, run, first + row, place.v + of_key * dv + column,
                                                    channel.v + of_key * dv + column))
                                   : A(0);
-    for (std::int64_t i = threadIdx.x; i < rows * s.decays; i += kThreads)
-      decay[i] = std::exp(decay_of(s, w, {first + i / s.decays, head, of_key, place}, i % s.decays).log_decay);
+    for (std::int64_t i = threadIdx.x; i < rows * of_row; i += kThreads)
+      decay[i] = std::exp(decay_of<kChannels>(s, w, {first + i / of_row, head, of_key, place}, i % of_row).log_decay);
     if (static_cast<std::int64_t>(threadIdx.x) < rows)
       beta[threadIdx.x] = beta_of(s, w, {first + threadIdx.x, head, of_key, place});
     __syncthreads();
@@ -55,17 +56,17 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncthreads();
     for (std::int64_t row = 0; row < rows; ++row) {
-      const A *const of_q = q + row * dk, *const of_k = k + row * dk, *const decays = decay + row * s.decays;
+      const A *const of_q = q + row * dk, *const of_k = k + row * dk, *const decays = decay + row * of_row;
       A update = v[row * 32 + lane];
       if (!s.mamba) {
         A seen = 0;
         for (std::int64_t i = warp; i < dk; i += kWarps)
-          seen += state[i * 32 + lane] * (decays[i * next_decay] * of_k[i]);
+          seen += state[i * 32 + lane] * (kChannels ? decays[i] * of_k[i] : of_k[i]);
         partial[warp * 32 + lane] = seen;
         __syncthreads();
         seen = 0;
         for (int part = 0; part < kWarps; ++part) seen += partial[part * 32 + lane];
-        update -= seen;
+        update -= kChannels ? seen : decays[0] * seen;
       }
       update *= beta[row];
       A out = 0;
@@ -120,7 +121,8 @@ std::int64_t delta_forward_bytes(std::int64_t key_dim, std::int64_t decays, std:
 template <class T>
 void delta_rule(const DeltaShape& shape, const DeltaWeights<T>& weights, const DeltaRuns<accumulator_t<T>>& runs,
                 T* o_TV) {
-  launch(delta_forward_kernel<T>, {runs.count, shape.value_heads * ceil_div(shape.value_dim, 32)}, kThreads,
+  launch(shape.decays > 1 ? delta_forward_kernel<T, true> : delta_forward_kernel<T, false>,
+         {runs.count, shape.value_heads * ceil_div(shape.value_dim, 32)}, kThreads,
          delta_forward_bytes(shape.key_dim, shape.decays, sizeof(accumulator_t<T>)), shape, weights, runs, o_TV);
   launch(store_inputs_kernel<T>, {shape.key_heads, runs.count}, kThreads, 0, shape, weights, runs);
 }

@@ -104,7 +104,7 @@ __device__ __forceinline__ Factor<A> turned(const A* at, std::int64_t columns) {
 }
 
 // What the recurrence reads of rows [first, first + rows).
-template <class T>
+template <bool kChannels, class T>
 __device__ void compute_block(const DeltaShape& s, const DeltaWeights<T>& w, const DeltaRun<accumulator_t<T>>& run,
                               std::int64_t key_head, std::int64_t first, std::int64_t rows,
                               const Room<accumulator_t<T>>& room) {
@@ -136,12 +136,12 @@ __device__ void compute_block(const DeltaShape& s, const DeltaWeights<T>& w, con
     const std::int64_t row = at / each, h = at % each;
     const HeadRow head{first + row, key_head * each + h, h, at_head(s.column, s.column_step, key_head)};
     room.beta[h * kRows + row] = beta_of(s, w, head);
-    if (s.decays == 1) room.log_decay[h * kRows + row] = decay_of(s, w, head, 0).log_decay;
+    if (!kChannels) room.log_decay[h * kRows + row] = decay_of<false>(s, w, head, 0).log_decay;
   }
-  for (std::int64_t at = threadIdx.x; at < rows * each * s.decays && s.decays > 1; at += kThreads) {
-    const std::int64_t row = at / s.decays % rows, h = at / s.decays / rows, c = at % s.decays;
+  for (std::int64_t at = threadIdx.x; kChannels && at < rows * each * dk; at += kThreads) {
+    const std::int64_t row = at / dk % rows, h = at / dk / rows, c = at % dk;
     const HeadRow head{first + row, key_head * each + h, h, at_head(s.column, s.column_step, key_head)};
-    room.log_decay[(h * kRows + row) * s.decays + c] = std::exp(decay_of(s, w, head, c).log_decay);
+    room.log_decay[(h * kRows + row) * dk + c] = std::exp(decay_of<true>(s, w, head, c).log_decay);
   }
   __syncthreads();
   for (std::int64_t row = warp; row < rows && !s.mamba; row += kThreads / 32) {
@@ -149,7 +149,7 @@ __device__ void compute_block(const DeltaShape& s, const DeltaWeights<T>& w, con
             of_k = make_unit(dk, lane, A(1), room.k + row * dk);
     if (lane == 0) room.inverse[2 * row] = of_q, room.inverse[2 * row + 1] = of_k;
   }
-  if (s.decays > 1) {
+  if (kChannels) {
     __syncthreads();
     return;
   }
@@ -388,7 +388,7 @@ __device__ void channels_backward(const ChannelRows<A>& h, std::int64_t rows, co
 }
 
 // part: [runs, sums]; state_part: [runs, N].
-template <class T>
+template <class T, bool kChannels>
 __global__ void __launch_bounds__(kThreads)
     delta_backward_kernel(DeltaShape s, DeltaWeights<T> w, DeltaRuns<accumulator_t<T>> runs, SumPlaces places,
                           std::int64_t blocks_of_room, std::int64_t room_size, accumulator_t<T>* rooms,
@@ -399,7 +399,7 @@ __global__ void __launch_bounds__(kThreads)
   ESPALIER_SHARED(double[32], wide);
   const DeltaRun<A> run = runs.of[blockIdx.x];
   const std::int64_t key_head = blockIdx.y, dk = s.key_dim, dv = s.value_dim, K = s.kernel,
-                     each = s.value_heads / s.key_heads;
+                     each = s.value_heads / s.key_heads, decays = kChannels ? dk : 1;
   const std::int64_t width = width_of(s), matrix = dk * dv, total = run.end - run.begin, states = matrix_of(s);
   const std::int64_t blocks = (total + kRows - 1) / kRows, first_head = key_head * each;
   const DeltaPlaces place = at_head(s.column, s.column_step, key_head);
@@ -413,9 +413,9 @@ __global__ void __launch_bounds__(kThreads)
     for (std::int64_t j = 0; j < K; ++j) sums[places.conv + channel * K + j] = 0;
     sums[places.bias + channel] = 0;
   }
-  for (std::int64_t at = threadIdx.x; at < each * s.decays; at += kThreads)
-    sums[places.a_log + at % s.decays * s.value_heads + first_head + at / s.decays] =
-        sums[places.dt_bias + first_head * s.decays + at] = 0;
+  for (std::int64_t at = threadIdx.x; at < each * decays; at += kThreads)
+    sums[places.a_log + at % decays * s.value_heads + first_head + at / decays] =
+        sums[places.dt_bias + first_head * decays + at] = 0;
   for (std::int64_t h = threadIdx.x; h < each; h += kThreads) sums[places.skip + first_head + h] = 0;
   // The states before each block of rows.
   for (std::int64_t at = threadIdx.x; at < each * matrix; at += kThreads) {
@@ -424,11 +424,11 @@ __global__ void __launch_bounds__(kThreads)
   }
   for (std::int64_t at = threadIdx.x; at < (kRows + K - 1) * width; at += kThreads) room.grad_mixed[at] = 0;
   for (std::int64_t b = 0; b + 1 < blocks; ++b) {
-    compute_block(s, w, run, key_head, run.begin + b * kRows, kRows, room);
+    compute_block<kChannels>(s, w, run, key_head, run.begin + b * kRows, kRows, room);
     for (std::int64_t h = 0; h < each; ++h) {
       const A* const start = room.states + (b * each + h) * matrix;
       A* const next = room.states + ((b + 1) * each + h) * matrix;
-      if (s.decays > 1) {
+      if constexpr (kChannels) {
         const ChannelRows<A> of_head = channel_rows(s, h, room);
         for (std::int64_t j = threadIdx.x; j < dv; j += kThreads)
           advance_column(of_head, j, 0, kRows, start, 0, next, room);
@@ -446,7 +446,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   for (std::int64_t b = blocks - 1; b >= 0; --b) {
     const std::int64_t first = run.begin + b * kRows, rows = run.end - first < kRows ? run.end - first : kRows;
-    compute_block(s, w, run, key_head, first, rows, room);
+    compute_block<kChannels>(s, w, run, key_head, first, rows, room);
     // The first rows of the block behind this one follow it.
     for (std::int64_t c = threadIdx.x; c < width; c += kThreads) {
       A behind[kLargestKernel];
@@ -458,11 +458,11 @@ __global__ void __launch_bounds__(kThreads)
       const std::int64_t head = first_head + h;
       const A *const beta = room.beta + h * kRows, *const v = room.v + h * kRows * dv,
                      *const start = room.states + (b * each + h) * matrix;
-      if (s.decays == 1) compute_head(reads, rows, dk, dv, room.log_decay + h * kRows, beta, v, start, room);
+      if constexpr (!kChannels) compute_head(reads, rows, dk, dv, room.log_decay + h * kRows, beta, v, start, room);
       for (std::int64_t at = threadIdx.x; at < rows * dv; at += kThreads)
         room.of_o[at] = widened(grad_o_TV[((first + at / dv) * s.value_heads + head) * dv + at % dv]);
       __syncthreads();
-      if (s.decays > 1)
+      if constexpr (kChannels)
         channels_backward(channel_rows(s, h, room), rows, start, room.grad + h * matrix, room);
       else
         head_backward(reads, rows, dk, dv, beta, start, room.grad + h * matrix, room, wide);
@@ -480,14 +480,14 @@ __global__ void __launch_bounds__(kThreads)
                 (room.grad_v[i * dv + j] + skip * room.of_o[i * dv + j]) * silu_slope(room.mixed[i * width + at]);
           }
         }
-      for (std::int64_t at = threadIdx.x; at < rows * s.decays; at += kThreads) {
-        const std::int64_t i = at / s.decays, c = at % s.decays;
-        const Decay<A> decay = decay_of(s, w, {first + i, head, h, place}, c);
+      for (std::int64_t at = threadIdx.x; at < rows * decays; at += kThreads) {
+        const std::int64_t i = at / decays, c = at % decays;
+        const Decay<A> decay = decay_of<kChannels>(s, w, {first + i, head, h, place}, c);
         const A slope = A(1) / (std::exp(-decay.before) + A(1)), rate = -std::exp(widened(w.a_log_H[head])),
                 of_decay = room.of_log_decay[at];
         A of_a = rate * of_decay * slope;
         if (s.mamba) of_a = decay.clamped ? A(0) : (rate * of_decay + room.grad_beta[i]) * slope;
-        grad_projected_TW[(first + i) * s.projected + place.a + h * s.decays + c] = narrowed<T>(of_a);
+        grad_projected_TW[(first + i) * s.projected + place.a + h * decays + c] = narrowed<T>(of_a);
         room.grad_a[at] = of_a;
         room.of_log_decay[at] = of_decay * decay.log_decay;  // in its place for the sum below
       }
@@ -500,10 +500,10 @@ __global__ void __launch_bounds__(kThreads)
         room.grad_skip[i] = of_skip;
       }
       __syncthreads();
-      for (std::int64_t c = threadIdx.x; c < s.decays; c += kThreads)
+      for (std::int64_t c = threadIdx.x; c < decays; c += kThreads)
         for (std::int64_t i = 0; i < rows; ++i) {
-          sums[places.dt_bias + head * s.decays + c] += room.grad_a[i * s.decays + c];
-          sums[places.a_log + c * s.value_heads + head] += room.of_log_decay[i * s.decays + c];
+          sums[places.dt_bias + head * decays + c] += room.grad_a[i * decays + c];
+          sums[places.a_log + c * s.value_heads + head] += room.of_log_decay[i * decays + c];
         }
       for (std::int64_t i = 0; i < rows && threadIdx.x == 0; ++i) sums[places.skip + head] += room.grad_skip[i];
     }
@@ -585,8 +585,9 @@ void add_delta_rule_backward(const DeltaShape& shape, const DeltaWeights<T>& wei
   const std::int64_t state = H * shape.key_dim * shape.value_dim + (shape.kernel - 1) * shape.channels;
   const Scratch<A> rooms(runs.count * shape.key_heads * room), part(runs.count * places.all),
       states(runs.count * state);
-  launch(delta_backward_kernel<T>, {runs.count, shape.key_heads}, kThreads, 0, shape, weights, runs, places, blocks,
-         room, rooms.get(), grad_o_TV, grad_projected_TW, part.get(), states.get());
+  launch(shape.decays > 1 ? delta_backward_kernel<T, true> : delta_backward_kernel<T, false>,
+         {runs.count, shape.key_heads}, kThreads, 0, shape, weights, runs, places, blocks, room, rooms.get(), grad_o_TV,
+         grad_projected_TW, part.get(), states.get());
   for (std::int64_t r = 0; r < runs.count; ++r) {
     const A* const own = part.get() + r * places.all;
     if (sums.conv_CK != nullptr) add_parts(1, shape.channels * shape.kernel, own + places.conv, sums.conv_CK);
