@@ -5,6 +5,7 @@
 #include "espalier/base/defined_sums.h"
 #include "espalier/base/instruction_set.h"
 #include "espalier/forecast/library_attention.h"
+#include "espalier/forecast/recurrent_scratch.h"
 #include "espalier/shape/units.h"
 
 namespace espalier {
@@ -120,7 +121,11 @@ std::int64_t ActivationBytes::scratch(std::int64_t rows, std::int64_t path_rows,
     const std::int64_t of_library =
         dtype_ == DType::bfloat16 ? library_attention_bytes(shape_, setting_.device, rows, path_rows, kind_.gradients)
                                   : 0;
-    return numbers + of_library + arena_bytes(rows * q_width * 4);  // own kernels sum dL/dq in float32
+    const std::int64_t of_states = kind_.gradients && shape_.has_states()
+                                       ? recurrent_scratch_bytes(shape_.delta_rule, rows, bytes.accumulator)
+                                       : 0;
+    // Own kernels sum dL/dq in float32. A layer has attention or a state, and gives its scratch back.
+    return numbers + of_library + std::max(of_states, arena_bytes(rows * q_width * 4));
   }
   const std::int64_t widest = std::max({shape_.value_head ? 1 : shape_.vocabulary, q_width, shape_.key_value_width(),
                                         2 * shape_.inner, 2 * shape_.expert_inner});

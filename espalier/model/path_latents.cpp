@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "espalier/model/kv_path.h"
-
 namespace espalier {
 namespace {
 

@@ -10,6 +10,7 @@
 // a key without rotation, C width of the latent, K rotated channels.
 #pragma once
 
+#include "espalier/model/kv_path.h"
 #include "espalier/model/latent.h"
 #include "espalier/model/layer_context.h"
 

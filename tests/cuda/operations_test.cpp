@@ -5,9 +5,14 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
+#include <utility>
+#include <vector>
 
 #include "espalier/base/error.h"
+#include "espalier/forecast/recurrent_scratch.h"
 #include "espalier/ops/cuda/launch.h"
+#include "espalier/ops/cuda/runtime.h"
 #include "espalier/prove/operation_check.h"
 #include "tests/cuda/emulated_runtime.h"
 #include "tests/cuda/emulation.h"
@@ -170,6 +175,47 @@ TEST(Experts, AForwardWaitsForNothingWhereProductsAreGrouped) {
     EXPECT_EQ(host_waits() - before, dtype == at::kFloat ? 1 : 0);
     device.synchronize();
   }
+}
+
+// Scratch memory is given back when somebody waits, so all of a call is held behind it.
+TEST(RecurrentLayers, TakeTheScratchThatThePlanCounts) {
+  Device& device = emulated_device();
+  DeltaRuleShape heads, channels, mamba;
+  heads.key_heads = 1, heads.value_heads = 2, heads.key_dim = 16, heads.value_dim = 24, heads.kernel = 4;
+  channels = heads, channels.key_heads = 2, channels.gate_latent = 8;
+  mamba = heads, mamba.mamba = mamba.conv_bias = true;
+  for (const DeltaRuleShape& s : {heads, channels, mamba})
+    for (const std::vector<std::int64_t>& lengths :
+         {std::vector<std::int64_t>{300}, std::vector<std::int64_t>(16, 65), std::vector<std::int64_t>{1, 130, 64}}) {
+      const std::int64_t T = std::reduce(lengths.begin(), lengths.end());
+      const auto zeros = [&](std::vector<std::int64_t> sizes) { return device.adopt(at::zeros(sizes, at::kFloat)); };
+      std::vector<StateRun> runs;
+      std::int64_t row = 0;
+      for (const std::int64_t length : lengths) {
+        const std::int64_t begin = std::exchange(row, row + length);
+        runs.push_back({begin, row, zeros({s.state()}), {}, zeros({s.state()}), {}, false});
+      }
+      const at::Tensor per_head = zeros({s.value_heads}), per_channel = zeros({s.channels()});
+      const DeltaRuleProblem problem{s,
+                                     zeros({T, s.projected()}),
+                                     zeros({s.channels(), s.kernel}),
+                                     per_head,
+                                     zeros({s.decays()}),
+                                     s.conv_bias ? per_channel : at::Tensor(),
+                                     s.mamba ? per_head : at::Tensor(),
+                                     runs};
+      const at::Tensor grad_o = zeros({T, s.value_width()}), grad_projected = zeros({T, s.projected()});
+      device.synchronize();
+      const std::int64_t before = cuda::held_memory();
+      device.operations().add_delta_rule_backward(problem, grad_o, {grad_projected, {}, {}, {}, {}, {}});
+      const std::int64_t taken = cuda::held_memory() - before, planned = recurrent_scratch_bytes(s, T, 4);
+      device.synchronize();
+      EXPECT_EQ(cuda::held_memory(), before);
+      EXPECT_LE(taken, planned + 4 * 4096) << T;  // whole pages
+      if (lengths.size() == 16) {
+        EXPECT_GE(static_cast<double>(taken), 0.99 * static_cast<double>(planned)) << T;
+      }
+    }
 }
 
 // The bounds are those of any device.

@@ -1,5 +1,5 @@
-// main of every GoogleTest binary. ESPALIER_SWEEPS=K/N keeps one case of N of every test that has several: each test runs
-// at least one, and K = 1 to N together run all. tests/python/conftest.py chooses by the same rule.
+// main of every GoogleTest binary. ESPALIER_SWEEPS=K/N keeps one case of N of every test that has several: each test
+// runs at least one, and K = 1 to N together run all. tests/python/conftest.py chooses by the same rule.
 #include <gtest/gtest.h>
 
 #include <charconv>
@@ -70,7 +70,8 @@ bool read_share(std::string_view text, std::uint32_t& share, std::uint32_t& shar
 
 int main(int argc, char** argv) {
   testing::InitGoogleTest(&argc, argv);
-  if (const char* const sweeps = std::getenv("ESPALIER_SWEEPS"); sweeps != nullptr && std::string_view(sweeps) != "all") {
+  if (const char* const sweeps = std::getenv("ESPALIER_SWEEPS");
+      sweeps != nullptr && std::string_view(sweeps) != "all") {
     std::uint32_t share = 0, shares = 0;
     if (!read_share(sweeps, share, shares)) {
       std::cerr << "ESPALIER_SWEEPS: expected all or K/N with 1 <= K <= N, as 1/8, got '" << sweeps << "'\n";

@@ -4,6 +4,8 @@
 // each channel, so that the recurrence goes row by row (ops/cpu/channel_decay_ranges.h). The kernel keeps what it needs
 // in scratch memory of its own. No sums of other blocks meet: each run's part of the parameters' gradients, and of that
 // of the state it began with, is added behind it in the order of the runs.
+#include <algorithm>
+
 #include "espalier/ops/cuda/columns.h"
 #include "espalier/ops/cuda/delta_rows.h"
 #include "espalier/ops/cuda/delta_rule.h"
@@ -43,9 +45,14 @@ struct Room {
   A *group_starts, *row_states;                    // [groups of rows, dk, dv], [rows of a group, dk, dv]
 };
 
-// Gives the arrays their places behind each other, from `memory` on; returns how many numbers they take.
+// Blocks of rows whose states stand in scratch before those of a run.
+struct BlocksBefore {
+  std::int64_t of_run[kRunsAtOnce];
+};
+
+// Gives the arrays but `states` their places behind each other, from `memory` on; returns how many numbers they take.
 template <class A>
-__host__ __device__ std::int64_t set_places(const DeltaShape& s, std::int64_t blocks, A* memory, Room<A>& room) {
+__host__ __device__ std::int64_t set_places(const DeltaShape& s, A* memory, Room<A>& room) {
   const std::int64_t dk = s.key_dim, dv = s.value_dim, each = s.value_heads / s.key_heads, K = s.kernel;
   const std::int64_t width = 2 * dk + each * dv, rows = kRows, decays = s.decays;
   const std::int64_t squares = decays > 1 ? 0 : rows * rows, groups = decays > 1 ? kRows / kGroupRows : 0;
@@ -57,7 +64,7 @@ __host__ __device__ std::int64_t set_places(const DeltaShape& s, std::int64_t bl
   A* doubles = nullptr;
   take(doubles, 2 * rows);
   room.of_decay = reinterpret_cast<double*>(doubles);
-  take(room.states, blocks * each * dk * dv), take(room.grad, each * dk * dv);
+  take(room.grad, each * dk * dv);
   take(room.line, (rows + K - 1) * width), take(room.mixed, rows * width),
       take(room.grad_mixed, (rows + K - 1) * width);
   take(room.q, rows * dk), take(room.k, rows * dk), take(room.v, each * rows * dv), take(room.inverse, 2 * rows);
@@ -387,13 +394,14 @@ __device__ void channels_backward(const ChannelRows<A>& h, std::int64_t rows, co
   __syncthreads();
 }
 
-// part: [runs, sums]; state_part: [runs, N].
+// rooms: [runs, key heads, room_size]; block_states: [runs, key heads, blocks of the run, heads, dk, dv]; part: [runs,
+// sums]; state_part: [runs, N].
 template <class T, bool kChannels>
 __global__ void __launch_bounds__(kThreads)
     delta_backward_kernel(DeltaShape s, DeltaWeights<T> w, DeltaRuns<accumulator_t<T>> runs, SumPlaces places,
-                          std::int64_t blocks_of_room, std::int64_t room_size, accumulator_t<T>* rooms,
-                          const T* grad_o_TV, T* grad_projected_TW, accumulator_t<T>* part,
-                          accumulator_t<T>* state_part) {
+                          BlocksBefore before, std::int64_t room_size, accumulator_t<T>* rooms,
+                          accumulator_t<T>* block_states, const T* grad_o_TV, T* grad_projected_TW,
+                          accumulator_t<T>* part, accumulator_t<T>* state_part) {
   using A = accumulator_t<T>;
 
   ESPALIER_SHARED(double[32], wide);
@@ -406,7 +414,9 @@ __global__ void __launch_bounds__(kThreads)
   const bool reads = !s.mamba;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   Room<A> room{};
-  set_places(s, blocks_of_room, rooms + (blockIdx.x * s.key_heads + key_head) * room_size, room);
+  set_places(s, rooms + (blockIdx.x * s.key_heads + key_head) * room_size, room);
+  room.states =
+      block_states + (before.of_run[blockIdx.x] * s.key_heads + key_head * (blocks > 0 ? blocks : 1)) * each * matrix;
   A* const sums = part + blockIdx.x * places.all;
   for (std::int64_t c = threadIdx.x; c < width; c += kThreads) {
     const std::int64_t channel = channel_at(s, key_head, c).channel;
@@ -573,21 +583,23 @@ void add_delta_rule_backward(const DeltaShape& shape, const DeltaWeights<T>& wei
                              const DeltaRuns<accumulator_t<T>>& runs, const T* grad_o_TV, T* grad_projected_TW,
                              const DeltaSums<accumulator_t<T>>& sums) {
   using A = accumulator_t<T>;
-  const std::int64_t H = shape.value_heads;
-  std::int64_t blocks = 1;
+  const std::int64_t H = shape.value_heads, matrix = H * shape.key_dim * shape.value_dim,
+                     state = matrix + (shape.kernel - 1) * shape.channels;
+  std::int64_t blocks = 0;
+  BlocksBefore before{};
   for (std::int64_t r = 0; r < runs.count; ++r) {
-    const std::int64_t own = ceil_div(runs.of[r].end - runs.of[r].begin, kRows);
-    blocks = own > blocks ? own : blocks;
+    before.of_run[r] = blocks;
+    blocks += std::max<std::int64_t>(1, ceil_div(runs.of[r].end - runs.of[r].begin, kRows));
   }
   Room<A> unused{};
-  const std::int64_t room = set_places(shape, blocks, static_cast<A*>(nullptr), unused);
+  const std::int64_t room = set_places(shape, static_cast<A*>(nullptr), unused);
   const SumPlaces places = places_of_sums(shape);
-  const std::int64_t state = H * shape.key_dim * shape.value_dim + (shape.kernel - 1) * shape.channels;
-  const Scratch<A> rooms(runs.count * shape.key_heads * room), part(runs.count * places.all),
-      states(runs.count * state);
+  // forecast/recurrent_scratch.h counts them.
+  const Scratch<A> rooms(runs.count * shape.key_heads * room), block_states(blocks * matrix),
+      part(runs.count * places.all), states(runs.count * state);
   launch(shape.decays > 1 ? delta_backward_kernel<T, true> : delta_backward_kernel<T, false>,
-         {runs.count, shape.key_heads}, kThreads, 0, shape, weights, runs, places, blocks, room, rooms.get(), grad_o_TV,
-         grad_projected_TW, part.get(), states.get());
+         {runs.count, shape.key_heads}, kThreads, 0, shape, weights, runs, places, before, room, rooms.get(),
+         block_states.get(), grad_o_TV, grad_projected_TW, part.get(), states.get());
   for (std::int64_t r = 0; r < runs.count; ++r) {
     const A* const own = part.get() + r * places.all;
     if (sums.conv_CK != nullptr) add_parts(1, shape.channels * shape.kernel, own + places.conv, sums.conv_CK);
