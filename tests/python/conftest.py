@@ -33,7 +33,7 @@ def pytest_configure(config):
 
 
 # Files that take longest. Two processes that share the files get these first, so that none of them is left over at the end.
-LONGEST = ("test_hf_sweep", "test_trl_configurations", "test_config_members", "test_generate", "test_parallel", "test_grpo", "test_trl_trainer",
+LONGEST = ("test_hf_sweep", "test_trl_configurations", "test_trl_sharded", "test_config_members", "test_generate", "test_parallel", "test_grpo", "test_trl_trainer",
            "test_recorded_trace", "test_hf_families", "test_wheel", "test_hf_wrappers", "test_random_updates", "test_trl_names", "test_trunk_state",
            "test_train_parity", "test_examples", "test_lora_modules", "test_hf_states")
 
