@@ -75,6 +75,8 @@ struct AdapterWork {
 AdapterWork adapter_work(const LayerParameters& p, std::int64_t experts_per_token) {
   std::int64_t all_rows = p.key.low_rank() + p.value.low_rank() + p.key_value_latent.low_rank();
   for (const ProjectionShape& projected : p.projected) all_rows += projected.low_rank();
+  for (const ProjectionShape& latent : p.gate_latents) all_rows += latent.low_rank();
+  for (const ProjectionShape& gate : p.gates) all_rows += gate.low_rank();
   const std::int64_t continuing = p.low_rank() - all_rows;
   if (p.key.shares_a) all_rows += p.key.rank * p.key.in.size;  // once for queries, once for keys and values
   if (p.key_value_latent.rank > 0) all_rows += p.key_value_latent.rank * p.key_value_latent.in.size;  // and shared keys

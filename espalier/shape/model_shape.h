@@ -194,13 +194,17 @@ struct TrainedLayer {
 struct AdaptedLayer {
   bool query = false, key = false, value = false, output = false;
   bool query_latent = false, key_value_latent = false;
-  std::array<bool, 4> projected = {};  // of the delta rule or Mamba-2, with state_output
+  std::array<bool, 4> projected = {};  // of the delta rule or Mamba-2, with the next three
+  std::array<bool, 2> gate_latents = {}, gates = {};
   bool state_output = false;
   bool gate = false, up = false, down = false;  // of a dense MLP
   bool router = false, expert_gate_up = false, expert_down = false;
   bool shared_gate = false, shared_up = false, shared_down = false, shared_expert_gate = false;
 
-  bool projects() const { return projected != std::array<bool, 4>{}; }
+  bool projects() const {
+    return projected != std::array<bool, 4>{} || gate_latents != std::array<bool, 2>{} ||
+           gates != std::array<bool, 2>{};
+  }
   bool experts() const { return expert_gate_up || expert_down; }
   bool shared() const { return shared_gate || shared_up || shared_down; }
   bool operator==(const AdaptedLayer&) const = default;

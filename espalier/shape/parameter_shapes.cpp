@@ -174,9 +174,13 @@ std::int64_t LayerParameters::expert_low_rank() const {
 
 std::string layer_prefix(std::int64_t layer) { return "model.layers." + std::to_string(layer) + "."; }
 std::string module_name(const std::string& name) {
-  constexpr std::string_view kOther = "block_sparse_moe.";
-  const std::size_t at = name.find(kOther);
-  return at == name.npos ? name : name.substr(0, at) + "mlp." + name.substr(at + kOther.size());
+  constexpr std::string_view kNames[][2] = {{"block_sparse_moe.", "mlp."},
+                                            {"self_attn.f_a_proj", "self_attn.forget_gate.f_a_proj"},
+                                            {"self_attn.f_b_proj", "self_attn.forget_gate.f_b_proj"}};
+  for (const auto& [of_files, of_modules] : kNames)
+    if (const std::size_t at = name.find(of_files); at != name.npos)
+      return name.substr(0, at) + std::string(of_modules) + name.substr(at + of_files.size());
+  return name;
 }
 std::string expert_prefix(const ModelShape& shape, std::int64_t layer, std::int64_t expert) {
   return layer_prefix(layer) + shape.names.experts + "." + std::to_string(expert) + ".";
@@ -199,8 +203,8 @@ ProjectionShape adapted_head(const ModelShape& shape) {
 
 bool takes_adapters(const ModelShape& shape) {
   const ParameterNames& names = shape.names;
-  return shape.without_mlp.empty() && !shape.delta_rule.decays_channels() && names.fused_shared[0] == '\0' &&
-         names.stacked_gate_up[0] == '\0' && names.stacked_down[0] == '\0';
+  return shape.without_mlp.empty() && names.fused_shared[0] == '\0' && names.stacked_gate_up[0] == '\0' &&
+         names.stacked_down[0] == '\0';
 }
 
 LayerParameters joined_parameters(const ModelShape& shape, std::int64_t layer) {

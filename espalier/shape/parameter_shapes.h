@@ -237,6 +237,8 @@ void for_each_adaptable(Parameters& p, Adapted& adapted, Visit visit) {
   visit(p.key, adapted.key);
   visit(p.value, adapted.value);
   for (std::size_t i = 0; i < p.projected.size(); ++i) visit(p.projected[i], adapted.projected[i]);
+  for (std::size_t i = 0; i < p.gate_latents.size(); ++i) visit(p.gate_latents[i], adapted.gate_latents[i]);
+  for (std::size_t i = 0; i < p.gates.size(); ++i) visit(p.gates[i], adapted.gates[i]);
   visit(p.output, p.conv[0].sides.empty() ? adapted.output : adapted.state_output);
   visit(p.router, adapted.router);
   visit(p.gate, p.experts > 0 ? adapted.expert_gate_up : adapted.gate);
@@ -249,8 +251,7 @@ void for_each_adaptable(Parameters& p, Adapted& adapted, Visit visit) {
 }
 
 // Whether the model can have adapters: its parameters must be modules of transformers, or parts of joined ones. Models
-// whose blocks may be halves (Nemotron-H), or whose files name parameters otherwise than the modules (Granite 4, Kimi
-// Linear), take none.
+// whose blocks may be halves (Nemotron-H), or whose files stack the matrices of modules (Granite 4), take none.
 bool takes_adapters(const ModelShape& shape);
 
 // The parameters of a layer, with ProjectionShape::joint set where transformers joins modules. Adapters stand beside
@@ -260,7 +261,8 @@ LayerParameters joined_parameters(const ModelShape& shape, std::int64_t layer);
 LayerParameters adapted_parameters(const ModelShape& shape, std::int64_t layer);
 
 std::string layer_prefix(std::int64_t layer);  // "model.layers.3."
-// The name of a module in transformers from that in files: Mixtral's block_sparse_moe is mlp there.
+// The name of a module in transformers from that in files: block_sparse_moe is mlp there, and f_a_proj and f_b_proj of
+// Kimi Linear are parts of forget_gate.
 std::string module_name(const std::string& name);
 // "model.layers.3.mlp.experts.7."
 std::string expert_prefix(const ModelShape& shape, std::int64_t layer, std::int64_t expert);

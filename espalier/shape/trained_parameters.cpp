@@ -214,7 +214,7 @@ std::string named_beside(const ModelShape& shape, const std::string& item) {
 AdapterShape adapters_of(const ModelShape& shape, const AdapterChoice& choice) {
   if (!takes_adapters(shape))
     throw UnsupportedError({"--lora-rank", "a model whose layers are a mixer and an MLP, in transformers' modules",
-                            shape.architecture + ", whose files split blocks, stack matrices or name modules otherwise",
+                            shape.architecture + ", whose files split blocks or stack matrices",
                             "train its weights (--train), or its adapters with espalier.hf"});
   if (shape.beside_vision)
     throw UnsupportedError({"--lora-rank", "a text model in a directory of its own",

@@ -94,9 +94,9 @@ def of_blocks(name, config):
 
 
 def of_kimi(tensors):
-    """Kimi Linear's convolutions stand apart in files, and its experts below other names."""
-    out = {}
-    for name, tensor in tensors.items():
+    """Kimi Linear's convolutions stand apart in files, and its experts below other names. Adapters have the names of modules."""
+    out = {name: tensor for name, tensor in tensors.items() if ".lora_" in name}
+    for name, tensor in ((name, tensor) for name, tensor in tensors.items() if name not in out):
         name = name.replace(".forget_gate.", ".")
         if name.endswith(".conv1d.weight"):
             out.update({name.replace(".conv1d.", f".{part}_conv1d."): values.contiguous() for part, values in zip("qkv", tensor.chunk(3))})

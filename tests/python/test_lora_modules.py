@@ -19,7 +19,7 @@ peft = pytest.importorskip("peft")
 # Names of linear layers that peft 0.21 takes for those of experts in families that have some: their weights are target_parameters.
 TAKEN_FOR_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj"}
 # Halves of blocks, and matrices that files stack.
-WITHOUT_ADAPTERS = ["kimi_linear_moe", "granite_hybrid", "granite_hybrid_moe", "granite_moe", "granite_moe_shared", "nemotron_h", "nemotron_h_moe"]
+WITHOUT_ADAPTERS = ["granite_hybrid", "granite_hybrid_moe", "granite_moe", "granite_moe_shared", "nemotron_h", "nemotron_h_moe"]
 ADAPTED = [family for family in FAMILIES if family not in WITHOUT_ADAPTERS]
 UNTIED = [family for family in FAMILIES if not FAMILIES[family]["tied"]]
 
@@ -29,7 +29,7 @@ def every_target(base):
     model = transformers.AutoModelForCausalLM.from_pretrained(base)
     modules, parameters = ["lm_head"], []
     kind = model.config.model_type
-    by_parameter = TAKEN_FOR_EXPERTS if kind.endswith(("moe", "next", "moe_lite")) or kind.startswith(("deepseek", "dots1", "solar_open")) else ()
+    by_parameter = TAKEN_FOR_EXPERTS if kind.endswith(("moe", "next", "moe_lite")) or kind.startswith(("deepseek", "dots1", "kimi", "solar_open")) else ()
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and name != "lm_head":
             parameters.append(name + ".weight") if name.rpartition(".")[2] in by_parameter else modules.append(name)
@@ -193,7 +193,7 @@ LAYOUTS = {"tp": ("--tp", 2), "ep": ("--dp", 2, "--ep", 2), "pp": ("--pp", 2), "
 
 @pytest.mark.parametrize("family, layout", [
     *(("deepseek_v3_moe", layout) for layout in LAYOUTS), ("qwen2_moe", "tp"), ("qwen3_moe", "tp"), ("qwen3_moe", "full"), ("gpt_oss_moe", "tp_ep"),
-    ("phi3", "tp"), ("phi3", "pp"), ("qwen3_next_moe", "tp"), ("qwen3_5", "tp"), ("bamba", "tp"), ("qwen3_tied", "pp")])
+    ("phi3", "tp"), ("phi3", "pp"), ("qwen3_next_moe", "tp"), ("qwen3_5", "tp"), ("bamba", "tp"), ("kimi_linear_moe", "tp"), ("qwen3_tied", "pp")])
 def test_ranks_give_the_gradients_of_one_process(family, layout, espalier, program, case, tmp_path):  # noqa: F811
     base, *_ = case(family)
     adapter = make_adapter(base, tmp_path / "adapter", r=3, **every_target(base))
@@ -217,7 +217,7 @@ def test_resuming_equals_never_having_stopped(family, espalier, case, tmp_path):
         assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / "second" / file).read_bytes(), file
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss_moe", "deepseek_v3", "bamba"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss_moe", "deepseek_v3", "bamba", "kimi_linear_moe"])
 def test_verify_and_plan_take_every_module(family, espalier, case):  # noqa: F811
     base, _, rollouts = case(family)
     words = ("--model", base, "--rollouts", rollouts, "--lora-rank", 3)
