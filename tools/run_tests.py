@@ -285,6 +285,9 @@ def main():
     parser.add_argument("--sweeps", default=os.environ.get("ESPALIER_SWEEPS", "all"), help="all, or K/N: one of N cases of every test that has several")
     parser.add_argument("--times", type=Path, help="a file for the seconds of every case")
     arguments = parser.parse_args()
+    share = re.fullmatch(r"(\d+)/(\d+)", arguments.sweeps)
+    if arguments.sweeps != "all" and not (share and 1 <= int(share[1]) <= int(share[2])):
+        parser.error(f"--sweeps: expected all or K/N with 1 <= K <= N, as 1/8, got {arguments.sweeps!r}")
     os.environ["ESPALIER_SWEEPS"] = arguments.sweeps  # tests/support/main.cpp, tests/python/conftest.py
     everything = arguments.sweeps == "all" and not (arguments.only or arguments.no_python or arguments.no_cpp)
     build, start = arguments.build.resolve(), time.monotonic()
