@@ -79,9 +79,8 @@ class ActivationBytes {
     return path_bytes(block(), rows, kind_.gradients, path, cp_);
   }
   // For an item below `rows_above` path rows; `own_rows`: a trunk's rows, 0 for a wave. The forward reads K and V (or
-  // latents) and
-  // writes a trunk's own; the backward reads all of them and writes the accumulators. From latents: the forward expands
-  // the rows above (again if it is run again), the backward all of them.
+  // latents) and writes a trunk's own; the backward reads all of them and writes the accumulators. From latents: the
+  // forward expands the rows above (again if it is run again), the backward all of them.
   PathTraffic path_traffic(std::int64_t rows_above, std::int64_t own_rows, const PathPlan& path) const;
 
   // Bytes that an item holds between its forward and its backward: the kept state of its layers, and a trunk's

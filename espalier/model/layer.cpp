@@ -43,8 +43,7 @@ Rotation rotation_of_shared_keys(const LayerContext& c) {
 LatentSaved query_latent_of(const LayerSaved& saved) { return {saved.query_latent_RC, saved.query_latent_rstd_R}; }
 LatentSaved key_value_latent_of(const LayerSaved& saved) { return {saved.latent_TC, saved.latent_rstd_T}; }
 
-// Whether the rows give their latents to other ranks of cp, and their source computes keys and values.
-bool gives_latents(const LayerContext& c) { return c.shape.has_latents() && c.kv.divides(); }
+bool gives_latents(const LayerContext& c) { return gives_latents(c.block(), c.block_rows()); }
 
 void project_keys_values(const LayerContext& c, const LayerSaved& saved, const at::Tensor& normed_TM,
                          const at::Tensor& normed_latent_TC) {

@@ -184,9 +184,11 @@ TEST(RecurrentLayers, TakeTheScratchThatThePlanCounts) {
   heads.key_heads = 1, heads.value_heads = 2, heads.key_dim = 16, heads.value_dim = 24, heads.kernel = 4;
   channels = heads, channels.key_heads = 2, channels.gate_latent = 8;
   mamba = heads, mamba.mamba = mamba.conv_bias = true;
+  std::vector<std::int64_t> one_is_long(16, 1);
+  one_is_long.back() = 640;
   for (const DeltaRuleShape& s : {heads, channels, mamba})
     for (const std::vector<std::int64_t>& lengths :
-         {std::vector<std::int64_t>{300}, std::vector<std::int64_t>(16, 65), std::vector<std::int64_t>{1, 130, 64}}) {
+         {std::vector<std::int64_t>{300}, std::vector<std::int64_t>(16, 65), one_is_long}) {
       const std::int64_t T = std::reduce(lengths.begin(), lengths.end());
       const auto zeros = [&](std::vector<std::int64_t> sizes) { return device.adopt(at::zeros(sizes, at::kFloat)); };
       std::vector<StateRun> runs;
