@@ -12,19 +12,19 @@
 namespace espalier::cli {
 namespace {
 
-struct Column {
+struct BenchColumn {
   const char* name;
   BenchMeasure BenchCell::*measure;
 };
-constexpr Column kColumns[] = {{"dense", &BenchCell::dense},
-                               {"packed", &BenchCell::packed},
-                               {"phased", &BenchCell::phased},
-                               {"auto", &BenchCell::automatic}};
+constexpr BenchColumn kColumns[] = {{"dense", &BenchCell::dense},
+                                    {"packed", &BenchCell::packed},
+                                    {"phased", &BenchCell::phased},
+                                    {"auto", &BenchCell::automatic}};
 
 template <class Member>
 Json by_schedule(const BenchCell& cell, Member member) {
   Json out;
-  for (const Column& column : kColumns) out[column.name] = cell.*column.measure.*member;
+  for (const BenchColumn& column : kColumns) out[column.name] = cell.*column.measure.*member;
   return out;
 }
 
@@ -55,7 +55,7 @@ Json cell_json(const BenchCell& cell) {
   out["product_flops_per_second"] = cell.product_flops_per_second;
   out["profile_flops_per_second"] = cell.profile_flops_per_second;
   out["fitted_steps"] = cell.fitted_steps;
-  for (const Column& column : kColumns)
+  for (const BenchColumn& column : kColumns)
     if (const auto& profile = (cell.*column.measure).profile)
       out["schedules"]["profile"][column.name] = profile_json(*profile);
   return out;
@@ -73,7 +73,7 @@ void print_cell(std::ostream& out, const BenchCell& cell) {
   const auto mebibytes = [](std::int64_t bytes) { return static_cast<double>(bytes) / (1 << 20); };
   out << std::setw(15) << text_of(cell.prefix, "/", cell.suffix) << std::setw(4) << cell.n << " |" << std::fixed
       << std::setprecision(3);
-  for (const Column& column : kColumns) out << std::setw(7) << (cell.*column.measure).seconds;
+  for (const BenchColumn& column : kColumns) out << std::setw(7) << (cell.*column.measure).seconds;
   out << " |" << std::setprecision(2) << std::setw(9) << cell.speedup() << std::setw(8) << cell.ceiling
       << std::setprecision(0) << std::setw(4) << 100 * cell.fraction() << " % |" << std::setprecision(3) << std::setw(8)
       << automatic.predicted_seconds << " s |" << std::setprecision(0) << std::setw(6)
@@ -91,7 +91,7 @@ int run_bench(Context& context) {
     context.progress.end();  // takes the bar away; the next report draws it again
     if (context.result["cells"].empty()) print_header(context.text);  // not before an error
     print_cell(context.text, cell);
-    for (const Column& column : kColumns)
+    for (const BenchColumn& column : kColumns)
       if (const auto& profile = (cell.*column.measure).profile) {
         context.text << column.name << '\n';
         print_profile(context.text, *profile);

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstring>
 #include <span>
+#include <stdexcept>
 #include <string_view>
 #include <type_traits>
 #include <unordered_set>
@@ -166,8 +167,8 @@ std::vector<Adapter::Pattern> Adapter::patterns(const Json& config, const char* 
       throw InputError(
           {where + ": " + member + ": '" + printable(expression) + "'", "a number", printable(value.dump()), ""});
     try {
-      out.push_back({std::regex("(.*\\.)?(" + expression + ")"), value.get<double>()});
-    } catch (const std::regex_error& error) {
+      out.push_back({Expression("(.*\\.)?(" + expression + ")"), value.get<double>()});
+    } catch (const std::invalid_argument& error) {
       throw UnsupportedError({where + ": " + member, "expressions of ECMAScript",
                               "'" + printable(expression) + "': " + error.what(),
                               "write names of modules there, with a backslash before each dot"});
@@ -181,8 +182,8 @@ Adapter::Size Adapter::size_of(const std::string& module) const {
   const std::string name = is_targeted(module + std::string(kWeight)) ? module + std::string(kWeight) : module;
   Size out = common_;
   const auto find = [&](const std::vector<Pattern>& patterns, auto& value) {
-    const auto found = std::ranges::find_if(
-        patterns, [&](const Pattern& pattern) { return std::regex_match(name, pattern.expression); });
+    const auto found =
+        std::ranges::find_if(patterns, [&](const Pattern& pattern) { return pattern.expression.matches(name); });
     if (found != patterns.end()) value = static_cast<std::remove_reference_t<decltype(value)>>(found->value);
   };
   find(ranks_, out.rank), find(alphas_, out.alpha);

@@ -13,12 +13,12 @@
 #include <cstdint>
 #include <filesystem>
 #include <map>
-#include <regex>
 #include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "espalier/base/expression.h"
 #include "espalier/base/json.h"
 #include "espalier/checkpoint/adapter_places.h"
 #include "espalier/checkpoint/safetensors.h"
@@ -81,7 +81,7 @@ class Adapter {
   };
   // A value for modules whose whole name the expression matches.
   struct Pattern {
-    std::regex expression;
+    Expression expression;
     double value = 0;
   };
   void read_config(const Json& config, const std::string& where);

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "espalier/plan/dealing.h"
-#include "espalier/rollout/record_format.h"
+#include "espalier/rollout/json_text.h"
 #include "espalier/text/rollout_text.h"
 #include "espalier/text/user_file.h"
 

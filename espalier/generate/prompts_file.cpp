@@ -8,6 +8,7 @@
 #include "espalier/base/error.h"
 #include "espalier/base/json.h"
 #include "espalier/rollout/byte_stream.h"
+#include "espalier/rollout/json_text.h"
 #include "espalier/rollout/line_reader.h"
 #include "espalier/rollout/python_records.h"
 #include "espalier/rollout/record_fields.h"

@@ -26,7 +26,7 @@
 #include "espalier/observe/timer.h"
 #include "espalier/ops/operations.h"
 #include "espalier/plan/dealing.h"
-#include "espalier/rollout/record_format.h"
+#include "espalier/rollout/json_text.h"
 
 namespace espalier {
 namespace {

@@ -199,4 +199,12 @@ void append_number(std::string& out, std::int64_t value) {
   out.append(text, result.ptr);
 }
 
+void add_carried(std::string& carried, std::string_view key, std::string_view raw_value) {
+  if (carried.empty())
+    carried = "{";
+  else
+    carried.back() = ',';
+  carried.append(json_quoted(key)).append(":").append(raw_value).append("}");
+}
+
 }  // namespace espalier

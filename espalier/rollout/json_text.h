@@ -31,4 +31,7 @@ class JsonMembers {
 void append_number(std::string& out, double value);
 void append_number(std::string& out, std::int64_t value);
 
+// Adds a member to the JSON object text `carried` (empty: none yet). `raw_value` is JSON.
+void add_carried(std::string& carried, std::string_view key, std::string_view raw_value);
+
 }  // namespace espalier

@@ -4,7 +4,7 @@
 
 #include "espalier/rollout/json_text.h"
 #include "espalier/rollout/record_format.h"
-#include "espalier/rollout/recorded_experts.h"
+#include "espalier/rollout/recorded_experts_field.h"
 
 namespace espalier {
 namespace {

@@ -58,12 +58,4 @@ bool is_text_row(RecordReader& reader, std::string_view line, const RecordPlace&
   return text && !ids;
 }
 
-void add_carried(std::string& carried, std::string_view key, std::string_view raw_value) {
-  if (carried.empty())
-    carried = "{";
-  else
-    carried.back() = ',';
-  carried.append(json_quoted(key)).append(":").append(raw_value).append("}");
-}
-
 }  // namespace espalier

@@ -48,7 +48,4 @@ Rollout read_nemo_rl_record(RecordReader& reader, std::string_view line, const R
 // 17 for ".../train_data_step17.jsonl" and ".jsonl.gz"; none for other names.
 std::optional<std::int64_t> step_of_nemo_rl_name(const std::string& path);
 
-// Adds a member to the JSON object text `carried` (empty: none yet).
-void add_carried(std::string& carried, std::string_view key, std::string_view raw_value);
-
 }  // namespace espalier

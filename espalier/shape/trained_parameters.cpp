@@ -3,13 +3,14 @@
 #include <algorithm>
 #include <functional>
 #include <map>
-#include <regex>
 #include <set>
+#include <stdexcept>
 #include <string_view>
 #include <utility>
 #include <vector>
 
 #include "espalier/base/error.h"
+#include "espalier/base/expression.h"
 #include "espalier/base/nf4.h"
 #include "espalier/shape/parameter_shapes.h"
 
@@ -83,8 +84,8 @@ Matcher matcher_of(const std::string& item, const ModelShape& shape) {
   if (Matcher group = group_of(item, shape)) return group;
   if (is_plain(item)) return [item](const ParameterShape& p) { return has_part(p.name, item); };
   try {
-    return [expression = std::regex(item)](const ParameterShape& p) { return std::regex_match(p.name, expression); };
-  } catch (const std::regex_error& error) {
+    return [expression = Expression(item)](const ParameterShape& p) { return expression.matches(p.name); };
+  } catch (const std::invalid_argument& error) {
     refuse("'" + item + "', a damaged expression: " + error.what(), "");
   }
 }
@@ -198,8 +199,8 @@ std::function<bool(const Adaptable&)> target_of(const std::string& item) {
       return of_all || (has_part(item, "experts") && ends_module(one.module, item)) || item == "gate_up_proj";
     };
   try {
-    return [expression = std::regex(item)](const Adaptable& one) { return std::regex_match(one.module, expression); };
-  } catch (const std::regex_error& error) {
+    return [expression = Expression(item)](const Adaptable& one) { return expression.matches(one.module); };
+  } catch (const std::invalid_argument& error) {
     refuse_target("'" + item + "', a damaged expression: " + error.what(), "");
   }
 }

@@ -1,7 +1,6 @@
 #include "espalier/text/rollout_text.h"
 
 #include "espalier/rollout/json_text.h"
-#include "espalier/rollout/record_format.h"
 
 namespace espalier {
 
