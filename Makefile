@@ -1,6 +1,6 @@
 # Everything a person types. The work is done by tools/setup.sh, CMake and tools/run_tests.py.
 #   JOBS=n      compile jobs (default: the processors of this machine)
-#   SWEEPS=all  every case of every test; K/N: one of N cases of every test that has several (default: 1/8)
+#   SWEEPS=all  every case of every test; K/N: one of N cases of every test that has several, and one of N long tests (default: 1/8)
 #   PYTHON=...  a Python whose torch is 2.11 (default: .venv, else one that is found, else .venv is made)
 
 SHELL := /bin/bash
@@ -32,7 +32,7 @@ configure: setup
 	  if [ -f $(BUILD)/CMakeCache.txt ]; then cmake -B $(BUILD) -S . -U ESPALIER_TORCH_DIR -DESPALIER_PYTHON="$(PYTHON_USED)"; \
 	  else cmake -G "$(GENERATOR)" -B $(BUILD) -S . -DCMAKE_BUILD_TYPE=Release -DESPALIER_PYTHON="$(PYTHON_USED)"; fi; fi
 
-test: setup-tests configure  ## all tests that need no accelerator, C++ and Python, and one of 8 cases of those with several; SWEEPS=all: all cases
+test: setup-tests configure  ## the tests that need no accelerator, C++ and Python: a share of 8 of long tests and of tests with many cases; SWEEPS=all: everything
 	@cmake --build $(BUILD) --parallel $(JOBS)
 	@"$(PYTHON_USED)" tools/run_tests.py --build $(BUILD) --sweeps $(SWEEPS)
 

@@ -4,8 +4,8 @@ more some of the cases that are too small for more than one.
 
     python tools/run_tests.py --build build [--no-python] [--no-cpp] [--only REGEX] [--jobs N] [--sweeps all|K/N] [--times FILE]
 
-`--sweeps 1/8` runs one of eight cases of every test that has several (at least one), 2/8 others, and so on; --times writes the
-seconds of every case.
+`--sweeps 1/8` runs one of eight cases of every test that has several (at least one) and of the long tests together (those of
+tests/long_tests.txt), 2/8 others, and so on; --times writes the seconds of every case.
 One line per binary with its cases and seconds; the output of what failed; the skipped cases with their reasons; the
 instruction sets; and as the last line exactly `N passed, N failed, N skipped`, where N counts single test cases. Exit 1 when
 a case failed, when a binary ended without a report, or when fewer cases exist than tests/minimum_cases.txt says, repetitions
@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from instruction_levels import BFLOAT16_ALONE, described, environment_of, levels_to_run
+from test_shares import read_share
 
 ROOT = Path(__file__).resolve().parent.parent
 BINARY_TIMEOUT = 900.0  # seconds
@@ -43,7 +44,8 @@ class Result:
 
     def add(self, other):
         self.passed += other.passed
-        self.seconds.update(other.seconds)
+        for name, seconds in other.seconds.items():  # the longest, of a case that runs several times
+            self.seconds[name] = max(seconds, self.seconds.get(name, 0))
         self.failed += other.failed
         self.skipped += other.skipped
 
@@ -282,12 +284,13 @@ def main():
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="programs that run side by side")
     parser.add_argument("--no-python", action="store_true")
     parser.add_argument("--no-cpp", action="store_true")
-    parser.add_argument("--sweeps", default=os.environ.get("ESPALIER_SWEEPS", "all"), help="all, or K/N: one of N cases of every test that has several")
+    parser.add_argument("--sweeps", default=os.environ.get("ESPALIER_SWEEPS", "all"), help="all, or K/N: one of N cases of every test that has several, and of the long tests")
     parser.add_argument("--times", type=Path, help="a file for the seconds of every case")
     arguments = parser.parse_args()
-    share = re.fullmatch(r"(\d+)/(\d+)", arguments.sweeps)
-    if arguments.sweeps != "all" and not (share and 1 <= int(share[1]) <= int(share[2])):
-        parser.error(f"--sweeps: expected all or K/N with 1 <= K <= N, as 1/8, got {arguments.sweeps!r}")
+    try:
+        read_share(arguments.sweeps)
+    except ValueError as error:
+        parser.error(f"--sweeps: {error}")
     os.environ["ESPALIER_SWEEPS"] = arguments.sweeps  # tests/support/main.cpp, tests/python/conftest.py
     everything = arguments.sweeps == "all" and not (arguments.only or arguments.no_python or arguments.no_cpp)
     build, start = arguments.build.resolve(), time.monotonic()
@@ -310,7 +313,8 @@ def main():
         total.add(ran)
     print(f"\n{described(level, others)}; {time.monotonic() - start:.0f} s")
     if arguments.sweeps != "all":
-        print(f"Of every test with several cases only the share {arguments.sweeps}: --sweeps all (make test SWEEPS=all) runs all of them")
+        print(f"Of every test with several cases, and of the long tests (tests/long_tests.txt), only the share {arguments.sweeps}: "
+              "--sweeps all (make test SWEEPS=all) runs everything")
     if arguments.times:
         arguments.times.write_text(json.dumps(total.seconds, indent=0))
     summarise(total, repetitions, everything)

@@ -7,14 +7,15 @@ import signal
 import subprocess
 import sys
 import types
-import zlib
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared/data"
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT / "python")]
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT / "python"), str(ROOT / "tools")]
+
+from test_shares import long_tests, names_of_share, read_share  # noqa: E402
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -38,28 +39,28 @@ LONGEST = ("test_hf_sweep", "test_trl_configurations", "test_trl_sharded", "test
            "test_train_parity", "test_examples", "test_lora_modules", "test_hf_states")
 
 
-def read_share(text):
-    """(K, N) of "K/N", 1 <= K <= N, as ESPALIER_SWEEPS has it; "all" is (1, 1)."""
-    share, _, shares = ("1/1" if text == "all" else text).partition("/")
-    if not (share.isdecimal() and shares.isdecimal() and 1 <= int(share) <= int(shares)):
-        raise pytest.UsageError(f"ESPALIER_SWEEPS: expected all or K/N with 1 <= K <= N, as 1/8, got {text!r}")
-    return int(share), int(shares)
-
-
-def cases_of_share(items, share, shares):
-    """One case of `shares` of every test that has several, at least one; by the rule of tests/support/main.cpp."""
+def cases_of_share(items, share, shares, long):
+    """The items that tools/test_shares.py gives to the share; `long`: names of long tests."""
     cases = {}
     for item in items:
         cases.setdefault((item.path, item.parent.name, getattr(item, "originalname", item.name)), []).append(item)
     kept = set()
-    for several in cases.values():
-        chosen = [item for item in several if zlib.crc32(item.nodeid.encode()) % shares == share - 1]
-        kept.update(several if len(several) == 1 else chosen or several[:1])
+    for (path, _, name), several in cases.items():
+        is_long = f"{path.name}::{name}" in long
+        if len(several) == 1 and not is_long:
+            kept.update(several)
+        else:
+            names = set(names_of_share([item.nodeid for item in several], share, shares, is_long))
+            kept.update(item for item in several if item.nodeid in names)
     return [item for item in items if item in kept]
 
 
 def pytest_collection_modifyitems(config, items):
-    kept = cases_of_share(items, *read_share(os.environ.get("ESPALIER_SWEEPS", "all")))
+    try:
+        share = read_share(os.environ.get("ESPALIER_SWEEPS", "all"))
+    except ValueError as error:
+        raise pytest.UsageError(f"ESPALIER_SWEEPS: {error}") from None
+    kept = cases_of_share(items, *share, long_tests())
     if len(kept) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
         items[:] = kept

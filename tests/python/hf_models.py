@@ -1,15 +1,12 @@
 """Small random transformers models, a batch with shared prompts, a loss that reads everything, and the plain dense step beside it."""
 
 import contextlib
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import torch
 import transformers
 from torch.overrides import TorchFunctionMode
+
+from rank_processes import written_by_ranks
 
 COMMON = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
               initializer_range=.15, max_position_embeddings=512, pad_token_id=0)
@@ -148,19 +145,4 @@ def all_float64(on=True):
 
 def run_ranks(folder, families, how="all"):
     """What both of two processes wrote (hf_ranks.py); `how` is "beside": a third one is outside their device mesh."""
-    return written_by_ranks("hf_ranks.py", folder, 3 if how == "beside" else 2, [how, *families], 900 * len(families))
-
-
-def written_by_ranks(program, folder, count, words, patience):
-    """What the first two of so many processes wrote: PROGRAM FOLDER RANK WORDS."""
-    environment = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", PYTHONPATH=os.pathsep.join(sys.path))
-    command = [sys.executable, str(Path(__file__).with_name(program)), str(folder)]
-    ranks = [subprocess.Popen([*command, str(rank), *words], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-             for rank in range(count)]
-    try:
-        outputs = [rank.communicate(timeout=patience)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert all(rank.returncode == 0 for rank in ranks), "\n".join(outputs)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return written_by_ranks("hf_ranks.py", folder, 3 if how == "beside" else 2, [how, *families], 900 * len(families), writers=2)

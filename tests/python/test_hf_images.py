@@ -7,7 +7,8 @@ import transformers
 
 import espalier.hf
 from espalier.errors import Error, Unsupported
-from hf_models import COMMON, PlainWave, all_float64, gradients, loss_of, shared_step, worst, written_by_ranks
+from hf_models import COMMON, PlainWave, all_float64, gradients, loss_of, shared_step, worst
+from rank_processes import written_by_ranks
 
 IMAGE, PATCH = 90, 3 * 2 * 4 * 4
 MROPE = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 3, 3])

@@ -5,7 +5,8 @@ import torch
 
 from conftest import ROOT
 from hf_combinations import AROUND, errors
-from hf_models import FAMILIES, batch, dense_step, gradients, loss_of, make, run_ranks, shared_step, worst, written_by_ranks
+from hf_models import FAMILIES, batch, dense_step, gradients, loss_of, make, run_ranks, shared_step, worst
+from rank_processes import written_by_ranks
 
 hf = pytest.importorskip("espalier.hf")
 ROLLOUTS = batch()

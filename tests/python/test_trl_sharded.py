@@ -12,8 +12,9 @@ pytest.importorskip("datasets")
 shared = pytest.importorskip("espalier.trl")
 
 import trl_batches as data  # noqa: E402
+from rank_processes import run_under_accelerate  # noqa: E402
 from test_trl_batches import settings_of  # noqa: E402
-from test_trl_trainer import run, two_processes  # noqa: E402
+from test_trl_trainer import run  # noqa: E402
 from test_trl_tree import Holder, batch  # noqa: E402
 from test_trl_verify import verifying  # noqa: E402
 
@@ -21,14 +22,14 @@ from test_trl_verify import verifying  # noqa: E402
 @pytest.mark.parametrize("version", [2, 1])
 @pytest.mark.parametrize("part", ["every_trainer", "ranks_differ", "verify_true", "evaluation_and_saving"])
 def test_fsdp(version, part, tmp_path):
-    two_processes("trl_shard_ranks.py", tmp_path, version, part)
+    run_under_accelerate(tmp_path, "trl_shard_ranks.py", version, part)
 
 
 @pytest.mark.rounding
 @pytest.mark.parametrize("version", [2, 1])
 @pytest.mark.parametrize("part", ["rollouts_options", "adapters", "mixed_precision", "checkpointing"])
 def test_options_under_fsdp(version, part, tmp_path):
-    two_processes("trl_shard_ranks.py", tmp_path, version, part)
+    run_under_accelerate(tmp_path, "trl_shard_ranks.py", version, part)
 
 
 def reasons(caplog):

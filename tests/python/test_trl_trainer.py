@@ -8,15 +8,12 @@ loss is such a sum too, of ratios near 1 times advantages near 1.
 
 import logging
 import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from conftest import ROOT
+from rank_processes import run_under_accelerate
 from transformers import AutoModelForCausalLM
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -168,25 +165,7 @@ def test_rloo(example, tmp_path):
 @pytest.mark.parametrize("program", ["trl_ranks.py", "trl_batch_ranks.py"])
 def test_two_processes_under_accelerate(program, tmp_path):
     """With torchrun's variables, which accelerate finds: DDP over gloo, groups torn over windows and over ranks."""
-    two_processes(program, tmp_path)
-
-
-def two_processes(program, *words, patience=600):
-    """Runs PROGRAM WORDS as both of two ranks. Both must exit with 0."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", PYTHONPATH=os.pathsep.join(sys.path), WORLD_SIZE="2",
-                       LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    command = [sys.executable, str(Path(__file__).with_name(program)), *map(str, words)]
-    ranks = [subprocess.Popen(command, env=dict(environment, RANK=str(rank), LOCAL_RANK=str(rank)), stdout=subprocess.PIPE,
-                              stderr=subprocess.STDOUT, text=True) for rank in range(2)]
-    try:
-        outputs = [rank.communicate(timeout=patience)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(output[-6000:] for output in outputs)
+    run_under_accelerate(tmp_path, program)
 
 
 def test_what_cannot_be_shared_runs_plain_with_one_note(example, tmp_path, caplog):

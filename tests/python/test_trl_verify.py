@@ -11,11 +11,12 @@ pytest.importorskip("datasets")
 shared = pytest.importorskip("espalier.trl")
 
 import hf_models  # noqa: E402
+from rank_processes import run_under_accelerate  # noqa: E402
 from espalier.errors import Error  # noqa: E402
 from espalier.trl import batches, rollouts, window  # noqa: E402
 from test_trl_batches import KINDS, settings_of  # noqa: E402
 from test_trl_tree import Holder, batch  # noqa: E402
-from test_trl_trainer import load_example, mixture, run, two_processes  # noqa: E402
+from test_trl_trainer import load_example, mixture, run  # noqa: E402
 
 example = load_example()
 
@@ -140,4 +141,4 @@ def test_a_wrong_rollout_ends_the_run(fault, tmp_path, monkeypatch):
 
 def test_two_processes(tmp_path):
     """DDP: agreement, and faults on one rank that end the run on both. FSDP2 and FSDP1: TRL's own path, and one note."""
-    two_processes("trl_verify_ranks.py", tmp_path)
+    run_under_accelerate(tmp_path, "trl_verify_ranks.py")

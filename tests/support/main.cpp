@@ -1,16 +1,21 @@
-// main of every GoogleTest binary. ESPALIER_SWEEPS=K/N keeps one case of N of every test that has several: each test
-// runs at least one, and K = 1 to N together run all. tests/python/conftest.py chooses by the same rule.
+// main of every GoogleTest binary. ESPALIER_SWEEPS=K/N keeps one case of N of every test that has several, and at least
+// one; a long test (tests/long_tests.txt) may have none. K = 1 to N together run all. tools/test_shares.py has the same
+// rule.
 #include <gtest/gtest.h>
 
 #include <charconv>
 #include <cstdint>
 #include <cstdlib>
+#include <fstream>
 #include <iostream>
 #include <map>
+#include <set>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
+
+#include "tests/support/source_dir.h"
 
 namespace {
 
@@ -28,31 +33,51 @@ std::uint32_t crc32(std::string_view text) {
 // Parameters stand behind the last slash of a name: of the suite's, and of the test's.
 std::string without_parameter(std::string_view name) { return std::string(name.substr(0, name.rfind('/'))); }
 
-// The cases of each test, for tests with parameters.
-std::map<std::pair<std::string, std::string>, CaseNames> cases_of_tests() {
-  std::map<std::pair<std::string, std::string>, CaseNames> cases;
+struct Test {
+  CaseNames cases;
+  bool has_parameters = false;
+};
+
+// By suite and name, without parameters: "Suite.Test".
+std::map<std::string, Test> all_tests() {
+  std::map<std::string, Test> tests;
   const testing::UnitTest& all = *testing::UnitTest::GetInstance();
   for (int s = 0; s < all.total_test_suite_count(); ++s) {
     const testing::TestSuite& suite = *all.GetTestSuite(s);
     for (int t = 0; t < suite.total_test_count(); ++t) {
       const testing::TestInfo& test = *suite.GetTestInfo(t);
-      if (test.value_param() == nullptr && test.type_param() == nullptr) continue;
       const std::string group = test.type_param() != nullptr ? without_parameter(suite.name()) : suite.name();
-      cases[{group, without_parameter(test.name())}].push_back(std::string(suite.name()) + '.' + test.name());
+      Test& of = tests[group + '.' + without_parameter(test.name())];
+      of.has_parameters = test.value_param() != nullptr || test.type_param() != nullptr;
+      of.cases.push_back(std::string(suite.name()) + '.' + test.name());
     }
   }
-  return cases;
+  return tests;
+}
+
+std::set<std::string> long_tests() {
+  std::set<std::string> names;
+  std::ifstream file(espalier::testing::source_dir() + "/tests/long_tests.txt");
+  for (std::string name; file >> name;)
+    if (name.front() == '#')
+      std::getline(file, name);
+    else
+      names.insert(name);
+  return names;
 }
 
 // GoogleTest's filter of the cases that `share`/`shares` leaves out.
 std::string left_out(std::uint32_t share, std::uint32_t shares) {
   std::string filter;
-  for (const auto& [test, cases] : cases_of_tests()) {
-    const auto is_kept = [&](const std::string& name) { return crc32(name) % shares == share - 1; };
-    bool any = false;
-    for (const std::string& name : cases) any = any || is_kept(name);
-    for (const std::string& name : cases)
-      if (any ? !is_kept(name) : name != cases.front()) filter += (filter.empty() ? "" : ":") + name;
+  const std::set<std::string> long_names = long_tests();
+  for (const auto& [name, test] : all_tests()) {
+    const bool is_long = long_names.contains(name);
+    if (!is_long && !test.has_parameters) continue;
+    const auto is_kept = [&](const std::string& one) { return crc32(one) % shares == share - 1; };
+    bool any = is_long;
+    for (const std::string& one : test.cases) any = any || is_kept(one);
+    for (const std::string& one : test.cases)
+      if (any ? !is_kept(one) : one != test.cases.front()) filter += (filter.empty() ? "" : ":") + one;
   }
   return filter;
 }
