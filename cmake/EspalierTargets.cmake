@@ -27,9 +27,10 @@ if(ESPALIER_CCACHE)
     CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime ${ESPALIER_CCACHE})
 endif()
 
-# Headers take most of the time of most files: several files of a library are compiled as one. OFF compiles each by
-# itself, so that a change of one is compiled faster.
-option(ESPALIER_UNITY "compile several files of a library at once" ON)
+# Headers take most of the time of most files (a file without a line takes 2.5 seconds with ATen's, although these are
+# precompiled): several files of a library or a test are compiled as one. OFF compiles each by itself, so that a change
+# of one is compiled faster.
+option(ESPALIER_UNITY "compile several files of a library or a test at once" ON)
 
 set(ESPALIER_QUICK_TO_COMPILE $<$<CONFIG:Release>:-O1>)  # a quarter less to compile than -O2
 # espalier_library(NAME FILES... [TORCH] [COLD] [ALONE files...] [LINK targets...]): the folder's static library
@@ -113,16 +114,18 @@ function(espalier_bfloat16_sources target)
   endforeach()
 endfunction()
 
-# espalier_test(NAME FILES... LINK targets... [TORCH] [ROUNDING filter] [THREADS filter]): one GoogleTest binary and one
-# ctest entry.
+# espalier_test(NAME FILES... LINK targets... [ALONE files...] [TORCH] [ROUNDING filter] [THREADS filter]): one GoogleTest
+# binary and one ctest entry. ALONE as in espalier_library.
 # ROUNDING: a GoogleTest filter of the cases that judge float32 or bfloat16, which tools/run_tests.py repeats under
 # every instruction set of the processor. (Kernel tests that go through the sets by themselves need none.)
 # THREADS: the cases are too small for threads, which would only wait for each other: they run on one, and those of the
 # filter once more on all.
 function(espalier_test name)
-  cmake_parse_arguments(arg "TORCH" "ROUNDING;THREADS" "LINK;FILES;LABELS" ${ARGN})
-  list(APPEND arg_FILES ${arg_UNPARSED_ARGUMENTS})
+  cmake_parse_arguments(arg "TORCH" "ROUNDING;THREADS" "ALONE;LINK;FILES;LABELS" ${ARGN})
+  list(APPEND arg_FILES ${arg_UNPARSED_ARGUMENTS} ${arg_ALONE})
+  set_source_files_properties(${arg_ALONE} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
   add_executable(${name} ${arg_FILES})
+  set_target_properties(${name} PROPERTIES UNITY_BUILD ${ESPALIER_UNITY} UNITY_BUILD_BATCH_SIZE 8)
   target_include_directories(${name} PRIVATE "${PROJECT_SOURCE_DIR}")
   target_compile_options(${name} PRIVATE ${ESPALIER_QUICK_TO_COMPILE})
   target_link_libraries(${name} PRIVATE ${arg_LINK} espalier_test_source espalier_test_main OpenMP::OpenMP_CXX)

@@ -15,7 +15,7 @@ void expect_predicted(const Case& c, DType dtype) {
 }
 
 // Where rollouts of several temperatures meet in one row, that row has an output for each.
-Case drawn(std::uint64_t seed) {
+Case drawn_step(std::uint64_t seed) {
   Case c;
   c.seed = seed;
   c.rollouts = any_options(seed);
@@ -31,7 +31,7 @@ TEST(Memory, TheArenaTakesWhatWasPredictedOnEveryPlan) {
     for (const Plan& plan : all_plans({0, 4, 17}))
       for (const DType dtype : {DType::float32, DType::float64}) {
         SCOPED_TRACE(text_of("seed ", seed, ", ", plan.name, ", ", name_of(dtype)));
-        expect_predicted(with(drawn(seed), plan), dtype);
+        expect_predicted(with(drawn_step(seed), plan), dtype);
       }
 }
 
@@ -41,7 +41,7 @@ TEST(Memory, ACriticTakesWhatWasPredicted) {
     for (const Plan& plan : all_plans({0, 4, 17}))
       for (const DType dtype : {DType::float32, DType::float64, DType::bfloat16}) {
         SCOPED_TRACE(text_of("seed ", seed, ", ", plan.name, ", ", name_of(dtype)));
-        Case c = with(drawn(seed), plan);
+        Case c = with(drawn_step(seed), plan);
         c.critic = c.rollouts.values = true;
         c.rollouts.temperature_low = 0.5;
         expect_predicted(c, dtype);
@@ -52,7 +52,7 @@ TEST(Memory, LossesOfWholeRolloutsKeepTheHeadForTheBackward) {
   for (std::uint64_t seed = 1; seed <= 4; ++seed)
     for (const Plan& plan : all_plans({0, 9})) {
       SCOPED_TRACE(text_of("seed ", seed, ", ", plan.name));
-      Case c = with(drawn(seed), plan);
+      Case c = with(drawn_step(seed), plan);
       c.options.policy_loss = "gspo";
       expect_predicted(c, DType::float32);
     }
@@ -66,7 +66,7 @@ TEST(Memory, StatesAtForksTakeWhatWasPredicted) {
       for (const Plan& plan : all_plans({0, 4, 17}))
         for (const DType dtype : {DType::float32, DType::float64, DType::bfloat16}) {
           SCOPED_TRACE(text_of(family, ", seed ", seed, ", ", plan.name, ", ", name_of(dtype)));
-          Case c = with(drawn(seed), plan);
+          Case c = with(drawn_step(seed), plan);
           c.family = family;
           expect_predicted(c, dtype);
         }
@@ -79,7 +79,7 @@ TEST(Memory, LatentsTakeWhatWasPredicted) {
       for (const Plan& plan : all_plans({0, 4, 17}))
         for (const DType dtype : {DType::float32, DType::float64, DType::bfloat16}) {
           SCOPED_TRACE(text_of(family, ", seed ", seed, ", ", plan.name, ", ", name_of(dtype)));
-          Case c = with(drawn(seed), plan);
+          Case c = with(drawn_step(seed), plan);
           c.family = family;
           expect_predicted(c, dtype);
         }
@@ -97,7 +97,7 @@ TEST(Memory, ExpertLayersTakeWhatWasPredicted) {
     for (const Routers& routers : {Routers{0, 0, "rollout"}, {0.1, 0, "rollout"}, {0.1, 0.1, "minibatch"}})
       for (const Plan& plan : all_plans({0, 9}))
         for (const DType dtype : {DType::float32, DType::float64, DType::bfloat16}) {
-          Case c = with(drawn(1 + ++seed % 11), plan);
+          Case c = with(drawn_step(1 + ++seed % 11), plan);
           c.family = family;
           c.options.router_aux_loss_coef = routers.aux, c.options.router_z_loss_coef = routers.z;
           c.options.router_aux_loss_scope = routers.scope;
@@ -111,7 +111,7 @@ TEST(Memory, Bfloat16RoundsWeightGradientsInATensorOfTheirOwn) {
   for (std::uint64_t seed = 1; seed <= 3; ++seed)
     for (const Plan& plan : all_plans({0, 9})) {
       SCOPED_TRACE(text_of("seed ", seed, ", ", plan.name));
-      expect_predicted(with(drawn(seed), plan), DType::bfloat16);
+      expect_predicted(with(drawn_step(seed), plan), DType::bfloat16);
     }
 }
 

@@ -21,7 +21,7 @@
 namespace espalier::testing {
 namespace {
 
-Case drawn(std::uint64_t seed) {
+Case drawn_for_mixed_states(std::uint64_t seed) {
   Case c;
   c.seed = seed;
   c.rollouts = ragged_rollouts();
@@ -136,7 +136,7 @@ TEST(MixedStates, GiveTheBitsOfKeptStateInTheBytesThatWerePredicted) {
   std::set<std::string> seen;
   int asleep = 0;
   for (std::uint64_t seed = 1; seed <= 200; ++seed) {
-    const Case c = drawn(seed);
+    const Case c = drawn_for_mixed_states(seed);
     SCOPED_TRACE(text_of("seed ", seed, ", ", c.family));
     Random draw(seed);
     const EditedRun kept = run_edited(c, [](StepPlan&) {});

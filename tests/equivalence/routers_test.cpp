@@ -17,7 +17,7 @@
 namespace espalier::testing {
 namespace {
 
-RolloutOptions ragged() {
+RolloutOptions ragged_with_routers() {
   RolloutOptions options = ragged_rollouts();
   options.empty_response = 0.2, options.continues = 0.3;
   options.temperature_low = 0.7, options.temperature_high = 1.3;
@@ -27,7 +27,7 @@ RolloutOptions ragged() {
 Case router_case(const std::string& family, const std::string& scope, double aux, double z) {
   Case c;
   c.family = family;
-  c.rollouts = ragged();
+  c.rollouts = ragged_with_routers();
   c.options.router_aux_loss_coef = aux;
   c.options.router_aux_loss_scope = scope;
   c.options.router_z_loss_coef = z;

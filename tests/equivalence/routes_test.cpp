@@ -38,7 +38,7 @@ void record_own_choices(std::vector<Rollout>& rollouts, const ModelState& model)
 }
 
 // k experts drawn from the seed, ascending.
-std::vector<std::uint16_t> drawn(Random& random, const ModelShape& shape) {
+std::vector<std::uint16_t> drawn_experts(Random& random, const ModelShape& shape) {
   std::vector<std::uint16_t> out;
   std::int64_t left = shape.experts_per_token;
   for (std::int64_t e = 0; e < shape.experts; ++e)
@@ -62,7 +62,7 @@ void record_other_choices(std::vector<Rollout>& rollouts, const ModelState& mode
       Random here(static_cast<std::uint64_t>(depth), depth < parts ? 1 : 2 + i);
       const bool free = here.chance(0.1);
       for (std::int64_t layer = 0; layer < layers; ++layer) {
-        std::vector<std::uint16_t> experts = drawn(here, shape);
+        std::vector<std::uint16_t> experts = drawn_experts(here, shape);
         if (free) experts.assign(experts.size(), RecordedExperts::kFree);
         rollout.recorded_experts.ids.insert(rollout.recorded_experts.ids.end(), experts.begin(), experts.end());
       }
@@ -70,7 +70,7 @@ void record_other_choices(std::vector<Rollout>& rollouts, const ModelState& mode
   }
 }
 
-void expect_equal(const Case& c, const Outcome& run, const OracleResult& expected) {
+void expect_equal_with_routes(const Case& c, const Outcome& run, const OracleResult& expected) {
   const Worst worst = worst_parameter(c, run.gradient, expected.gradient);
   EXPECT_LE(worst.error, kFloat64) << worst.parameter;
   EXPECT_NEAR(run.loss, expected.loss, kFloat64 * std::max(1.0, std::abs(expected.loss)));
@@ -95,7 +95,7 @@ TEST(Routes, ReplayingOwnChoicesChangesNothing) {
       const OracleResult expected = run_oracle(free);
       for (const Plan& plan : all_plans({0, 7})) {
         SCOPED_TRACE(text_of(family, ", ", plan.name, ", seed ", free.seed));
-        expect_equal(again, run_case(with(again, plan)), expected);
+        expect_equal_with_routes(again, run_case(with(again, plan)), expected);
       }
     }
   }
@@ -114,7 +114,7 @@ TEST(Routes, OtherChoicesGiveWhatADenseRunWithThemGives) {
         for (const Plan& plan : all_plans({0, 7})) {
           SCOPED_TRACE(text_of(family, ", ", scope, ", ", plan.name, ", seed ", c.seed));
           const Outcome run = run_case(with(c, plan));
-          expect_equal(c, run, expected);
+          expect_equal_with_routes(c, run, expected);
           EXPECT_EQ(run.report.router.load, expected.load);
         }
       }
@@ -127,7 +127,7 @@ TEST(Routes, ACriticChoosesOnItsOwn) {
   const OracleResult expected = run_oracle(c);  // which knows no records for critics
   for (const Plan& plan : all_plans({0, 7})) {
     SCOPED_TRACE(plan.name);
-    expect_equal(c, run_case(with(c, plan)), expected);
+    expect_equal_with_routes(c, run_case(with(c, plan)), expected);
   }
 }
 

@@ -8,7 +8,7 @@
 namespace espalier::testing {
 namespace {
 
-Case drawn(std::uint64_t seed) {
+Case drawn_for_states(std::uint64_t seed) {
   Case c;
   c.seed = seed;
   c.rollouts = ragged_rollouts();
@@ -26,7 +26,7 @@ Case drawn(std::uint64_t seed) {
 TEST(States, GiveTheBitsOfKeptState) {
   std::int64_t stored = 0, path_stored = 0;
   for (std::uint64_t seed = 1; seed <= 24; ++seed) {
-    Case c = drawn(seed);
+    Case c = drawn_for_states(seed);
     c.options.trunk_state = "keep", c.options.wave_state = "keep";
     const Outcome kept = run_case(c);
     const auto expect_the_same = [&](const char* trunks, const char* waves, const char* path) {

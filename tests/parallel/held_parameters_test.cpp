@@ -6,20 +6,20 @@
 namespace espalier::testing {
 namespace {
 
-const std::vector<Degrees> kLayouts = {{.tp = 2},
-                                       {.tp = 4},
-                                       {.dp = 3},
-                                       {.cp = 2},
-                                       {.pp = 2},
-                                       {.pp = 3},
-                                       {.tp = 2, .dp = 2},
-                                       {.cp = 2, .pp = 2},
-                                       {.cp = 2, .pp = 3},
-                                       {.tp = 2, .cp = 2, .pp = 2},
-                                       {.dp = 3, .full = true},
-                                       {.cp = 2, .dp = 2, .full = true},
-                                       {.pp = 3, .dp = 2, .full = true},
-                                       {.tp = 4, .dp = 2, .full = true}};
+const std::vector<Degrees> kDenseLayouts = {{.tp = 2},
+                                            {.tp = 4},
+                                            {.dp = 3},
+                                            {.cp = 2},
+                                            {.pp = 2},
+                                            {.pp = 3},
+                                            {.tp = 2, .dp = 2},
+                                            {.cp = 2, .pp = 2},
+                                            {.cp = 2, .pp = 3},
+                                            {.tp = 2, .cp = 2, .pp = 2},
+                                            {.dp = 3, .full = true},
+                                            {.cp = 2, .dp = 2, .full = true},
+                                            {.pp = 3, .dp = 2, .full = true},
+                                            {.tp = 4, .dp = 2, .full = true}};
 const std::vector<Degrees> kExpertLayouts = {{.tp = 2, .ep = 2},
                                              {.dp = 2, .ep = 2},
                                              {.pp = 2, .dp = 2, .ep = 2},
@@ -44,8 +44,9 @@ void expect_layouts(Case c, const std::vector<const char*>& all_words, const std
 
 TEST(HeldParameterLayouts, GiveTheGradientOfOneProcess) {
   expect_layouts(ragged("qwen3-odd"),
-                 {"norms", "embeddings", "attention", "model[.]layers[.][12][.].*", "model[.]norm[.]weight"}, kLayouts);
-  expect_layouts(ragged("llama-bias"), {".*bias", "model[.]layers[.]2[.].*"}, kLayouts);
+                 {"norms", "embeddings", "attention", "model[.]layers[.][12][.].*", "model[.]norm[.]weight"},
+                 kDenseLayouts);
+  expect_layouts(ragged("llama-bias"), {".*bias", "model[.]layers[.]2[.].*"}, kDenseLayouts);
 }
 
 TEST(HeldParameterLayouts, OfExpertsToo) {

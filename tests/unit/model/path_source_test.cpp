@@ -20,7 +20,7 @@ using at::Tensor;
 constexpr std::int64_t kHeads = 4, kKeyHeads = 2, kDim = 4;
 constexpr double kExact = 1e-12;  // float64 sums of at most 20 terms of size 1
 
-ModelShape small_shape() {
+ModelShape shape_of_rows() {
   ModelShape shape;
   shape.layers = 2, shape.hidden = 8, shape.heads = kHeads, shape.kv_heads = kKeyHeads, shape.head_dim = kDim;
   return shape;
@@ -113,7 +113,7 @@ class Source : public ::testing::Test {
 
   Arena arena_{std::int64_t{1} << 20, cpu_device()};
   ArenaScope scope_{arena_};
-  KvPath path_{small_shape(), 12, at::kDouble, true, arena_};
+  KvPath path_{shape_of_rows(), 12, at::kDouble, true, arena_};
 };
 
 void expect_close(const Tensor& found, const Tensor& expected, const char* what) {
@@ -171,7 +171,7 @@ TEST_F(Source, ThePathsGradientsAreSumsOverTheSetsBelow) {
 // the whole path. Layer 1 keeps all rows.
 TEST_F(Source, ALayerWithAWindowKeepsWhatItShowsBelowEachTrunk) {
   constexpr std::int64_t kWindow = 5, kFirst = 140, kSecond = 3, kPath = kFirst + kSecond;
-  ModelShape shape = small_shape();
+  ModelShape shape = shape_of_rows();
   shape.window = kWindow, shape.window_layer = {1, 0};
   Arena arena(std::int64_t{1} << 22, cpu_device());
   const ArenaScope scope(arena);

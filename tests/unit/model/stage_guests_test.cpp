@@ -11,7 +11,7 @@
 namespace espalier {
 namespace {
 
-ModelShape small_shape(std::int64_t layers = 4) {
+ModelShape shape_of_layers(std::int64_t layers = 4) {
   ModelShape shape;
   shape.architecture = "LlamaForCausalLM";
   shape.vocabulary = 11, shape.layers = layers, shape.hidden = 8, shape.heads = 2, shape.kv_heads = 1;
@@ -21,7 +21,7 @@ ModelShape small_shape(std::int64_t layers = 4) {
 
 // The weights of one rank, whose elements the test sets.
 struct Rank {
-  explicit Rank(const Mesh& mesh, const ModelShape& shape = small_shape())
+  explicit Rank(const Mesh& mesh, const ModelShape& shape = shape_of_layers())
       : local(shape, mesh.degrees, mesh.place()),
         table(local, Parameters::trained),
         flat(at::zeros({table.kept_size()}, at::kDouble)),
@@ -65,7 +65,7 @@ TEST(StageLink, RowsPassThroughAllLayersAndGradientsBack) {
 // Stages below the first layer that trains get no gradient.
 TEST(StageLink, NoGradientGoesWhereNothingTrains) {
   run_ranks({.pp = 2}, [](const Mesh& mesh) {
-    const Rank rank(mesh, train_only(small_shape(), {"model.layers.3.*"}));
+    const Rank rank(mesh, train_only(shape_of_layers(), {"model.layers.3.*"}));
     const at::Tensor stream = at::full({3, 8}, 5.0, at::kDouble);
     StageLink link(rank.decoder, stream);
     walk(decoder_stops(rank.local, Pass::backward), {&link});

@@ -15,7 +15,7 @@ namespace {
 constexpr double kOld = -2.0;
 
 // exp(log(r) + kOld - kOld) comes back as r up to the rounding of three operations on numbers up to 3.
-constexpr double kRounding = 1e-14;
+constexpr double kRoundingOfRatios = 1e-14;
 
 PolicyTerm at_ratio(PolicyLoss loss, double ratio, double advantage) {
   PolicySettings settings;
@@ -33,8 +33,8 @@ struct Point {
 void expect_points(PolicyLoss loss, std::initializer_list<Point> points) {
   for (const Point& p : points) {
     const PolicyTerm term = at_ratio(loss, p.ratio, p.advantage);
-    EXPECT_NEAR(term.value, p.value, kRounding * 100) << p.ratio << " " << p.advantage;
-    EXPECT_NEAR(term.gradient, p.gradient, kRounding * 100) << p.ratio << " " << p.advantage;
+    EXPECT_NEAR(term.value, p.value, kRoundingOfRatios * 100) << p.ratio << " " << p.advantage;
+    EXPECT_NEAR(term.gradient, p.gradient, kRoundingOfRatios * 100) << p.ratio << " " << p.advantage;
     EXPECT_EQ(term.clipped, p.clipped) << p.ratio << " " << p.advantage;
   }
 }
@@ -92,8 +92,8 @@ TEST(PolicyLoss, GspoClipsTheSequenceRatioWithoutDualClip) {
   settings.loss = PolicyLoss::gspo;
   EXPECT_EQ(policy_term(settings, {0, 0, 1.0, std::log(1.5)}).value, -1.2);
   EXPECT_EQ(policy_term(settings, {0, 0, 1.0, std::log(1.5)}).gradient, 0.0);
-  EXPECT_NEAR(policy_term(settings, {0, 0, -1.0, std::log(5.0)}).value, 5.0, kRounding * 100);
-  EXPECT_NEAR(policy_term(settings, {0, 0, -1.0, std::log(5.0)}).gradient, 5.0, kRounding * 100);
+  EXPECT_NEAR(policy_term(settings, {0, 0, -1.0, std::log(5.0)}).value, 5.0, kRoundingOfRatios * 100);
+  EXPECT_NEAR(policy_term(settings, {0, 0, -1.0, std::log(5.0)}).gradient, 5.0, kRoundingOfRatios * 100);
   EXPECT_EQ(policy_term(settings, {0, 0, -1.0, 11.0}).value, std::exp(10.0));
   EXPECT_EQ(policy_term(settings, {0, 0, -1.0, 11.0}).gradient, 0.0);
   EXPECT_EQ(policy_term(settings, {0, 0, -1.0, 10.0}).gradient, std::exp(10.0));
@@ -103,14 +103,14 @@ TEST(PolicyLoss, TheRatioOfTheUnclippedBranchIsCapped) {
   PolicySettings settings;
   settings.dual_clip = std::numeric_limits<double>::infinity();
   settings.ratio_cap = 4;
-  EXPECT_NEAR(policy_term(settings, {kOld + std::log(5.0), kOld, -1.0}).value, 4.0, kRounding * 100);
+  EXPECT_NEAR(policy_term(settings, {kOld + std::log(5.0), kOld, -1.0}).value, 4.0, kRoundingOfRatios * 100);
   EXPECT_EQ(policy_term(settings, {kOld + std::log(5.0), kOld, -1.0}).gradient, 0.0);
-  EXPECT_NEAR(policy_term(settings, {kOld + std::log(3.0), kOld, -1.0}).gradient, 3.0, kRounding * 100);
+  EXPECT_NEAR(policy_term(settings, {kOld + std::log(3.0), kOld, -1.0}).gradient, 3.0, kRoundingOfRatios * 100);
   // The clip fraction compares what the maximum compares: min(r, cap) with clip(r).
   EXPECT_FALSE(policy_term(settings, {kOld + std::log(5.0), kOld, -1.0}).clipped);
   settings.ratio_cap = 1.1;  // below the clip: positive advantages meet it too
   EXPECT_TRUE(policy_term(settings, {kOld + std::log(5.0), kOld, -1.0}).clipped);
-  EXPECT_NEAR(policy_term(settings, {kOld + std::log(1.15), kOld, 1.0}).value, -1.1, kRounding * 100);
+  EXPECT_NEAR(policy_term(settings, {kOld + std::log(1.15), kOld, 1.0}).value, -1.1, kRoundingOfRatios * 100);
   EXPECT_EQ(policy_term(settings, {kOld + std::log(1.15), kOld, 1.0}).gradient, 0.0);
 }
 
@@ -128,8 +128,10 @@ TEST(PolicyLoss, VespoWeighsBySignAndIsReinforceAtRatioOne) {
   EXPECT_EQ(policy_term(settings, {kOld, kOld, 3.0, 0, 0}).value, 6.0);
   EXPECT_EQ(policy_term(settings, {kOld, kOld, -3.0, 0, 0}).gradient, 3.0);
   // phi(2) = exp(k log 2 - lambda): 2^2 exp(-3) and 2^3 exp(-2).
-  EXPECT_NEAR(policy_term(settings, {kOld, kOld, 1.0, 0, std::log(2.0)}).gradient, -4 * std::exp(-3.0), kRounding);
-  EXPECT_NEAR(policy_term(settings, {kOld, kOld, -1.0, 0, std::log(2.0)}).gradient, 8 * std::exp(-2.0), kRounding);
+  EXPECT_NEAR(policy_term(settings, {kOld, kOld, 1.0, 0, std::log(2.0)}).gradient, -4 * std::exp(-3.0),
+              kRoundingOfRatios);
+  EXPECT_NEAR(policy_term(settings, {kOld, kOld, -1.0, 0, std::log(2.0)}).gradient, 8 * std::exp(-2.0),
+              kRoundingOfRatios);
   EXPECT_EQ(policy_term(settings, {kOld, kOld, 1.0, 0, 50.0}).gradient,
             policy_term(settings, {kOld, kOld, 1.0, 0, 20.0}).gradient);
 }

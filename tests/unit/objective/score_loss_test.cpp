@@ -19,7 +19,7 @@ void add_answer(std::vector<Rollout>& out, std::int64_t set, const PairPlace& pl
   answer.pair.pair = set;
 }
 
-std::vector<Rollout> pair_of(double margin) {
+std::vector<Rollout> scored_pair(double margin) {
   std::vector<Rollout> out;
   add_answer(out, 0, {.chosen = true, .ref_logprob = {}, .score = {}, .margin = margin});
   add_answer(out, 0, {.ref_logprob = {}, .score = {}, .margin = margin});
@@ -40,7 +40,7 @@ double loss_of(const std::vector<Rollout>& rollouts, const std::vector<double>& 
 
 TEST(ScoreLoss, OfAPairIsThatOfBradleyAndTerry) {
   const double r = 0.7, s = -0.4, m = 0.3, c = 0.05;
-  EXPECT_NEAR(loss_of(pair_of(m), {r, s}, c), std::log1p(std::exp(-(r - s - m))) + c * (r + s) * (r + s), 1e-15);
+  EXPECT_NEAR(loss_of(scored_pair(m), {r, s}, c), std::log1p(std::exp(-(r - s - m))) + c * (r + s) * (r + s), 1e-15);
 }
 
 TEST(ScoreLoss, OfAListIsTheProbabilityOfItsOrder) {
@@ -58,7 +58,7 @@ TEST(ScoreLoss, ComparesNoEqualScores) {
 }
 
 TEST(ScoreLoss, HasTheDerivativeOfDifferences) {
-  std::vector<Rollout> rollouts = pair_of(0.4);
+  std::vector<Rollout> rollouts = scored_pair(0.4);
   for (const std::vector<double>& scores : {std::vector<double>{3, 1, 2, 1}, {1, 1, 1}})
     for (const Rollout& answer : list_of(scores, rollouts.back().pair.pair + 1)) rollouts.push_back(answer);
   const std::vector<double> at = {0.3, -0.2, 1.4, 0.1, 2, -1, 0.5, 0.6, -3};
@@ -78,14 +78,14 @@ TEST(ScoreLoss, HasTheDerivativeOfDifferences) {
 TEST(ScoreLoss, StaysFiniteFarOut) {
   for (const double far : {-1e4, 1e4}) {
     Options options;
-    const ScoreLoss loss = score_loss(pair_of(0), std::vector<double>{far, 0}, options);
+    const ScoreLoss loss = score_loss(scored_pair(0), std::vector<double>{far, 0}, options);
     EXPECT_NEAR(loss.means.loss, far < 0 ? 1e4 : 0, 1e-9);
     EXPECT_NEAR(loss.slope[0], far < 0 ? -1 : 0, 1e-12);
   }
 }
 
 TEST(ScoreLoss, MeansAreThoseOfSetsThatRank) {
-  std::vector<Rollout> rollouts = pair_of(0);
+  std::vector<Rollout> rollouts = scored_pair(0);
   for (const Rollout& answer : list_of({1, 1}, 1)) rollouts.push_back(answer);
   const ScoreMeans means = score_loss(rollouts, std::vector<double>{2, 1, 5, -3}, Options()).means;
   EXPECT_EQ(means.accuracy, 1);
@@ -96,7 +96,7 @@ TEST(ScoreLoss, MeansAreThoseOfSetsThatRank) {
 }
 
 TEST(ScoreLoss, RefusesAResponseOfNoSet) {
-  std::vector<Rollout> rollouts = pair_of(0);
+  std::vector<Rollout> rollouts = scored_pair(0);
   rollouts[0].pair = {};
   EXPECT_THROW(loss_of(rollouts, {1, 2}), InputError);
 }

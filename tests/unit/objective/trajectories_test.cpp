@@ -13,7 +13,7 @@
 namespace espalier {
 namespace {
 
-constexpr double kRounding = 1e-14;
+constexpr double kRoundingOfReturns = 1e-14;
 
 Rollout turn(const char* trajectory, std::int64_t number, int tokens, std::optional<double> reward) {
   Rollout out = make_rollout(tokens);
@@ -22,7 +22,7 @@ Rollout turn(const char* trajectory, std::int64_t number, int tokens, std::optio
   return out;
 }
 
-Options with_estimator(const std::string& name) {
+Options estimator_of_trajectories(const std::string& name) {
   Options options;
   options.adv_estimator = name;
   return options;
@@ -36,14 +36,14 @@ std::vector<Rollout> outcomes() {
 TEST(Trajectories, GroupStatisticsCountEachTrajectoryOnce) {
   std::vector<Rollout> rollouts = outcomes();
   EXPECT_NE(settle_turn_rewards(rollouts, TurnRewards::automatic).find("outcome"), std::string::npos);
-  const auto advantages = compute_advantages(rollouts, with_estimator("grpo"));
+  const auto advantages = compute_advantages(rollouts, estimator_of_trajectories("grpo"));
   const double unit = 0.5 / (std::sqrt(0.5) + 1e-6);
   for (const std::size_t i : {0u, 2u, 3u})
-    for (const double advantage : advantages[i]) EXPECT_NEAR(advantage, unit, kRounding) << i;
-  EXPECT_NEAR(advantages[1][0], -unit, kRounding);
-  const auto leave_one_out = compute_advantages(rollouts, with_estimator("rloo"));
-  EXPECT_NEAR(leave_one_out[3][2], 1.0, kRounding);
-  EXPECT_NEAR(leave_one_out[1][0], -1.0, kRounding);
+    for (const double advantage : advantages[i]) EXPECT_NEAR(advantage, unit, kRoundingOfReturns) << i;
+  EXPECT_NEAR(advantages[1][0], -unit, kRoundingOfReturns);
+  const auto leave_one_out = compute_advantages(rollouts, estimator_of_trajectories("rloo"));
+  EXPECT_NEAR(leave_one_out[3][2], 1.0, kRoundingOfReturns);
+  EXPECT_NEAR(leave_one_out[1][0], -1.0, kRoundingOfReturns);
 }
 
 TEST(Trajectories, OneTurnEachIsAFileWithoutTrajectories) {
@@ -52,16 +52,18 @@ TEST(Trajectories, OneTurnEachIsAFileWithoutTrajectories) {
   for (std::size_t i = 0; i < named.size(); ++i) named[i].trajectory = std::to_string(i), named[i].turn = 0;
   EXPECT_EQ(settle_turn_rewards(named, TurnRewards::automatic), "");
   for (const char* name : {"grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"})
-    EXPECT_EQ(compute_advantages(named, with_estimator(name)), compute_advantages(plain, with_estimator(name))) << name;
+    EXPECT_EQ(compute_advantages(named, estimator_of_trajectories(name)),
+              compute_advantages(plain, estimator_of_trajectories(name)))
+        << name;
 }
 
 TEST(Trajectories, UnequalRewardsOfTurnsAreAdded) {
   std::vector<Rollout> rollouts = {turn("1", 0, 1, 0.25), turn("1", 1, 1, 1.0), turn("2", 0, 1, 0.5)};
   EXPECT_NE(settle_turn_rewards(rollouts, TurnRewards::automatic).find("sum"), std::string::npos);
-  const auto advantages = compute_advantages(rollouts, with_estimator("dr_grpo"));
-  EXPECT_NEAR(advantages[0][0], 1.25 - 0.875, kRounding);
-  EXPECT_NEAR(advantages[1][0], 1.25 - 0.875, kRounding);
-  EXPECT_NEAR(advantages[2][0], 0.5 - 0.875, kRounding);
+  const auto advantages = compute_advantages(rollouts, estimator_of_trajectories("dr_grpo"));
+  EXPECT_NEAR(advantages[0][0], 1.25 - 0.875, kRoundingOfReturns);
+  EXPECT_NEAR(advantages[1][0], 1.25 - 0.875, kRoundingOfReturns);
+  EXPECT_NEAR(advantages[2][0], 0.5 - 0.875, kRoundingOfReturns);
 }
 
 TEST(Trajectories, TheReadingOfRewardsCanBeSaid) {
@@ -85,7 +87,7 @@ TEST(Trajectories, ReturnsAndGaeRunThroughTheTurns) {
   turns[1].loss_mask = {1, 0, 0, 1};                                                   // two tokens of a tool
   turns[1].values = {0.1, 9, 9, -0.3};
   turns[0].values = {0.7, 0.2, 0.4};
-  Options options = with_estimator("gae");
+  Options options = estimator_of_trajectories("gae");
   options.gamma = 0.9, options.lam = 0.8;
   for (const char* name : {"gae", "reinforce_plus_plus"}) {
     options.adv_estimator = name;
@@ -103,7 +105,7 @@ TEST(Trajectories, ReturnsAndGaeRunThroughTheTurns) {
 
 TEST(Trajectories, ARewardInTheMiddleReachesOnlyTheTokensBeforeIt) {
   std::vector<Rollout> rollouts = {turn("1", 0, 1, 1.0), turn("1", 1, 1, 0.5), turn("2", 0, 1, 0.0)};
-  Options options = with_estimator("gae");
+  Options options = estimator_of_trajectories("gae");
   options.gamma = options.lam = 1;
   for (Rollout& rollout : rollouts) rollout.values = {0.0};
   const auto targets = compute_value_targets(rollouts, options);
@@ -114,9 +116,9 @@ TEST(Trajectories, ARewardInTheMiddleReachesOnlyTheTokensBeforeIt) {
 
 TEST(Trajectories, NeedOneRewardAndItsTurnsOnce) {
   std::vector<Rollout> rollouts = {turn("1", 0, 1, std::nullopt), turn("1", 1, 1, 1.0)};
-  EXPECT_NO_THROW(compute_advantages(rollouts, with_estimator("grpo")));
+  EXPECT_NO_THROW(compute_advantages(rollouts, estimator_of_trajectories("grpo")));
   rollouts[1].reward.reset();
-  EXPECT_THROW(compute_advantages(rollouts, with_estimator("grpo")), InputError);
+  EXPECT_THROW(compute_advantages(rollouts, estimator_of_trajectories("grpo")), InputError);
   rollouts[1].turn = 0;
   EXPECT_THROW(trajectories_of(rollouts), InputError);
   rollouts[1].turn.reset();

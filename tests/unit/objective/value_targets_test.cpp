@@ -68,7 +68,7 @@ std::vector<Rollout> random_rollouts(std::uint64_t seed) {
 }
 
 // Chains of ten steps on numbers near 1, sums of 60 terms: far below 1e-13.
-constexpr double kRounding = 1e-13;
+constexpr double kRoundingOfSums = 1e-13;
 
 TEST(Gae, AdvantagesAndTargetsAreThoseOfAPlainLoop) {
   for (std::uint64_t seed = 1; seed <= 20; ++seed)
@@ -82,8 +82,8 @@ TEST(Gae, AdvantagesAndTargetsAreThoseOfAPlainLoop) {
       for (std::size_t i = 0; i < rollouts.size(); ++i)
         for (std::size_t t = 0; t < advantages[i].size(); ++t) {
           if (!rollouts[i].loss_mask[t]) continue;
-          EXPECT_NEAR(advantages[i][t], expected.advantages[i][t], kRounding) << "seed " << seed;
-          EXPECT_NEAR(targets[i][t], expected.returns[i][t], kRounding) << "seed " << seed;
+          EXPECT_NEAR(advantages[i][t], expected.advantages[i][t], kRoundingOfSums) << "seed " << seed;
+          EXPECT_NEAR(targets[i][t], expected.returns[i][t], kRoundingOfSums) << "seed " << seed;
         }
     }
 }
@@ -94,7 +94,7 @@ TEST(Gae, WithoutDiscountEveryTargetIsTheReward) {
     const Series targets = compute_value_targets({&rollout, 1}, options);
     for (std::size_t t = 0; t < targets[0].size(); ++t)
       if (rollout.loss_mask[t]) {
-        EXPECT_NEAR(targets[0][t], *rollout.reward, kRounding);
+        EXPECT_NEAR(targets[0][t], *rollout.reward, kRoundingOfSums);
       }
   }
 }

@@ -12,7 +12,7 @@ struct Heads {
 constexpr Heads kHeads[] = {{0, 2, 8},  {1, 1, 2},  {1, 1, 8},   {7, 3, 14},
                             {5, 2, 64}, {9, 1, 80}, {65, 5, 96}, {200, 2, 128}};
 constexpr std::int64_t kPositions = 40;
-constexpr double kEps = 1e-6;
+constexpr double kNormEps = 1e-6;
 
 template <class T>
 struct RotateCase {
@@ -37,7 +37,7 @@ struct RotateCase {
     }
     for (std::int64_t r = 0; r < heads.rows; ++r) position.push_back(static_cast<std::int32_t>(random() % kPositions));
   }
-  rows::HeadShape shape() const { return {heads.rows, heads.heads, heads.head_dim, kEps, position.data()}; }
+  rows::HeadShape shape() const { return {heads.rows, heads.heads, heads.head_dim, kNormEps, position.data()}; }
 };
 
 template <class T, class N>
@@ -45,7 +45,7 @@ N head_rstd(const std::vector<N>& in, std::size_t first, std::int64_t head_dim) 
   N squares = 0;
   for (std::int64_t d = 0; d < head_dim; ++d)
     squares += in[first + static_cast<std::size_t>(d)] * in[first + static_cast<std::size_t>(d)];
-  return N(1) / std::sqrt(squares / static_cast<N>(head_dim) + static_cast<N>(kEps));
+  return N(1) / std::sqrt(squares / static_cast<N>(head_dim) + static_cast<N>(kNormEps));
 }
 
 // Into `out` as it was, so that gaps between rows keep their values. The angles are part of the input: rounded to T in
