@@ -29,11 +29,12 @@ def micro_batch(family, rollouts, seed):
     ids = pad(prompts, True)
     kinds = torch.cat([(ids == IMAGE).long(), torch.zeros_like(pad(responses, False))], 1)
     own = [r["images"] for r in rollouts if "images" in r]
+    pixels = dict(pixel_values=torch.cat([x["pixel_values"] for x in own])) if own else {}
     out = dict(prompt_ids=ids, prompt_mask=ones(prompts, True), completion_ids=pad(responses, False), completion_mask=ones(responses, False),
                advantages=torch.randn(len(rollouts), generator=generator, dtype=torch.float64),
-               pixel_values=torch.cat([x["pixel_values"] for x in own]),
+               **pixels,
                num_images=[len(r["images"].get("image_grid_thw", r["images"]["pixel_values"])) if "images" in r else 0 for r in rollouts])
-    if "image_grid_thw" in own[0]:
+    if own and "image_grid_thw" in own[0]:
         out["image_grid_thw"] = torch.cat([x["image_grid_thw"] for x in own])
     out["token_type_ids" if family in MUTUAL else "mm_token_type_ids"] = kinds
     return out

@@ -32,6 +32,12 @@ def test_options_under_fsdp(version, part, tmp_path):
     run_under_accelerate(tmp_path, "trl_shard_ranks.py", version, part)
 
 
+@pytest.mark.parametrize("version", [2, 1])
+@pytest.mark.parametrize("family", ["Qwen2_5_VL", "Qwen3VL"])
+def test_images_under_fsdp(version, family, tmp_path):
+    run_under_accelerate(tmp_path, "trl_image_ranks.py", version, family)
+
+
 def reasons(caplog):
     return [record.message for record in caplog.records if "not shared" in record.message]
 

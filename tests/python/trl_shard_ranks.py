@@ -77,18 +77,28 @@ def in_float64(kind, patch):
     return {name: wide(common[name]) for name in ("make", "teacher") if name in common}
 
 
+def distances_of_parameters(a, b):
+    """({name: norm of the difference}, {name: norm of a's}) of two dicts of sharded gradients."""
+    assert set(a) == set(b)
+    local = lambda x: getattr(x, "to_local", lambda: x)().double()
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, sorted(a))  # FSDP1 leaves no gradient where a rank has nothing of a parameter
+    names = sorted(set().union(*everyone))
+    squares = torch.tensor([[float((local(a[n]) - local(b[n])).square().sum()), float(local(a[n]).square().sum())] if n in a else [0., 0.] for n in names],
+                           dtype=torch.float64)
+    dist.all_reduce(squares)
+    return ({n: float(row[0]) ** .5 for n, row in zip(names, squares)}, {n: float(row[1]) ** .5 for n, row in zip(names, squares)})
+
+
 def distance(plain, other):
     """The largest relative distance of a window's gradient over all ranks, and of a loss on any."""
     assert len(plain.grads) == len(other.grads) == 2 and len(plain.losses) == len(other.losses) >= 2
-    local = lambda x: getattr(x, "to_local", lambda: x)().double()
+    norm = lambda x: sum(each * each for each in x.values()) ** .5
     found = []
     for a, b in zip(plain.grads, other.grads):
-        assert set(a) == set(b)
-        squares = torch.tensor([sum(float((local(a[n]) - local(b[n])).square().sum()) for n in a), sum(float(local(x).square().sum()) for x in a.values())],
-                               dtype=torch.float64)
-        dist.all_reduce(squares)
-        assert squares[1] > 0
-        found.append(float(squares[0] / squares[1]) ** .5)
+        errors, norms = distances_of_parameters(a, b)
+        assert norm(norms) > 0
+        found.append(norm(errors) / norm(norms))
     losses = torch.tensor([max(abs(a - b) / (1 + abs(a)) for a, b in zip(plain.losses, other.losses))], dtype=torch.float64)
     dist.all_reduce(losses, dist.ReduceOp.MAX)
     return max(found), float(losses)

@@ -178,10 +178,10 @@ def _any_images(model, prepared):
 
 
 def check_images(model, prepared, wave_tokens):
-    """Runs images.check, once for each model with images."""
+    """Runs images.check, once for each model with images. `prepared`: Rollouts, or None on a rank of a sharded model that has none to compare."""
     if not images.takes(model) or images.checked(model):
         return
-    prompt = images.shortest(prepared)
+    prompt = None if prepared is None else images.shortest(prepared)
     if ranks.sharded(model):
         prompt = next((told for told in ranks.told_by_all(model, prompt) if told is not None), None)
     if prompt is None:
@@ -240,7 +240,8 @@ def _towers(model, executors):
     """The ShardedTower of a sharded model if any of its ranks has images, else None."""
     if not (ranks.sharded(model) and images.takes(model)):
         return None
-    towers = images.ShardedTower(model, [e.tower for e in executors if e.tower is not None], any(e.loss is not None for e in executors))
+    own = [(e.tower, index) for e in executors if e.tower is not None for index in range(len(e.tower.images.inputs))]
+    towers = images.ShardedTower(model, own, any(e.loss is not None for e in executors))
     return towers if towers.calls else None
 
 

@@ -10,6 +10,7 @@ run them before their first item, without gradients, and again after their last 
 `get_rope_index`, it gives the prompt's positions (M-RoPE: temporal, height, width), and a response continues after the largest of them.
 """
 
+import contextlib
 import hashlib
 import inspect
 import sys
@@ -167,28 +168,35 @@ class Tower:
         return pairs
 
 
-class ShardedTower(Tower):
-    """Runs the towers of all executors of a step, on every rank of a sharded model. `begin` computes the features that `Tower.of_rows` reads.
+class ShardedTower:
+    """Runs the vision tower of a sharded model for `own`, a list of (Tower, index of the images of a prompt), on every rank. `begin` computes the
+    features that `Tower.of_rows` reads. `within`: makes the context manager of every call.
 
     A rank with fewer prompts than another calls the tower with a stand-in, so that all ranks make the same number of calls.
     """
 
-    def __init__(self, model, towers, gradients):
-        self.model, self.base, self.towers, self.gradients = model, base_model(model), towers, gradients
-        self.own = [(tower, index) for tower in towers for index in range(len(tower.images.inputs))]
+    def __init__(self, model, own, gradients, within=contextlib.nullcontext):
+        self.model, self.base, self.own, self.gradients, self.within = model, base_model(model), own, gradients, within
         told = ranks.told_by_all(model, (len(self.own), _outline(self.own[0][0].images.inputs[0]) if self.own else None))
         self.calls = max(count for count, _ in told)
         self.outline = next((outline for _, outline in told if outline is not None), None)
         self.trains = False
 
     def begin(self):
+        """Raises `Error` behind all calls, which the other ranks make, too, if the images of a prompt do not fit it."""
+        problem = None
         for place in range(self.calls):
             with torch.no_grad():
                 made, features = self._call(place)
             self.trains = self.gradients and any(p.requires_grad for p in self.base.parameters())
             if place < len(self.own):
                 tower, index = self.own[place]
-                tower.open[index] = tower._opened(made, [x.requires_grad_(self.trains) for x in features], index)
+                try:
+                    tower.open[index] = tower._opened(made, [x.requires_grad_(self.trains) for x in features], index)
+                except Error as wrong:
+                    problem = problem or wrong
+        if problem is not None:
+            raise problem
 
     def finish(self):
         """Runs the tower again with a graph, each call directly followed by its backward: FSDP1 allows nothing between the two."""
@@ -218,7 +226,8 @@ class ShardedTower(Tower):
             made.append(kind)
             return features
 
-        features = ranks.inside(self.model, self.base, run)
+        with self.within():
+            features = ranks.inside(self.model, self.base, run)
         return made[0], features
 
 

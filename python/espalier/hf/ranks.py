@@ -137,6 +137,20 @@ def _groups(model):
     return list({id(group): group for group in found if group is not None}.values())
 
 
+def gather_head(model):
+    """Under FSDP2, gathers an output head that is a unit of its own, until the next backward. All ranks call this together.
+
+    TRL's fused head reads the weight without a call of its module, with which FSDP2 would gather it. It then takes `full_tensor()` of the shard, whose
+    gradient is that of the rank's own loss: the head's gradient is not the mean over ranks. accelerate makes the head such a unit where the
+    last norm is no child of the base model, as in vision-language models; elsewhere the head is gathered with that norm.
+    """
+    get = getattr(unwrapped(model), "get_output_embeddings", None)
+    head = get() if get is not None else None
+    state = head._get_fsdp_state() if hasattr(head, "_get_fsdp_state") else None
+    if state is not None and all(len(group.modules) == 1 for group in _groups(head)):
+        head.unshard()
+
+
 @contextlib.contextmanager
 def reducing(model):
     """Context manager: backwards of a sharded model reduce gradients over ranks, even within `no_sync()`."""

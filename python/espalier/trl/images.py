@@ -8,13 +8,16 @@ from espalier.hf.checks import decoder_config
 from espalier.hf.rollouts import Rollouts
 
 _MADE_ANEW = {"token_type_ids", "mm_token_type_ids"}  # computed from the prompt's tokens instead
-_KNOWN = {"pixel_values", "image_grid_thw", "image_sizes", "num_images"} | _MADE_ANEW
+_SAY_WHERE = _MADE_ANEW | {"num_images"}  # all zero without images
+_KNOWN = {"pixel_values", "image_grid_thw", "image_sizes"} | _SAY_WHERE
 
 
 def of(model, rows, fields):
-    """(Rollouts of the batch with their Images, the fields that Espalier does not know). Without images: (None, all fields)."""
+    """(Rollouts of the batch with their Images, the fields that Espalier does not know). Without images: (None, all fields that say more than that)."""
     given = {name: value for name, value in fields.items() if value is not None and value is not False}
-    if given.get("pixel_values") is None or not set(given) <= _KNOWN:
+    if given.get("pixel_values") is None:
+        return None, sorted(name for name, value in given.items() if name not in _SAY_WHERE or torch.as_tensor(value).any())
+    if not set(given) <= _KNOWN:
         return None, sorted(given)
     count = rows.shape[0]
     records = [dict(prompt_ids=rows.prompt(i), response_ids=rows.response(i), images=own) for i, own in enumerate(_by_row(given, count))]

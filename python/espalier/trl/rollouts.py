@@ -14,7 +14,7 @@ from espalier.errors import Error, Unsupported
 from espalier.hf import check_images, ranks
 from espalier.hf.attention import Phase, RowSet
 from espalier.hf.checks import base_model
-from espalier.hf.images import Tower
+from espalier.hf.images import ShardedTower, Tower, takes as takes_images
 from espalier.hf.routers import RowSums, experts_per_token, load_balancing, logits_of
 from espalier.hf.transfer import to_device
 from espalier.trl import images, verification
@@ -40,16 +40,15 @@ class SharedPrompts(Sharing):
                 model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss=compute_aux_loss, **others)
 
         rows = _Rows(input_ids, attention_mask, logits_to_keep)
-        try:
-            pictures, in_use = self._images(model, rows, others)
-        except Error as reason:
-            pictures, in_use = None, [str(reason)]
+        pictures, in_use = self._images(model, rows, others)
         if compute_aux_loss and batch_size and batch_size < len(input_ids):
             in_use.append("a router loss of its parts")
         if in_use:
             self._note("this batch has " + ", ".join(in_use))
         shares = not in_use and self._sharing(model, input_ids.shape[1]) and rows.can_share and bool(compute_aux_loss or rows.live.any())
         together = self._together(model)
+        if together and takes_images(model):  # TRL's own call runs the tower in its midst: then no other rank may share
+            shares = not any(ranks.largest(model, not shares and self._has_images(others))) and shares
         if together:
             due, shares = self._due_together(model, shares)
         counted, mark = dict(self.shared_rows), self._window.mark()
@@ -96,15 +95,35 @@ class SharedPrompts(Sharing):
             self._give_layers_back()
 
     def _images(self, model, rows, fields):
-        """(Rollouts with the batch's Images or None, fields that are not understood). A model's first images are compared with its own calls."""
-        if not self.shared_prompts or not rows.can_share:
+        """(Rollouts with the batch's Images or None, reasons why the batch cannot be shared). A model's first images are compared with its own calls,
+        under FSDP by all ranks together."""
+        if not self.shared_prompts:
             return None, []
-        if self._together(model) and any(fields.get(name) is not None for name in ("pixel_values", "image_grid_thw")):
-            return None, ["images, which a model that FSDP shards does not share"]
-        prepared, unknown = images.of(model, rows, fields)
-        if prepared is not None and self._sharing(model, rows.ids.shape[1]):
-            check_images(model, prepared, rows.ids.shape[1])
+        prepared, unknown, problem = None, [], None
+        try:
+            if rows.can_share:
+                prepared, unknown = images.of(model, rows, fields)
+        except Error as reason:
+            unknown = [str(reason)]
+        together, longest = self._together(model), rows.ids.shape[1]
+        if not together and (prepared is None or not self._sharing(model, longest)):
+            return prepared, unknown
+        try:
+            check_images(model, prepared, longest)
+        except Error as reason:
+            if not together:
+                return None, [str(reason)]
+            problem = reason
+        if together and takes_images(model):
+            try:
+                self._agree(model, problem)
+            except Unsupported:
+                return None, []  # all ranks have refused the model, and noted why
         return prepared, unknown
+
+    @staticmethod
+    def _has_images(fields):
+        return any(fields.get(name) is not None for name in ("pixel_values", "image_grid_thw"))
 
     def _pass(self, model, rows, shares, batch_size, compute_entropy, routed, pictures, plain):
         """The batch's log-probs, entropies and router loss, with shared prompts. Under FSDP all ranks make the same calls: one for each prompt, or for each
@@ -114,7 +133,8 @@ class SharedPrompts(Sharing):
         window, together = self._window if torch.is_grad_enabled() else Window(), self._together(model)
         with self._our_layers(model) if shares else contextlib.nullcontext():
             new = self._new_prompts(model, rows, window, routed) if shares else {}
-            problem, out = window.forward(model, new, lambda: self._stand_in(model)), None
+            wrong = self._run_towers(model, rows.pictures, new, window) if together and takes_images(model) else None
+            problem, out = window.forward(model, {} if wrong else new, lambda: self._stand_in(model)) or wrong, None
             self.shared_rows["run"] += sum(prompt.trunk.rows for prompt in new.values())
             try:
                 if problem is None and shares:
@@ -128,6 +148,18 @@ class SharedPrompts(Sharing):
         elif problem is not None:
             raise problem
         return out
+
+    def _run_towers(self, model, pictures, new, window):
+        """Under FSDP, before the new prompts: the vision tower for those with images, on all ranks. Returns an `Unsupported` or None."""
+        own = sorted({prompt.which for prompt in new.values() if prompt.which is not None})
+        towers = ShardedTower(model, [(pictures.tower, index) for index in own], torch.is_grad_enabled(), self.accelerator.autocast)
+        if towers.calls:
+            window.towers.append(towers)
+            try:
+                towers.begin()
+            except Error as wrong:
+                return Unsupported("this batch", "images whose features are those of the prompt's image tokens", str(wrong))
+        return None
 
     def _new_prompts(self, model, rows, window, routed):
         """{key: Prompt} of the prompts that the window does not have. They run the rows of all tokens but the last one, with which every response's rows
@@ -145,13 +177,14 @@ class SharedPrompts(Sharing):
         positions = rows.positions(row, 0, count)[..., None, :]
 
         def call(trunk):
-            seen, more = pictures.of_prompt(row, count) if pictures else ((), {})
+            with self.accelerator.autocast():
+                seen, more = pictures.of_prompt(row, count) if pictures else ((), {})
             phase = Phase([RowSet(0, (), [(0, count, count)])], count, captures=trunk, mutual=seen)
             with self.accelerator.autocast(), phase.forward(), _router_logits(model, routed) as router:
                 out = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=1, espalier=phase, **more, **router.wanted)
             return out.logits, router.sums() if routed else None
 
-        return Prompt(call, count, pictures)
+        return Prompt(call, count, pictures, pictures.images.which[row] if pictures else None)
 
     def _stand_in(self, model, **head):
         """A call of one token, whose output nothing reads. `head`: arguments of TRL's fused head, for a call in place of a part of the batch: FSDP2 tells

@@ -180,6 +180,8 @@ class Sharing:
             self._ours.popitem()[1]()
 
     def training_step(self, model, *args, **kwargs):
+        if self.shared_prompts:
+            ranks.gather_head(model)
         try:
             loss = super().training_step(model, *args, **kwargs)
             self._step_done(model)

@@ -26,19 +26,23 @@ def compare(model, plain, shared, finish=lambda: None):
     everywhere = verification.over_shards(model)
     latest = {}  # gradients of one run at a time
 
+    def run(values, finish=lambda: None):
+        ranks.gather_head(model)
+        return _run(named, values, finish)
+
     def other(number):
         if number not in latest:
             latest.clear()
             with probe.nudged(base_model(model).get_input_embeddings(), number):
-                latest[number] = _run(named, plain)
+                latest[number] = run(plain)
         return latest[number]
 
     with contextlib.ExitStack() as stack:
         stack.callback(_put_back, named, held)
         if everywhere is not None:
             stack.enter_context(ranks.reducing(model))
-        wanted, _ = _run(named, plain), other(0)
-        found = _run(named, shared, finish)
+        wanted, _ = run(plain), other(0)
+        found = run(shared, finish)
         losses = found[2], wanted[2]
         table = verification.judged(lambda number: [("values", found[0], wanted[0], other(number)[0])], *losses, everywhere)
         if torch.is_grad_enabled() and (everywhere is not None or any(grad is not None for grad in wanted[1])):
@@ -53,7 +57,7 @@ def _put_back(named, held):
         p.grad = grad
 
 
-def _run(named, make, finish=lambda: None):
+def _run(named, make, finish):
     """(the values as one vector, the gradients, the linear function's value)."""
     for _, p in named:
         p.grad = None

@@ -2,6 +2,7 @@
 
 If FSDP shards the model, every call of it is a collective. A rank with fewer prompts then makes stand-in calls, so that all ranks have equally many
 calls open. FSDP1 also needs the backward directly after a forward with a graph: there a prompt runs without gradients first, and again at the end.
+The vision tower runs so under both (hf/images.py, ShardedTower).
 """
 
 import contextlib
@@ -17,10 +18,10 @@ from espalier.hf.step import Seed, backward
 
 class Prompt:
     """`call(trunk)` calls the model for the prompt's rows and returns its logits and, with a router's loss, the RowSums of its rows, else None. In
-    every micro-batch `leaf` takes the place of these sums."""
+    every micro-batch `leaf` takes the place of these sums. `which`: the index of its images among those of `pictures`, or None."""
 
-    def __init__(self, call, rows, pictures=None):
-        self.call, self.trunk, self.pictures = call, Trunk(rows), pictures
+    def __init__(self, call, rows, pictures=None, which=None):
+        self.call, self.trunk, self.pictures, self.which = call, Trunk(rows), pictures, which
         self.logits = self.router = self.leaf = None
 
     def run(self, model, trains):
@@ -54,10 +55,11 @@ class StandIn:
 
 
 class Window:
-    """`prompts`: by key. `calls`: Prompts and StandIns in the order of their forwards."""
+    """`prompts`: by key. `calls`: Prompts and StandIns in the order of their forwards. `towers`: of a sharded model, the ShardedTowers (hf/images.py)
+    whose features they read."""
 
     def __init__(self):
-        self.prompts, self.calls = {}, []
+        self.prompts, self.calls, self.towers = {}, [], []
 
     def forward(self, model, new, stand_in):
         """Runs `new`, a dict of Prompts. Under FSDP all ranks call this together. Returns the first `Unsupported` of a prompt, or None: the other calls
@@ -81,11 +83,12 @@ class Window:
 
     def mark(self):
         """The state to which `reset` returns."""
-        return set(self.prompts), len(self.calls)
+        return set(self.prompts), len(self.calls), len(self.towers)
 
     def reset(self, mark):
-        known, count = mark
-        self.prompts, self.calls = {key: prompt for key, prompt in self.prompts.items() if key in known}, self.calls[:count]
+        known, calls, towers = mark
+        self.prompts = {key: prompt for key, prompt in self.prompts.items() if key in known}
+        self.calls, self.towers = self.calls[:calls], self.towers[:towers]
 
     def backward(self, model):
         """Runs the backward of all calls, then of the images. Returns the first `Unsupported` of a prompt that ran again, or None."""
@@ -102,7 +105,9 @@ class Window:
             if pairs:
                 backward(Seed.apply(*pairs))
             call.logits = None
-        for pictures in {id(call.pictures): call.pictures for call in self.calls if call.pictures}.values():
+        for tower in self.towers:
+            tower.finish()
+        for pictures in {id(call.pictures): call.pictures for call in self.calls if call.pictures and not together}.values():
             pairs = pictures.gathered()
             if pairs:
                 backward(Seed.apply(*pairs))
