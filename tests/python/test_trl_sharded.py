@@ -32,6 +32,11 @@ def test_options_under_fsdp(version, part, tmp_path):
     run_under_accelerate(tmp_path, "trl_shard_ranks.py", version, part)
 
 
+def test_a_head_that_is_a_unit_of_its_own_has_the_mean_gradient(tmp_path):
+    """FSDP2, where TRL's own trainer leaves each rank its own loss's gradient."""
+    run_under_accelerate(tmp_path, "trl_shard_ranks.py", 2, "lone_head")
+
+
 @pytest.mark.parametrize("version", [2, 1])
 @pytest.mark.parametrize("family", ["Qwen2_5_VL", "Qwen3VL"])
 def test_images_under_fsdp(version, family, tmp_path):

@@ -16,6 +16,7 @@ import torch.distributed as dist  # noqa: E402
 
 torch.set_num_threads(1)
 
+import accelerate.utils.fsdp_utils  # noqa: E402
 import pytest  # noqa: E402
 import trl  # noqa: E402
 import trl_batches as data  # noqa: E402
@@ -338,6 +339,15 @@ def verify_true():
     noted("a fault")
 
 
+def lone_head():
+    """accelerate makes the head a unit of its own, as in vision-language models; TRL's own trainer has it in one with the last norm."""
+    def alone(patch):
+        patch.setattr(accelerate.utils.fsdp_utils, "_find_final_norm", lambda model: None)
+
+    for kind in TRAINERS:
+        gradients_are_trl_s(kind, fault=alone)
+
+
 def main():
     logging.getLogger("espalier").addHandler(type("Kept", (logging.Handler,), {"emit": lambda self, record: notes.append(record.getMessage())})())
     dist.init_process_group("gloo", timeout=PATIENCE)
@@ -346,7 +356,7 @@ def main():
 
 
 PARTS = {part.__name__: part for part in (every_trainer, ranks_differ, rollouts_options, adapters, mixed_precision, checkpointing, evaluation_and_saving,
-                                          verify_true)}
+                                          verify_true, lone_head)}
 
 if __name__ == "__main__":
     main()
