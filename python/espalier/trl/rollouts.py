@@ -40,6 +40,7 @@ class SharedPrompts(Sharing):
                 model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss=compute_aux_loss, **others)
 
         rows = _Rows(input_ids, attention_mask, logits_to_keep)
+        rows.towers_together = self._together(model) and takes_images(model) and bool(ranks.largest(model, self._has_images(others))[0])
         pictures, in_use = self._images(model, rows, others)
         if compute_aux_loss and batch_size and batch_size < len(input_ids):
             in_use.append("a router loss of its parts")
@@ -47,7 +48,7 @@ class SharedPrompts(Sharing):
             self._note("this batch has " + ", ".join(in_use))
         shares = not in_use and self._sharing(model, input_ids.shape[1]) and rows.can_share and bool(compute_aux_loss or rows.live.any())
         together = self._together(model)
-        if together and takes_images(model):  # TRL's own call runs the tower in its midst: then no other rank may share
+        if rows.towers_together:  # TRL's own call runs the tower in its midst: then no other rank may share
             shares = not any(ranks.largest(model, not shares and self._has_images(others))) and shares
         if together:
             due, shares = self._due_together(model, shares)
@@ -105,16 +106,16 @@ class SharedPrompts(Sharing):
                 prepared, unknown = images.of(model, rows, fields)
         except Error as reason:
             unknown = [str(reason)]
-        together, longest = self._together(model), rows.ids.shape[1]
-        if not together and (prepared is None or not self._sharing(model, longest)):
+        longest = rows.ids.shape[1]
+        if not rows.towers_together and (prepared is None or not self._sharing(model, longest)):
             return prepared, unknown
         try:
             check_images(model, prepared, longest)
         except Error as reason:
-            if not together:
+            if not rows.towers_together:
                 return None, [str(reason)]
             problem = reason
-        if together and takes_images(model):
+        if rows.towers_together:
             try:
                 self._agree(model, problem)
             except Unsupported:
@@ -133,7 +134,7 @@ class SharedPrompts(Sharing):
         window, together = self._window if torch.is_grad_enabled() else Window(), self._together(model)
         with self._our_layers(model) if shares else contextlib.nullcontext():
             new = self._new_prompts(model, rows, window, routed) if shares else {}
-            wrong = self._run_towers(model, rows.pictures, new, window) if together and takes_images(model) else None
+            wrong = self._run_towers(model, rows.pictures, new, window) if rows.towers_together else None
             problem, out = window.forward(model, {} if wrong else new, lambda: self._stand_in(model)) or wrong, None
             self.shared_rows["run"] += sum(prompt.trunk.rows for prompt in new.values())
             try:
@@ -342,6 +343,7 @@ class _Rows:
         self.groups = native.group([self.host[i, self.first[i]:self.split] for i in range(len(mask))]) if self.can_share else None
         self.order = np.argsort(self.groups, kind="stable").tolist() if self.can_share else []  # rows with equal prompts stand together
         self.pictures = None
+        self.towers_together = False  # FSDP shards the model, and a rank's batch has images
 
     def key(self, row):
         """A key that is equal for rows with equal prompts and images."""
