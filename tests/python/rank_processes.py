@@ -22,7 +22,9 @@ def forks():
     context.set_forkserver_preload(IMPORTED)
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
-        multiprocessing.forkserver.ensure_running()
+        first = context.Process(target=time.sleep, args=(0,))  # its end comes behind the imports, which no rank's patience shall pay for
+        first.start()
+        first.join()
     finally:
         os.environ.pop("OMP_NUM_THREADS") if before is None else os.environ.update(OMP_NUM_THREADS=before)
     return context
