@@ -36,8 +36,8 @@ set(ESPALIER_QUICK_TO_COMPILE $<$<CONFIG:Release>:-O1>)  # a quarter less to com
 # espalier_library(NAME FILES... [TORCH] [COLD] [ALONE files...] [LINK targets...]): the folder's static library
 # espalier_NAME.
 # TORCH: its files see ATen (through the precompiled header); without it they must not. COLD: its own loops are a
-# negligible part of a step. ALONE: files with names that another file has, too, or whose classes have members of unnamed namespaces,
-# compiled by themselves.
+# negligible part of a step. ALONE: files with names that another file has, too, or whose classes have members of unnamed
+# namespaces, compiled by themselves.
 function(espalier_library name)
   cmake_parse_arguments(arg "TORCH;COLD" "" "ALONE;LINK;FILES" ${ARGN})
   list(APPEND arg_FILES ${arg_UNPARSED_ARGUMENTS} ${arg_ALONE})
