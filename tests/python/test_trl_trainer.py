@@ -14,6 +14,7 @@ import torch
 import transformers
 from conftest import ROOT
 from rank_processes import run_under_accelerate
+from trl_recording import recorded
 from transformers import AutoModelForCausalLM
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -41,19 +42,12 @@ def load_example():
 def run(example, trainer_class, config_class, folder, attention=None, **settings):
     from datasets import Dataset
 
-    class Recording(trainer_class):
-        losses, grads, rows = [], [], 0
+    class Recording(recorded(trainer_class)):
+        rows = 0
 
         def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, *args, **kwargs):
             Recording.rows += int(attention_mask.sum())
             return super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, *args, **kwargs)
-
-        def training_step(self, *args, **kwargs):
-            out = super().training_step(*args, **kwargs)
-            self.losses.append(out.item())
-            if self.accelerator.sync_gradients:
-                self.grads.append({n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None})
-            return out
 
     config = config_class(**dict(dict(
         output_dir=str(folder), use_cpu=True, bf16=False, fp16=False, report_to=[], save_strategy="no", logging_steps=1,

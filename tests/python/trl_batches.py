@@ -7,6 +7,7 @@ import torch
 from datasets import Dataset
 from espalier.hf import probe
 from test_trl_trainer import load_example
+from trl_recording import recorded
 
 example = load_example()
 
@@ -115,14 +116,6 @@ def run(trainer_class, config_class, dataset, folder, *, make=None, attention=No
     """The trainer after two windows of two micro-batches of four rows, with `losses`, `grads` and `unique`, a count of the token rows of
     every call of the backbones, made from what TRL passed."""
 
-    class Recording(trainer_class):
-        def training_step(self, *args, **kwargs):
-            out = super().training_step(*args, **kwargs)
-            self.losses.append(out.item())
-            if self.accelerator.sync_gradients:
-                self.grads.append({n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None})
-            return out
-
     model = (make or example.small_model)()
     if attention:
         model.set_attn_implementation(attention)
@@ -132,8 +125,7 @@ def run(trainer_class, config_class, dataset, folder, *, make=None, attention=No
         output_dir=str(folder), use_cpu=True, bf16=False, fp16=False, report_to=[], save_strategy="no", logging_strategy="no",
         per_device_train_batch_size=2 if reference else 4, gradient_accumulation_steps=2, learning_rate=.05, optim="sgd",
         lr_scheduler_type="constant", max_steps=2, seed=7, disable_tqdm=True, dataloader_pin_memory=False, gradient_checkpointing=False), **settings))
-    Recording.losses, Recording.grads = [], []
-    trainer = Recording(model=model, args=config, processing_class=chat_tokenizer() if chat else example.tokenizer(), train_dataset=dataset(), **more)
+    trainer = recorded(trainer_class)(model=model, args=config, processing_class=chat_tokenizer() if chat else example.tokenizer(), train_dataset=dataset(), **more)
     if prepare:
         prepare(trainer)
     with counted_rows(trainer) as trainer.counts:

@@ -25,6 +25,7 @@ from test_hf_images import batch, make  # noqa: E402
 from test_trl_images import micro_batch, trainer_of, window  # noqa: E402
 from test_trl_trainer import load_example  # noqa: E402
 from test_trl_verify import verifying  # noqa: E402
+from trl_recording import recorded  # noqa: E402
 from trl_shard_ranks import PATIENCE, distances_of_parameters, is_sharded, sharded  # noqa: E402
 from trl_sharding import sharding_on_a_cpu  # noqa: E402
 
@@ -51,29 +52,21 @@ class Gathered(trl.GRPOTrainer):
         return super().training_step(model, *args, **kwargs)
 
 
-def run(trainer_class, places, wrapped, **settings):
+def run(trainer_class, places, wrapped):
     """A trainer whose micro-batches are given, after two windows."""
     drawn = batch(FAMILY)
     given = iter([micro_batch(FAMILY, [drawn[i] for i in part], seed) for seed, part in enumerate(sum(places[RANK], []))])
 
-    class Given(trainer_class):
-        losses, grads = [], []
+    class Given(recorded(trainer_class)):
 
         def _prepare_inputs(self, inputs):
             return next(given)
-
-        def training_step(self, *args, **kwargs):
-            out = super().training_step(*args, **kwargs)
-            self.losses.append(out.item())
-            if self.accelerator.sync_gradients:
-                self.grads.append({n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None})
-            return out
 
     example = load_example()
     config = trl.GRPOConfig(**dict(output_dir=str(FOLDER / f"{RANK}_{next(number)}"), use_cpu=True, bf16=False, report_to=[], save_strategy="no", seed=7,
                                    per_device_train_batch_size=4, num_generations=4, gradient_accumulation_steps=2, max_completion_length=12,
                                    loss_type="grpo", max_steps=2, learning_rate=.05, optim="sgd", lr_scheduler_type="constant", disable_tqdm=True,
-                                   gradient_checkpointing=False, dataloader_pin_memory=False), **sharded(layer=wrapped[0]), **settings)
+                                   gradient_checkpointing=False, dataloader_pin_memory=False), **sharded(layer=wrapped[0]))
     config.fsdp_config["transformer_layer_cls_to_wrap"] = list(wrapped)
     trainer = Given(model=make(FAMILY), reward_funcs=example.reward, args=config, processing_class=example.tokenizer(),
                     train_dataset=Dataset.from_dict({"prompt": ["w3 w4"] * 32}))
