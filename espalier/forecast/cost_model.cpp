@@ -18,6 +18,25 @@ constexpr int kCallsPerLayer = 14;  // products, norms, rotations, attention, ac
 constexpr int kCallsPerExpert = 5;  // rows gathered, two products, activation, sum
 // Of a forward's traffic in rows, and of its calls, what making gate and up again repeats: a norm and a product.
 constexpr double kGateUpPass = 0.15;
+// Attention multiplies in blocks of 64 rows, and masks half of the block on the diagonal.
+constexpr double kMaskedPairs = 32;
+
+// Seconds of an operation at a width of which 1/width is `inverse` on average, over those at the width `wide`.
+double slowness(double wide_rate, double narrow_rate, double inverse, double wide, double narrow) {
+  if (narrow_rate == 0) return 1;
+  const double part = std::max(0.0, (inverse - 1 / wide) / (1 / narrow - 1 / wide));
+  return 1 + part * std::max(0.0, wide_rate / narrow_rate - 1);
+}
+
+// Of 1/columns over the elements of matrices: rows over elements.
+double inverse_columns(std::initializer_list<ProjectionShape> matrices) {
+  double rows = 0, elements = 0;
+  for (const ProjectionShape& one : matrices) {
+    if (one.weights() == 0) continue;
+    rows += static_cast<double>(one.out.size), elements += static_cast<double>(one.weights());
+  }
+  return elements > 0 ? rows / elements : 0;
+}
 
 }  // namespace
 
@@ -60,12 +79,17 @@ std::string MachineProfile::line() const {
     rates += text_of(rates.empty() ? "" : ", ", std::llround(rate.flops_per_second / 1e9));
     rows += text_of(rows.empty() ? "" : ", ", rate.rows);
   }
+  const auto also = [](double narrow, const char* where, double width) {
+    return narrow > 0 ? text_of(" (", std::llround(narrow / 1e9), where, std::llround(width), ")") : std::string();
+  };
   return text_of(name, " (", source, ", ", name_of(dtype), "): matrix products ", rates, " GFLOP/s at ", rows, " rows",
                  weight_gradient_flops_per_second > 0
                      ? text_of(", gradients of weights ", std::llround(weight_gradient_flops_per_second / 1e9))
                      : "",
+                 also(narrow_gradient_flops_per_second, " in matrices of ", kNarrowColumns),
                  head_flops_per_second > 0 ? text_of(", head ", std::llround(head_flops_per_second / 1e9)) : "",
-                 "; attention ", std::llround(attention_flops_per_second / 1e9), " GFLOP/s; memory ",
+                 "; attention ", std::llround(attention_flops_per_second / 1e9),
+                 also(narrow_attention_flops_per_second, " with heads of ", kNarrowHead), " GFLOP/s; memory ",
                  std::llround(bytes_per_second / 1e9), " GB/s; ", std::round(seconds_per_call * 1e8) / 100,
                  " us per call; stores at ", std::llround(spill_bytes_per_second / 1e6), " MB/s",
                  fitted_steps > 0 ? text_of("; fitted to ", fitted_steps, " steps") : "");
@@ -100,6 +124,8 @@ Json to_json(const MachineProfile& profile) {
           {"weight_gradient_flops_per_second", profile.weight_gradient_flops_per_second},
           {"head_flops_per_second", profile.head_flops_per_second},
           {"attention_flops_per_second", profile.attention_flops_per_second},
+          {"narrow_gradient_flops_per_second", profile.narrow_gradient_flops_per_second},
+          {"narrow_attention_flops_per_second", profile.narrow_attention_flops_per_second},
           {"attention_kernels", name_of(profile.attention_kernels)},
           {"bytes_per_second", profile.bytes_per_second},
           {"seconds_per_call", profile.seconds_per_call},
@@ -141,7 +167,9 @@ MachineProfile profile_of(const Json& json, const std::string& where) {
   profile.seconds_per_call = number(json, "seconds_per_call");
   for (const auto& [member, rate] :
        {std::pair("weight_gradient_flops_per_second", &profile.weight_gradient_flops_per_second),
-        {"head_flops_per_second", &profile.head_flops_per_second}})
+        {"head_flops_per_second", &profile.head_flops_per_second},
+        {"narrow_gradient_flops_per_second", &profile.narrow_gradient_flops_per_second},
+        {"narrow_attention_flops_per_second", &profile.narrow_attention_flops_per_second}})
     if (json.contains(member) && json.at(member) != Json(0.0)) *rate = number(json, member);
   if (json.contains("spill_bytes_per_second")) profile.spill_bytes_per_second = number(json, "spill_bytes_per_second");
   if (json.contains("ranks_per_machine"))
@@ -224,6 +252,23 @@ CostModel::CostModel(const LocalShape& local, const MachineProfile& profile, DTy
   if (shape.experts > 0) expert_gradient_bytes_ *= experts_ / static_cast<double>(shape.experts);
   head_gradient_bytes_ = shape.trained.head ? 2 * a * head : 0;
   backward_share_ = static_cast<double>(shape.layers - shape.trained.first_layer) / all_layers;
+  compare_widths();
+}
+
+void CostModel::compare_widths() {
+  const double wide = profile_.weight_gradient_flops_per_second > 0 ? profile_.weight_gradient_flops_per_second
+                                                                    : profile_.matrix_flops_per_second(kManyRows);
+  const auto of_gradients = [&](double inverse) {
+    return slowness(wide, profile_.narrow_gradient_flops_per_second, inverse, MachineProfile::kWideColumns,
+                    MachineProfile::kNarrowColumns);
+  };
+  const LayerParameters dense = layer_parameters(shape_, false), experts = layer_parameters(shape_, true);
+  narrow_layers_ = of_gradients(inverse_columns({dense.query_latent, dense.key_value_latent, dense.query, dense.key,
+                                                 dense.value, dense.output, dense.gate, dense.up, dense.down}));
+  narrow_experts_ = of_gradients(inverse_columns({experts.gate, experts.up, experts.down}));
+  const auto channels = static_cast<double>(shape_.head_dim + shape_.value_dim());
+  narrow_heads_ = slowness(profile_.attention_flops_per_second, profile_.narrow_attention_flops_per_second,
+                           channels > 0 ? 2 / channels : 0, MachineProfile::kWideHead, MachineProfile::kNarrowHead);
 }
 
 CostModel::UnitFlops CostModel::unit_flops(ItemState state) const {
@@ -237,8 +282,12 @@ CostModel::UnitFlops CostModel::unit_flops(ItemState state) const {
           of({.output_pairs = 1}), of({.window_pairs = 1}), of({.window_output_pairs = 1})};
 }
 
+const CostModel::UnitFlops& CostModel::unit_of(ItemState state) const {
+  return state.recomputes_attention() ? all_again_ : state.recomputes_mlp() ? mlp_again_ : kept_;
+}
+
 Flops CostModel::all_flops(const Work& work, ItemState state) const {
-  const UnitFlops& unit = state.recomputes_attention() ? all_again_ : state.recomputes_mlp() ? mlp_again_ : kept_;
+  const UnitFlops& unit = unit_of(state);
   Flops flops;
   const auto add = [&](const Flops& one, std::int64_t count) { flops += one * static_cast<double>(count); };
   add(unit.row, work.rows), add(unit.pair, work.pairs);
@@ -254,12 +303,13 @@ double CostModel::rows_per_expert(std::int64_t rows) const {
              : row_sets_ * static_cast<double>(rows * shape_.experts_per_token) / static_cast<double>(shape_.experts);
 }
 
-double CostModel::product_seconds(double flops, double rows, double gradients) const {
+double CostModel::product_seconds(double flops, double rows, double gradients, double narrow) const {
   if (flops == 0) return 0;
   const double rate = profile_.matrix_flops_per_second(rows);
-  if (profile_.weight_gradient_flops_per_second == 0) return flops / rate;
-  const double slower = profile_.matrix_flops_per_second(kManyRows) / profile_.weight_gradient_flops_per_second;
-  return flops / rate * (1 - gradients + gradients * std::max(1.0, slower));
+  const double slower = profile_.weight_gradient_flops_per_second == 0
+                            ? 1
+                            : profile_.matrix_flops_per_second(kManyRows) / profile_.weight_gradient_flops_per_second;
+  return flops / rate * (1 - gradients + gradients * std::max(1.0, slower) * narrow);
 }
 
 double CostModel::head_seconds(double flops, std::int64_t outputs) const {
@@ -269,13 +319,23 @@ double CostModel::head_seconds(double flops, std::int64_t outputs) const {
   return flops / rate * profile_.matrix_flops_per_second(kHeadRows) / profile_.head_flops_per_second;
 }
 
+double CostModel::attention_seconds(const Flops& flops, const Work& work, ItemState state) const {
+  const UnitFlops& unit = unit_of(state);
+  const double masked =
+      kMaskedPairs *
+      (static_cast<double>(work.rows) * (unit.pair.attention + unit.window_pair.attention) +
+       static_cast<double>(work.outputs) * (unit.output_pair.attention + unit.window_output_pair.attention));
+  return (flops.attention + masked) * narrow_heads_ / profile_.attention_flops_per_second;
+}
+
 // A backward pass moves twice the bytes of a forward; `passes` counts in forwards.
-CostParts CostModel::variable_parts(const Flops& flops, const Work& work, std::int64_t rows, double passes) const {
+CostParts CostModel::variable_parts(const Work& work, ItemState state, std::int64_t rows, double passes) const {
+  const Flops flops = all_flops(work, state);
   const double gradients = kind_.gradients ? 1 / passes : 0;
   CostParts parts;
-  parts.products = product_seconds(flops.layers, static_cast<double>(rows), gradients) +
-                   product_seconds(flops.experts, rows_per_expert(rows), gradients);
-  parts.attention = flops.attention / profile_.attention_flops_per_second;
+  parts.products = product_seconds(flops.layers, static_cast<double>(rows), gradients, narrow_layers_) +
+                   product_seconds(flops.experts, rows_per_expert(rows), gradients, narrow_experts_);
+  parts.attention = attention_seconds(flops, work, state);
   parts.rows = passes * static_cast<double>(work.rows) * bytes_per_row_ / profile_.bytes_per_second;
   if (!has_head_ || work.outputs == 0) return parts;
   parts.head = static_cast<double>(work.outputs) * logit_bytes_ / profile_.bytes_per_second +
@@ -292,7 +352,7 @@ CostParts CostModel::parts(const Work& work, ItemState state) const {
   const double again = state.recomputes_attention() ? 1 : state.recomputes_mlp() ? kGateUpPass : 0;
   const double passes = passes_of(again);
   const double reached = std::min(1.0, rows_per_expert(work.rows));  // share of the experts that any row goes to
-  CostParts parts = variable_parts(all_flops(work, state), work, work.rows, passes);
+  CostParts parts = variable_parts(work, state, work.rows, passes);
   if (kind_.gradients) {
     parts.products += (gradient_bytes_ + reached * expert_gradient_bytes_) / profile_.bytes_per_second;
     if (has_head_ && work.outputs > 0) parts.head += head_gradient_bytes_ / profile_.bytes_per_second;
@@ -304,7 +364,7 @@ CostParts CostModel::parts(const Work& work, ItemState state) const {
 }
 
 double CostModel::seconds(const Work& work, ItemState state, const PathTraffic& path) const {
-  const double of_path = product_seconds(path.flops, kManyRows, 0) * profile_.fit.products;
+  const double of_path = product_seconds(path.flops, kManyRows, 0, 1) * profile_.fit.products;
   const double all = parts(work, state).total() + of_path, stored = static_cast<double>(bytes_.stored(work, state));
   const double forward = stored + static_cast<double>(path.forward);
   const double backward = stored + static_cast<double>(path.backward);
@@ -318,8 +378,7 @@ double CostModel::seconds(const Work& work, ItemState state, const PathTraffic& 
 }
 
 double CostModel::marginal_seconds(const Work& work, std::int64_t full_rows) const {
-  const CostParts parts =
-      variable_parts(all_flops(work, SavedState::keep), work, std::max(full_rows, work.rows), passes_of(0));
+  const CostParts parts = variable_parts(work, SavedState::keep, std::max(full_rows, work.rows), passes_of(0));
   return (parts * profile_.fit).total();
 }
 

@@ -46,6 +46,11 @@ struct MachineProfile {
   // computed in the accumulator dtype on a CPU. 0: use the table.
   double weight_gradient_flops_per_second = 0, head_flops_per_second = 0;
   double attention_flops_per_second = 0;
+  // The rates of small models: gradients of weights with 64 columns, attention with heads of 16 channels. The rates
+  // above are of 1,024 columns and heads of 64. Between two widths the time of an operation is linear in 1/width; above
+  // the larger it does not fall. 0: one rate for all widths.
+  static constexpr double kWideColumns = 1024, kNarrowColumns = 64, kWideHead = 64, kNarrowHead = 16;
+  double narrow_gradient_flops_per_second = 0, narrow_attention_flops_per_second = 0;
   AttentionKernels attention_kernels = AttentionKernels::own;  // that have this rate
   double bytes_per_second = 0;                                 // of memory-bound passes
   double spill_bytes_per_second = 5e8;                         // to and from the store of offloaded trunks
@@ -92,7 +97,7 @@ class CostModel {
 
  private:
   // The part proportional to the work, at the rates for sets of `rows` rows; before the fit.
-  CostParts variable_parts(const Flops& flops, const Work& work, std::int64_t rows, double passes) const;
+  CostParts variable_parts(const Work& work, ItemState state, std::int64_t rows, double passes) const;
   Flops all_flops(const Work& work, ItemState state) const;
   // The passes over an item's rows, counted in forwards; `again` is the part of a forward that its backward repeats.
   double passes_of(double again) const;
@@ -101,10 +106,14 @@ class CostModel {
     Flops row, pair, output, output_pair, window_pair, window_output_pair;
   };
   UnitFlops unit_flops(ItemState state) const;
+  void compare_widths();
+  const UnitFlops& unit_of(ItemState state) const;
   double rows_per_expert(std::int64_t rows) const;
   // Seconds of the layers' products at this row count; `gradients`: the fraction of FLOPs in gradients of weights.
-  double product_seconds(double flops, double rows, double gradients) const;
+  // `narrow`: seconds of such a gradient over those at the rate of kWideColumns.
+  double product_seconds(double flops, double rows, double gradients, double narrow) const;
   double head_seconds(double flops, std::int64_t outputs) const;
+  double attention_seconds(const Flops& flops, const Work& work, ItemState state) const;
 
   ModelShape shape_;
   // The number of experts on this rank; the fraction of the rows' expert products computed here; and the rows that
@@ -116,9 +125,11 @@ class CostModel {
   ActivationBytes bytes_;
   UnitFlops kept_, mlp_again_, all_again_;  // by what is recomputed
   double expert_layers_ = 0;
-  double bytes_per_row_ = 0;          // memory-bound traffic of one row and pass through all layers
-  double logit_bytes_ = 0;            // and of the logits of one output row
-  double backward_share_ = 1;         // fraction of layers that have a backward
+  double bytes_per_row_ = 0;   // memory-bound traffic of one row and pass through all layers
+  double logit_bytes_ = 0;     // and of the logits of one output row
+  double backward_share_ = 1;  // fraction of layers that have a backward
+  // Seconds over those at the rates of wide models: gradients of weights in layers and in experts, attention.
+  double narrow_layers_ = 1, narrow_experts_ = 1, narrow_heads_ = 1;
   double gradient_bytes_ = 0;         // read and written once by every item: the accumulators of the layers' weights,
   double expert_gradient_bytes_ = 0;  // and the accumulators of the experts that it reaches
   double head_gradient_bytes_ = 0;

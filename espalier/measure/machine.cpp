@@ -61,34 +61,34 @@ MachineProfile::Rate matrix_rate(std::int64_t rows, at::ScalarType dtype) {
   return {rows, product.flops() / best_seconds(product)};
 }
 
-// Of a layer's weights from many rows, as a backward adds it.
-double weight_gradient_rate(at::ScalarType dtype) {
-  constexpr std::int64_t kRows = MachineProfile::kGradientRows, kWidth = 1024;
-  const at::Tensor x = at::ones({kRows, kWidth}, dtype), grad = at::ones_like(x);
-  const at::Tensor sum = at::zeros({kWidth, kWidth}, accumulator_type(dtype)),
-                   product = at::empty({kWidth, kWidth}, dtype);
+// Of a layer's square weights from many rows, as a backward adds it.
+double weight_gradient_rate(at::ScalarType dtype, double columns) {
+  constexpr std::int64_t kRows = MachineProfile::kGradientRows;
+  const auto width = static_cast<std::int64_t>(columns);
+  const at::Tensor x = at::ones({kRows, width}, dtype), grad = at::ones_like(x);
+  const at::Tensor sum = at::zeros({width, width}, accumulator_type(dtype)), product = at::empty({width, width}, dtype);
   const Operations& ops = cpu_device().operations();
-  return 2.0 * kRows * kWidth * kWidth /
+  return 2.0 * kRows * columns * columns /
          best_seconds([&] { ops.add_linear_grad_weight(sum, at::Tensor(), grad, x, product); });
 }
 
-double attention_rate(at::ScalarType dtype) {
-  constexpr std::int64_t kRows = 1024, kHeads = 8, kKvHeads = 2, kHeadDim = 64;
+double attention_rate(at::ScalarType dtype, double head_dim) {
+  constexpr std::int64_t kRows = 1024, kHeads = 8, kKvHeads = 2;
+  const auto D = static_cast<std::int64_t>(head_dim);
   const auto options = at::TensorOptions().dtype(dtype);
   const auto sums = at::TensorOptions().dtype(accumulator_type(dtype));
-  const at::Tensor q = at::full({kRows, kHeads * kHeadDim}, 0.01, options),
-                   k = at::full({kRows, kKvHeads * kHeadDim}, 0.01, options);
+  const at::Tensor q = at::full({kRows, kHeads * D}, 0.01, options), k = at::full({kRows, kKvHeads * D}, 0.01, options);
   const at::Tensor out = at::empty_like(q), grad_q = at::empty_like(q), lse = at::empty({kHeads, kRows}, sums);
-  const at::Tensor grad_k = at::zeros({kRows, kKvHeads * kHeadDim}, sums), grad_v = at::zeros_like(grad_k);
+  const at::Tensor grad_k = at::zeros({kRows, kKvHeads * D}, sums), grad_v = at::zeros_like(grad_k);
   const at::Tensor subtree_end = at::full({kRows}, kRows, at::kInt);
-  const AttentionProblem problem{kHeadDim, q, k, k, k, k, at::Tensor(), subtree_end};
+  const AttentionProblem problem{D, q, k, k, k, k, at::Tensor(), subtree_end};
   const Operations& ops = cpu_device().operations();
   double seconds = best_seconds([&] { ops.attention(problem, out, lse); });
   seconds += best_seconds([&] {
     ops.add_attention_backward(problem, out, lse, q, {grad_q, grad_k, grad_v, grad_k, grad_v});
   });
   constexpr double kPairs = kRows * kRows + kRows * (kRows + 1) / 2.0;
-  return 3.5 * 4.0 * kHeads * kHeadDim * kPairs / seconds;
+  return 3.5 * 4.0 * kHeads * head_dim * kPairs / seconds;
 }
 
 double copy_rate() {
@@ -194,11 +194,13 @@ MachineProfile measure_machine(DType dtype) {
       rate.flops_per_second = best;
     }
     const auto raise = [](double& rate, double measured) { rate = std::max(rate, measured); };
-    raise(profile.weight_gradient_flops_per_second, weight_gradient_rate(scalar));
+    raise(profile.weight_gradient_flops_per_second, weight_gradient_rate(scalar, MachineProfile::kWideColumns));
+    raise(profile.narrow_gradient_flops_per_second, weight_gradient_rate(scalar, MachineProfile::kNarrowColumns));
     // The head multiplies in the accumulator dtype.
     raise(profile.head_flops_per_second,
           matrix_rate(MachineProfile::kHeadRows, accumulator_type(scalar)).flops_per_second);
-    raise(profile.attention_flops_per_second, attention_rate(scalar));
+    raise(profile.attention_flops_per_second, attention_rate(scalar, MachineProfile::kWideHead));
+    raise(profile.narrow_attention_flops_per_second, attention_rate(scalar, MachineProfile::kNarrowHead));
     profile.bytes_per_second = std::max(profile.bytes_per_second, copy_rate());
     profile.seconds_per_call = std::min(profile.seconds_per_call, call_seconds(scalar));
   }

@@ -277,9 +277,49 @@ TEST(CostModel, PartsAreFittedOneByOneAndAddUp) {
                    2 * parts.products + 3 * parts.attention + 5 * parts.rows + 7 * parts.head);
 }
 
+// Only narrow models are slower: gradients of weights, a third of the products, and attention, at the rates that were
+// measured of such sums; one in the middle of 1/width pays half of the difference.
+TEST(CostModel, ShortSumsHaveRatesOfTheirOwn) {
+  MachineProfile plain = testing::test_profile(), narrow = plain;
+  const double gradients = plain.matrix_flops_per_second(MachineProfile::kGradientRows);
+  plain.weight_gradient_flops_per_second = narrow.weight_gradient_flops_per_second = gradients;
+  narrow.narrow_gradient_flops_per_second = gradients / 4;
+  narrow.narrow_attention_flops_per_second = plain.attention_flops_per_second / 2;
+  plain.seconds_per_call = narrow.seconds_per_call = 1e-40;
+  const Work work = work_of_depths(0, 4096, true);
+  const auto ratios = [&](const ModelShape& shape) {
+    const CostParts before = CostModel(shape, plain, DType::float32).parts(work, SavedState::keep),
+                    after = CostModel(shape, narrow, DType::float32).parts(work, SavedState::keep);
+    EXPECT_EQ(after.rows, before.rows);
+    EXPECT_EQ(after.head, before.head);
+    return std::pair(after.products / before.products, after.attention / before.attention);
+  };
+  ModelShape shape = testing::tiny_shape();
+  shape.hidden = shape.inner = 64, shape.heads = shape.kv_heads = 4, shape.head_dim = 16;
+  EXPECT_NEAR(ratios(shape).first, 2, 0.05);
+  EXPECT_DOUBLE_EQ(ratios(shape).second, 2);
+  // 1/128 - 1/1024 of 1/64 - 1/1024; 1/32 - 1/64 of 1/16 - 1/64.
+  shape.hidden = shape.inner = 128, shape.head_dim = 32;
+  EXPECT_NEAR(ratios(shape).first, 1 + 7.0 / 15, 0.05);
+  EXPECT_DOUBLE_EQ(ratios(shape).second, 1 + 1.0 / 3);
+  const auto [products, attention] = ratios(testing::llama_3_8b());
+  EXPECT_EQ(products, 1);
+  EXPECT_EQ(attention, 1);
+}
+
+// Attention computes the half of a block of 64 rows that it masks: 32 pairs more for each row.
+TEST(CostModel, AttentionPaysForTheMaskedHalfOfABlock) {
+  const ModelShape shape = testing::llama_3_8b();
+  const CostModel model(shape, testing::test_profile(), DType::float32, kForwardOnly);
+  const auto seconds = [&](const Work& work) { return model.parts(work, SavedState::keep).attention; };
+  EXPECT_DOUBLE_EQ(seconds({.rows = 100}), seconds({.pairs = 3200}));
+  EXPECT_DOUBLE_EQ(seconds({.outputs = 100}), seconds({.output_pairs = 3200}));
+}
+
 TEST(MachineProfile, SurvivesJson) {
   MachineProfile profile = default_profile("cuda", DType::bfloat16, 1);
   profile.fit = {1.25, 0.75, 1.5, 1.125};
+  profile.narrow_gradient_flops_per_second = 3e9, profile.narrow_attention_flops_per_second = 4e9;
   profile.fitted_steps = 20;
   EXPECT_NE(profile.line().find("fitted to 20 steps"), std::string::npos);
   const MachineProfile again = profile_of(to_json(profile), "profile.json");
