@@ -33,6 +33,7 @@ configure: setup
 	  else cmake -G "$(GENERATOR)" -B $(BUILD) -S . -DCMAKE_BUILD_TYPE=Release -DESPALIER_PYTHON="$(PYTHON_USED)"; fi; fi
 
 test: setup-tests configure  ## the tests that need no accelerator, C++ and Python: a share of 8 of long tests and of tests with many cases; SWEEPS=all: everything
+	@"$(PYTHON_USED)" tools/test_shares.py "$(SWEEPS)"
 	@cmake --build $(BUILD) --parallel $(JOBS)
 	@"$(PYTHON_USED)" tools/run_tests.py --build $(BUILD) --sweeps $(SWEEPS)
 

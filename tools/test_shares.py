@@ -1,8 +1,9 @@
 """Shares of the tests, ESPALIER_SWEEPS=K/N: of every test with several cases those whose name falls to share K of N, and at least
 one; of a long test (tests/long_tests.txt) those alone, so that it may have none. Shares 1 to N together are all cases.
-tests/support/main.cpp chooses by the same rule."""
+tests/support/main.cpp chooses by the same rule. As a program it refuses an argument that is no share."""
 
 import re
+import sys
 import zlib
 from pathlib import Path
 
@@ -29,3 +30,10 @@ def names_of_share(names, share, shares, is_long=False):
     if is_long or chosen:
         return chosen
     return names[:1]
+
+
+if __name__ == "__main__":
+    try:
+        read_share(sys.argv[1])
+    except ValueError as error:
+        sys.exit(f"SWEEPS: {error}")
