@@ -31,17 +31,22 @@ bool forks(const DeltaSize& size, std::size_t run) {
                              [&](const RunSize& each) { return each.after == static_cast<std::int64_t>(run); });
 }
 
+// The states around runs that the caller keeps: all, or those alone that other runs of the set begin with.
+enum class Kept { all, of_forks };
+
 // States stand behind each other: the given one, then those that runs leave. Gradients likewise.
-std::vector<StateRun> runs_of(const DeltaSize& size, const at::Tensor& states, const at::Tensor& grads) {
+std::vector<StateRun> runs_of(const DeltaSize& size, Kept kept, const at::Tensor& states, const at::Tensor& grads) {
   std::vector<StateRun> runs;
   std::int64_t row = 0;
   for (std::size_t r = 0; r < size.runs.size(); ++r) {
     const auto [rows, after] = size.runs[r];
-    StateRun run{row, row + rows, {}, states[static_cast<std::int64_t>(r) + 1], {}, {}, forks(size, r)};
+    StateRun run{row, row + rows, {}, {}, {}, {}, forks(size, r)};
+    const bool keeps_end = kept == Kept::all || run.forks;
+    if (keeps_end) run.end_N = states[static_cast<std::int64_t>(r) + 1];
     if (after >= -1) run.start_N = states[after + 1];
     if (grads.defined()) {
-      run.grad_end_N = grads[static_cast<std::int64_t>(r) + 1];
-      if (after >= -1) run.grad_start_N = grads[after + 1];
+      if (keeps_end) run.grad_end_N = grads[static_cast<std::int64_t>(r) + 1];
+      if (after >= 0 || (after == -1 && kept == Kept::all)) run.grad_start_N = grads[after + 1];
     }
     row += rows;
     runs.push_back(run);
@@ -69,19 +74,22 @@ void add_delta_cases(std::vector<OperationCase>& cases, const DeltaSize& size) {
     return DeltaRuleProblem{s, t[0], t[1], t[2], t[3], bias ? t[4] : at::Tensor(), skip ? t[5] : at::Tensor(), {}};
   };
   const double terms = 64 + 8 * static_cast<double>(s.key_dim + s.value_dim + s.kernel) * root(longest);
-  const auto run_forward = [=](const Ops& o, const Tensors& t, const at::Tensor& out) {
-    const std::vector<StateRun> runs = runs_of(size, t[6], {});
+  const auto run_forward = [=](Kept kept, const Ops& o, const Tensors& t, const at::Tensor& out) {
+    const std::vector<StateRun> runs = runs_of(size, kept, t[6], {});
     DeltaRuleProblem p = problem(t);
     p.runs = runs;
     o.delta_rule(p, out);
   };
   OperationCase forward{"delta_rule", size.name, shared, {}, 1, terms};
   forward.arguments.push_back({normal({T, V}, 137), Kind::activation, true});
-  forward.call = [=](const Ops& o, const Tensors& t) { run_forward(o, t, t[7]); };
-  cases.push_back(forward);
-  forward.sizes += ", states alone";
+  for (const Kept kept : {Kept::all, Kept::of_forks}) {
+    forward.sizes = size.name + (kept == Kept::all ? "" : ", last states dropped");
+    forward.call = [=](const Ops& o, const Tensors& t) { run_forward(kept, o, t, t[7]); };
+    cases.push_back(forward);
+  }
+  forward.sizes = size.name + ", states alone";
   forward.arguments.pop_back();
-  forward.call = [=](const Ops& o, const Tensors& t) { run_forward(o, t, {}); };
+  forward.call = [=](const Ops& o, const Tensors& t) { run_forward(Kept::all, o, t, {}); };
   cases.push_back(forward);
   OperationCase backward{"add_delta_rule_backward", size.name, shared, {}, 1, 8 * terms * root(T)};
   backward.arguments[6].result = false;
@@ -93,11 +101,20 @@ void add_delta_cases(std::vector<OperationCase>& cases, const DeltaSize& size) {
         std::pair{std::vector<std::int64_t>{H}, 144}, std::pair{std::vector<std::int64_t>{R + 1, N}, 145}})
     backward.arguments.push_back(
         {normal(shape, static_cast<std::uint64_t>(seed), seed == 145 ? 0.3 : 1), Kind::sum, true});
-  for (const bool held : {false, true}) {
-    if (held) backward.sizes += ", weights held";
+  struct Variant {
+    const char* name;
+    bool held;
+    Kept kept;
+  };
+  for (const Variant& variant : {Variant{"", false, Kept::all},
+                                 {", weights held", true, Kept::all},
+                                 {", gradients of states dropped", false, Kept::of_forks}}) {
+    backward.sizes = size.name + variant.name;
+    const bool held = variant.held;
+    const Kept kept = variant.kept;
     backward.call = [=](const Ops& o, const Tensors& t) {
-      run_forward(o, t, {});
-      const std::vector<StateRun> runs = runs_of(size, t[6], t[14]);
+      run_forward(kept, o, t, {});
+      const std::vector<StateRun> runs = runs_of(size, kept, t[6], t[14]);
       DeltaRuleProblem p = problem(t);
       p.runs = runs;
       DeltaRuleGradients gradients{t[8], t[9], t[10], t[11], bias ? t[12] : at::Tensor(), skip ? t[13] : at::Tensor()};
