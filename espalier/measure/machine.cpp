@@ -20,6 +20,7 @@
 #include "espalier/device/scalar_type.h"
 #include "espalier/measure/gpu_profile.h"
 #include "espalier/measure/profile_cache.h"
+#include "espalier/observe/memory.h"
 #include "espalier/ops/operations.h"
 #include "espalier/saved/spill_file.h"
 
@@ -204,6 +205,7 @@ MachineProfile measure_machine(DType dtype) {
     profile.bytes_per_second = std::max(profile.bytes_per_second, copy_rate());
     profile.seconds_per_call = std::min(profile.seconds_per_call, call_seconds(scalar));
   }
+  return_freed_memory();
   return profile;
 }
 
@@ -224,6 +226,7 @@ MachineProfile current_machine_profile(const Options& options, Progress& progres
   const MachineProfile profile = machine_profile(options, progress);
   if (profile.source != "measured") return profile;
   const double now = matrix_rate(kProductRows, scalar_type(profile.dtype)).flops_per_second;
+  return_freed_memory();
   const double then = profile.matrix_flops_per_second(kProductRows);
   if (now <= kFaster * then) return profile;
   progress.note(text_of("matrix products run at ", std::llround(now / 1e9), " GFLOP/s, at ", std::llround(then / 1e9),
@@ -235,15 +238,18 @@ MachineProfile current_machine_profile(const Options& options, Progress& progres
 }
 
 double product_flops_per_second(DType dtype) {
-  const Product product(kProductRows, scalar_type(dtype));
-  product();
-  const auto begin = std::chrono::steady_clock::now();
   double flops = 0, seconds = 0;
-  while (seconds < 0.05) {
+  {
+    const Product product(kProductRows, scalar_type(dtype));
     product();
-    flops += product.flops();
-    seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    const auto begin = std::chrono::steady_clock::now();
+    while (seconds < 0.05) {
+      product();
+      flops += product.flops();
+      seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    }
   }
+  return_freed_memory();
   return flops / seconds;
 }
 

@@ -4,6 +4,9 @@
 #include <fstream>
 #include <limits>
 #include <string>
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
 
 #include "espalier/observe/control_group.h"
 
@@ -44,6 +47,12 @@ std::int64_t left_in(const std::filesystem::path& group) {
 std::int64_t resident_bytes() { return kilobytes(member_of("/proc/self/status", "VmRSS:"), 0); }
 
 std::int64_t peak_resident_bytes() { return kilobytes(member_of("/proc/self/status", "VmHWM:"), 0); }
+
+void return_freed_memory() {
+#ifdef __GLIBC__
+  malloc_trim(0);
+#endif
+}
 
 std::int64_t available_bytes_below(const std::filesystem::path& root) {
   std::int64_t available = kilobytes(member_of(root / "proc/meminfo", "MemAvailable:"), kNoLimit);

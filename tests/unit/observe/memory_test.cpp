@@ -29,6 +29,24 @@ class SystemFiles : public ::testing::Test {
   fs::path root_;
 };
 
+// Once glibc has freed a large block it keeps smaller ones for itself.
+TEST(Memory, FreedBlocksGoBackToTheSystem) {
+#if !defined(__GLIBC__) || defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "another allocator";
+#endif
+  constexpr std::int64_t kBlock = 1 << 20, kBlocks = 24;
+  { const std::vector<char> large(kBlocks * kBlock, 1); }
+  std::vector<char> last;
+  {
+    std::vector<std::vector<char>> blocks;
+    for (std::int64_t i = 0; i < kBlocks; ++i) blocks.emplace_back(kBlock, 1);
+    last.assign(kBlock, 1);  // above the others, so that they do not leave by themselves
+  }
+  const std::int64_t before = resident_bytes();
+  return_freed_memory();
+  EXPECT_LE(resident_bytes(), before - kBlocks * kBlock * 9 / 10);
+}
+
 TEST(Memory, ThePeakFollowsWhatIsTouched) {
   constexpr std::int64_t kBytes = 64 << 20;
   const std::int64_t before = resident_bytes();
