@@ -18,8 +18,7 @@ constexpr double CostParts::*kParts[] = {&CostParts::products, &CostParts::atten
 CostParts sum_of(const std::vector<PlanItem>& items, const CostModel& model) {
   CostParts sum;
   for (const PlanItem& item : items) {
-    const Work work{item.set.rows, item.set.pairs, item.set.outputs, item.set.output_pairs};
-    sum += model.parts(work, item.state);
+    sum += model.parts(work_of(item), item.state);
     sum += sum_of(item.below, model);
   }
   return sum;

@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include "tests/unit/plan/shapes.h"
+
 namespace espalier {
 namespace {
 
@@ -19,6 +21,17 @@ CostFit fit_of(int steps, double rate, double noise = 0) {
   CostFit fit;
   for (int i = 0; i < steps; ++i) fit.add(kPredicted * kFactors, kPredicted, rate * (1 + noise * (i % 3 - 1)));
   return fit;
+}
+
+// Of all that an item's work counts, pairs in windows too.
+TEST(CostFit, PredictsThePlansOwnSeconds) {
+  ModelShape windowed = testing::tiny_shape();
+  windowed.window = 50, windowed.window_layer = {1, 0, 1};
+  for (const ModelShape& shape : {testing::tiny_shape(), windowed}) {
+    const StepPlan plan = testing::planned(testing::group_of(100, 30, 4), {}, ShareMode::whole_trees, shape);
+    const CostModel model(shape, testing::test_profile(), DType::float32);
+    EXPECT_DOUBLE_EQ(predicted_parts(plan, model).total(), plan.chosen.seconds) << shape.window;
+  }
 }
 
 TEST(CostFit, FindsTheFactorOfEveryPart) {
