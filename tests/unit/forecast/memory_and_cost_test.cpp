@@ -278,7 +278,7 @@ TEST(CostModel, PartsAreFittedOneByOneAndAddUp) {
 }
 
 // Only narrow models are slower: gradients of weights, a third of the products, and attention, at the rates that were
-// measured of such sums; one in the middle of 1/width pays half of the difference.
+// measured of such sums; between two widths by 1/width. Nothing else costs, so that the ratios are those of the rates.
 TEST(CostModel, ShortSumsHaveRatesOfTheirOwn) {
   MachineProfile plain = testing::test_profile(), narrow = plain;
   const double gradients = plain.matrix_flops_per_second(MachineProfile::kGradientRows);
@@ -286,6 +286,7 @@ TEST(CostModel, ShortSumsHaveRatesOfTheirOwn) {
   narrow.narrow_gradient_flops_per_second = gradients / 4;
   narrow.narrow_attention_flops_per_second = plain.attention_flops_per_second / 2;
   plain.seconds_per_call = narrow.seconds_per_call = 1e-40;
+  plain.bytes_per_second = narrow.bytes_per_second = 1e40;
   const Work work = work_of_depths(0, 4096, true);
   const auto ratios = [&](const ModelShape& shape) {
     const CostParts before = CostModel(shape, plain, DType::float32).parts(work, SavedState::keep),
@@ -296,11 +297,11 @@ TEST(CostModel, ShortSumsHaveRatesOfTheirOwn) {
   };
   ModelShape shape = testing::tiny_shape();
   shape.hidden = shape.inner = 64, shape.heads = shape.kv_heads = 4, shape.head_dim = 16;
-  EXPECT_NEAR(ratios(shape).first, 2, 0.05);
+  EXPECT_DOUBLE_EQ(ratios(shape).first, 2);
   EXPECT_DOUBLE_EQ(ratios(shape).second, 2);
   // 1/128 - 1/1024 of 1/64 - 1/1024; 1/32 - 1/64 of 1/16 - 1/64.
   shape.hidden = shape.inner = 128, shape.head_dim = 32;
-  EXPECT_NEAR(ratios(shape).first, 1 + 7.0 / 15, 0.05);
+  EXPECT_DOUBLE_EQ(ratios(shape).first, 1 + 7.0 / 15);
   EXPECT_DOUBLE_EQ(ratios(shape).second, 1 + 1.0 / 3);
   const auto [products, attention] = ratios(testing::llama_3_8b());
   EXPECT_EQ(products, 1);
