@@ -15,7 +15,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests/python"), str(ROOT / "python")]
-from espalier.hf.visibility import Rule
+from espalier.rows.visibility import Rule
 from hf_counts import attention_operations, layer_operations, rollouts, step
 
 N = (1, 8, 32, 128)

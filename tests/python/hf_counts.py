@@ -13,7 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from espalier import hf
-from espalier.hf import attention, blocks, rows_by_efficient, rows_by_flash
+from espalier.hf import attention
+from espalier.rows import blocks, by_efficient, by_flash
+from espalier.rows.attention import RowAttention
+from espalier.rows.trunk import RowSet, Trunk
 from espalier.hf.live_bytes import LiveBytes
 from espalier.hf.rollouts import Rollouts
 from hf_models import make
@@ -96,10 +99,10 @@ def _served(kernels, narrow):
 @contextlib.contextmanager
 def as_on_a_gpu(by_blocks=False):
     """Tensors of the device `meta` take a GPU's way. `by_blocks`: with torch's kernels for a block alone."""
-    fused = () if by_blocks else (_served(rows_by_flash, True), _served(rows_by_efficient, False))
+    fused = () if by_blocks else (_served(by_flash, True), _served(by_efficient, False))
     with contextlib.ExitStack() as stack:
         for replaced in (*fused, mock.patch.object(blocks, "_kernel", lambda *_: blocks._cuda),
-                         mock.patch.object(rows_by_efficient, "_backward", _efficient_backward),
+                         mock.patch.object(by_efficient, "_backward", _efficient_backward),
                          mock.patch.object(torch, "is_autocast_enabled", lambda *_: False),  # which this device has not
                          mock.patch.object(torch, "autocast", lambda *_, **__: contextlib.nullcontext())):
             stack.enter_context(replaced)
@@ -146,14 +149,14 @@ def attention_operations(responses, dtype=torch.bfloat16, rule=None, heads=(8, 2
     begins = [sum(lengths[:i]) for i in range(responses)]
     with as_on_a_gpu(by_blocks), LiveBytes("meta") as live, Counted() as counted:
         draw = lambda heads, rows, size: torch.empty(1, heads, rows, size, dtype=dtype, device="meta", requires_grad=True)
-        trunk = attention.Trunk(prompt)
+        trunk = Trunk(prompt)
         trunk.take(0, draw(heads[1], prompt, sizes[0]), draw(heads[1], prompt, sizes[1]))
         trunk.sums(0)
         runs = [(begin, length, begin + length) for begin, length in zip(begins, lengths)]
-        phase = attention.Phase([attention.RowSet(0, (trunk,), runs)], prompt + max(lengths))
+        phase = attention.Phase([RowSet(0, (trunk,), runs)], prompt + max(lengths))
         rows = [draw(count, sum(lengths), size) for count, size in ((heads[0], sizes[0]), (heads[1], sizes[0]), (heads[1], sizes[1]))]
         counted.launched, start = 0, live.now
-        out = attention._RowAttention.apply(*rows, None, 0.125, phase, 0, rule)
+        out = RowAttention.apply(*rows, None, 0.125, phase, 0, rule)
         out.backward(torch.empty_like(out))
         counted.bytes = live.peak - start
     return counted

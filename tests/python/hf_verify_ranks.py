@@ -17,6 +17,7 @@ import espalier.hf  # noqa: E402
 import pytest  # noqa: E402
 from espalier.errors import Error  # noqa: E402
 from espalier.hf import attention, verification  # noqa: E402
+from espalier.rows.trunk import Trunk  # noqa: E402
 from hf_models import batch, loss_of, make, shared_step  # noqa: E402
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard  # noqa: E402
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy  # noqa: E402
@@ -41,8 +42,8 @@ def fsdp1(model):
 
 
 def a_gradient_one_percent_off(patch):
-    own = attention.Trunk.gathered
-    patch.setattr(attention.Trunk, "gathered", lambda self: [x if i % 2 == 0 else 1.01 * x for i, x in enumerate(own(self))])
+    own = Trunk.gathered
+    patch.setattr(Trunk, "gathered", lambda self: [x if i % 2 == 0 else 1.01 * x for i, x in enumerate(own(self))])
 
 
 def a_response_that_sees_its_neighbour(patch):

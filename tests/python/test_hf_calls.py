@@ -290,25 +290,25 @@ def test_the_tolerance_of_verify_does_not_grow_with_the_fault():
 
 def test_a_gradient_that_is_zero_but_for_rounding_allows_no_other_to_be_wrong():
     """Biases of keys have no gradient (biogpt's): their floor, as large as they are, stays theirs."""
-    from espalier.hf import verification
+    from espalier.rows import verdict
     one, tiny = torch.ones(100), torch.full((100,), 1e-9)
     draw = lambda weight: lambda number: [("weight", weight, one, one * (1 + 1e-6)), ("bias", -tiny, tiny, 3 * tiny)]
-    table = verification.compared(draw(one * 1.01), 0.0, 0.0)
+    table = verdict.compared(draw(one * 1.01), 0.0, 0.0)
     assert table.verdict == "fail" and table.worst["parameter"] == "weight"
-    assert verification.compared(draw(one), 0.0, 0.0).verdict == "pass"
+    assert verdict.compared(draw(one), 0.0, 0.0).verdict == "pass"
 
 
 def test_a_floor_that_is_small_by_chance_is_drawn_again():
-    from espalier.hf import verification
+    from espalier.rows import verdict
     one, drawn = torch.ones(100), []
 
     def draw(number):
         drawn.append(number)
         return [("weight", one * (1 + 3e-6), one, one * (1 + (2e-6 if number == 2 else 1e-6)))]
 
-    assert verification.compared(draw, 0.0, 0.0).verdict == "pass" and drawn == [0, 1, 2]
+    assert verdict.compared(draw, 0.0, 0.0).verdict == "pass" and drawn == [0, 1, 2]
     wrong = lambda number: [("weight", one * 1.01, one, one * (1 + 1e-6 * number))]
-    assert verification.compared(wrong, 0.0, 0.0).verdict == "fail"
+    assert verdict.compared(wrong, 0.0, 0.0).verdict == "fail"
 
 
 def test_a_later_step_of_another_regime_is_verified_too():

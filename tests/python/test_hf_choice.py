@@ -8,7 +8,8 @@ import espalier
 from hf_models import all_float64, batch, dense_step, gradients, loss_of, make, worst
 
 hf = pytest.importorskip("espalier.hf")
-from espalier.hf import choice, dense, rows_by_blocks, rows_by_flash, rows_by_kernel  # noqa: E402
+from espalier.hf import choice, dense  # noqa: E402
+from espalier.rows import by_blocks, by_flash, by_kernel  # noqa: E402
 from espalier.hf.rollouts import Rollouts  # noqa: E402
 
 LARGE = dict(hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, vocab_size=150000)
@@ -30,7 +31,7 @@ def group(prompt, response, n):
     return batch(groups=((prompt, (response,) * n),), stem=0)
 
 
-@pytest.mark.parametrize("kernels", [rows_by_kernel, rows_by_flash, rows_by_blocks])
+@pytest.mark.parametrize("kernels", [by_kernel, by_flash, by_blocks])
 @pytest.mark.parametrize("size,rollouts,schedules", [
     (LARGE, group(512, 512, 8), ("phased", "packed")), (LARGE, group(40, 8, 2), ("packed",)),
     (MIDDLE, group(1707, 341, 8), ("phased", "packed")), (MIDDLE, group(4096, 128, 16), ("phased",)),

@@ -11,7 +11,7 @@ sys.path.insert(0, str(ROOT / "bench"))
 import gpu_counts  # noqa: E402
 import torch  # noqa: E402
 
-from espalier.hf import head  # noqa: E402
+from espalier.rows import head  # noqa: E402
 
 
 def test_chunks_of_logits_are_few_on_a_gpu():

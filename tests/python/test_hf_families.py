@@ -8,7 +8,7 @@ from hf_combinations import AROUND, PLANS, errors, walks
 from hf_models import FAMILIES, all_float64, batch, dense_step, gradients, loss_of, make, shared_step, worst
 
 hf = pytest.importorskip("espalier.hf")
-from espalier.hf.visibility import Rule  # noqa: E402
+from espalier.rows.visibility import Rule  # noqa: E402
 ROLLOUTS = batch()
 LOSS = loss_of(ROLLOUTS)
 
@@ -59,7 +59,9 @@ def plain_rows(q, k, v, scale, seen):
 def test_rows_below_different_trunks_in_one_call(value_size, rule):
     """Two nested trunks, one of them alone, none; heads of values may have a size of their own, then torch's kernels run, as where a rule
     counts depths."""
-    from espalier.hf.attention import Phase, RowSet, Trunk, _RowAttention
+    from espalier.hf.attention import Phase
+    from espalier.rows.attention import RowAttention
+    from espalier.rows.trunk import RowSet, Trunk
     generator = torch.Generator().manual_seed(2)
     draw = lambda heads, rows, size: torch.randn(1, heads, rows, size, generator=generator, dtype=torch.float64)
     outer, inner = Trunk(5), Trunk(3)
@@ -76,7 +78,7 @@ def test_rows_below_different_trunks_in_one_call(value_size, rule):
     keys = torch.cat([torch.arange(8), depth])
     seen &= keys >= torch.from_numpy(rule.lowest(depth.numpy()))[:, None]
     leaves = [x.requires_grad_() for x in own]
-    out = _RowAttention.apply(*leaves, None, .3, Phase(sets, 15), 0, rule)
+    out = RowAttention.apply(*leaves, None, .3, Phase(sets, 15), 0, rule)
     joined = [torch.cat([outer.live[0][i], inner.live[0][i], leaves[i + 1]], 2) for i in range(2)]
     wanted = plain_rows(leaves[0], *joined, .3, seen)
     slope = torch.randn(out.shape, generator=generator, dtype=torch.float64)
@@ -152,7 +154,7 @@ def test_verification_finds_rounding_only(dtype):
 def test_verification_catches_a_wrong_gradient(monkeypatch):
     """A trunk whose keys get one percent too much."""
     import espalier
-    from espalier.hf.attention import Trunk
+    from espalier.rows.trunk import Trunk
     model = make("Qwen3", torch.float32)
     gathered = Trunk.gathered
     monkeypatch.setattr(Trunk, "gathered", lambda self: [x * 1.01 if i % 4 == 1 else x for i, x in enumerate(gathered(self))])

@@ -1,4 +1,4 @@
-"""Attention on a GPU (rows_by_calls.py, rows_by_gather.py): the rows, runs and merges in float64 with the kernels' documented meaning written plainly,
+"""Attention on a GPU (by_calls.py, by_gather.py): the rows, runs and merges in float64 with the kernels' documented meaning written plainly,
 and on tensors without memory the number of operations, whatever the number of responses, and that the host waits for none of them."""
 
 import contextlib
@@ -11,8 +11,8 @@ from hf_counts import Counted, attention_operations, layer_operations
 from hf_models import all_float64, batch, dense_step, gradients, loss_of, make, worst
 
 hf = pytest.importorskip("espalier.hf")
-from espalier.hf import blocks, rows_by_calls, rows_by_efficient, rows_by_flash, rows_by_gather, rows_by_kernel  # noqa: E402
-from espalier.hf.visibility import Rule  # noqa: E402
+from espalier.rows import blocks, by_calls, by_efficient, by_flash, by_gather, by_kernel  # noqa: E402
+from espalier.rows.visibility import Rule  # noqa: E402
 
 
 def sequences(q, k, ends_q, ends_k):
@@ -112,14 +112,14 @@ def as_on_a_gpu(monkeypatch, kernels):
     def counted(plain):
         return lambda *operands, **window: seen.append(plain.__name__) or plain(*operands, **window)
 
-    monkeypatch.setattr(rows_by_kernel, "serves", lambda q, v=None: False)
+    monkeypatch.setattr(by_kernel, "serves", lambda q, v=None: False)
     fits = lambda q, v: v is None or q.shape[-1] == v.shape[-1]
-    monkeypatch.setattr(rows_by_flash, "serves", lambda q, v=None: kernels == "flash" and fits(q, v))
-    monkeypatch.setattr(rows_by_efficient, "serves", lambda q, v=None: True)
-    monkeypatch.setattr(rows_by_flash, "_forward", counted(plain_forward))
-    monkeypatch.setattr(rows_by_flash, "_backward", counted(plain_backward))
-    monkeypatch.setattr(rows_by_efficient, "_forward", counted(efficient_forward))
-    monkeypatch.setattr(rows_by_efficient, "_backward", counted(efficient_backward))
+    monkeypatch.setattr(by_flash, "serves", lambda q, v=None: kernels == "flash" and fits(q, v))
+    monkeypatch.setattr(by_efficient, "serves", lambda q, v=None: True)
+    monkeypatch.setattr(by_flash, "_forward", counted(plain_forward))
+    monkeypatch.setattr(by_flash, "_backward", counted(plain_backward))
+    monkeypatch.setattr(by_efficient, "_forward", counted(efficient_forward))
+    monkeypatch.setattr(by_efficient, "_backward", counted(efficient_backward))
     return seen
 
 
@@ -146,7 +146,7 @@ def test_values_of_another_size_than_keys(case, monkeypatch):
 def test_a_merge_left_out_is_noticed(calls, monkeypatch):
     """By the comparison with the model's own logits that comes before a model's first step."""
     rollouts = batch()
-    monkeypatch.setattr(rows_by_calls, "_merge", lambda *operands: None)
+    monkeypatch.setattr(by_calls, "_merge", lambda *operands: None)
     with pytest.raises(hf.Unsupported, match="logits of shared rows that differ"):
         hf.phased_step(make("Qwen3"), rollouts, loss_of(rollouts), schedule="shared")
 
@@ -171,8 +171,8 @@ def forked():
 @pytest.mark.parametrize("copies", [0, 40, None, 10 ** 9])
 def test_forks_have_the_gradient_of_the_dense_step(copies, wave_tokens, calls, monkeypatch):
     """Keys above a fork copied for all runs below, or a call for each level of forks, or both. 40: the rows of the deepest forks alone."""
-    chosen = rows_by_calls._chosen
-    monkeypatch.setattr(rows_by_calls, "_chosen", lambda forks, most: chosen(forks, most if copies is None else copies))
+    chosen = by_calls._chosen
+    monkeypatch.setattr(by_calls, "_chosen", lambda forks, most: chosen(forks, most if copies is None else copies))
     model, rollouts = make("Qwen3"), forked()
     loss = loss_of(rollouts)
     with all_float64():
@@ -192,11 +192,11 @@ def test_a_call_for_each_level_of_forks_whatever_their_number(forks, copies, lev
         for begin in (at + 4, at + 17):
             runs += [(begin, 3, begin + 13), (begin + 3, 5, begin + 8), (begin + 8, 5, begin + 13)]
         at += 30
-    chosen = rows_by_calls._chosen
-    cheap, rest = chosen(rows_by_calls._forks(runs), at)
+    chosen = by_calls._chosen
+    cheap, rest = chosen(by_calls._forks(runs), at)
     assert sum(fork.copies for fork in cheap) <= at and rest[0].copies == 30 * 7 * forks
-    monkeypatch.setattr(rows_by_calls, "_chosen", lambda forks_, most: chosen(forks_, copies * forks))
-    assert rows_by_calls.count(runs, 2) == 1 + 2 + levels
+    monkeypatch.setattr(by_calls, "_chosen", lambda forks_, most: chosen(forks_, copies * forks))
+    assert by_calls.count(runs, 2) == 1 + 2 + levels
 
 
 # ---- windows and chunks ----
@@ -220,15 +220,15 @@ def test_a_window_is_one_call(family, case, monkeypatch):
 
 def test_gathered_keys_in_parts(monkeypatch):
     as_on_a_gpu(monkeypatch, "flash")
-    monkeypatch.setattr(rows_by_gather, "_KEYS", 20)
+    monkeypatch.setattr(by_gather, "_KEYS", 20)
     assert hf_layers.errors("Mistral", "trees of depth 3")[0] <= 1e-10
 
 
 @pytest.mark.parametrize("by", [-1, 1])
 def test_a_window_off_by_one_is_seen(by, monkeypatch):
     as_on_a_gpu(monkeypatch, "flash")
-    window = rows_by_flash._window
-    monkeypatch.setattr(rows_by_flash, "_window", lambda rows: window(rows + by))
+    window = by_flash._window
+    monkeypatch.setattr(by_flash, "_window", lambda rows: window(rows + by))
     assert hf_layers.errors("Mistral", "trees of depth 3")[0] > 1e-3
 
 
@@ -243,8 +243,8 @@ def test_a_key_less_at_the_fork_is_seen(monkeypatch):
 def test_what_a_window_is_not_for_runs_block_by_block(monkeypatch):
     as_on_a_gpu(monkeypatch, "flash")
     q = torch.empty(1, 4, 3, 16)
-    assert rows_by_gather.serves(q, q, Rule(window=8)) and rows_by_gather.serves(q, q, Rule(chunk=8))
-    assert not rows_by_gather.serves(q, q, Rule(window=8, softcap=2.0)) and not rows_by_gather.serves(q, q[..., :8], Rule(window=8))
+    assert by_gather.serves(q, q, Rule(window=8)) and by_gather.serves(q, q, Rule(chunk=8))
+    assert not by_gather.serves(q, q, Rule(window=8, softcap=2.0)) and not by_gather.serves(q, q[..., :8], Rule(window=8))
     assert hf_layers.errors("Gemma 2", "packed")[0] <= 1e-10
 
 

@@ -16,10 +16,10 @@ _fa4 = pytest.importorskip("torch.nn.attention._fa4", reason="this torch has no 
 from torch.nn import attention as torch_s  # noqa: E402
 from torch.nn.attention import _registry  # noqa: E402
 
-from espalier.hf import rows_by_blocks, rows_by_flash, rows_by_gather  # noqa: E402
-from espalier.hf.visibility import Rule  # noqa: E402
+from espalier.rows import by_blocks, by_flash, by_gather  # noqa: E402
+from espalier.rows.visibility import Rule  # noqa: E402
 
-_OWN_FORWARD, _OWN_BACKWARD = rows_by_flash._forward, rows_by_flash._backward
+_OWN_FORWARD, _OWN_BACKWARD = by_flash._forward, by_flash._backward
 
 
 def longest(ends):
@@ -72,8 +72,8 @@ def activated(monkeypatch):
     """activated(name) -> the calls of the kernels, from then on."""
     seen = []
     as_on_a_gpu(monkeypatch, "flash")
-    monkeypatch.setattr(rows_by_flash, "_forward", _OWN_FORWARD)
-    monkeypatch.setattr(rows_by_flash, "_backward", _OWN_BACKWARD)
+    monkeypatch.setattr(by_flash, "_forward", _OWN_FORWARD)
+    monkeypatch.setattr(by_flash, "_backward", _OWN_BACKWARD)
     monkeypatch.setattr(_fa3, "_FA3_CUDA_FWD", third(seen)[0])
     monkeypatch.setattr(_fa3, "_FA3_CUDA_BWD", third(seen)[1])
     for name in ("_fa3_forward_support_error", "_fa3_backward_support_error"):  # which want a GPU and its types
@@ -119,10 +119,10 @@ def test_windows_go_through_flash_attention_3(activated):
 def test_windows_run_block_by_block_beside_flash_attention_4(activated, monkeypatch):
     """Its backward refuses a window; chunks have none."""
     seen, blocks = activated("FA4"), []
-    plain = rows_by_blocks.backward
-    monkeypatch.setattr(rows_by_blocks, "backward", lambda *given: blocks.append(1) or plain(*given))
+    plain = by_blocks.backward
+    monkeypatch.setattr(by_blocks, "backward", lambda *given: blocks.append(1) or plain(*given))
     q = torch.empty(1, 4, 3, 16)
-    assert not rows_by_gather.serves(q, q, Rule(window=8)) and rows_by_gather.serves(q, q, Rule(chunk=8))
+    assert not by_gather.serves(q, q, Rule(window=8)) and by_gather.serves(q, q, Rule(chunk=8))
     assert hf_layers.errors("Gemma 3", "phased")[0] <= 1e-10
     assert blocks and set(seen) == {"FA4 forward", "FA4 backward"}
 

@@ -9,6 +9,7 @@ from hf_models import all_float64, batch, dense_step, gradients, loss_of, shared
 espalier = pytest.importorskip("espalier")
 hf = pytest.importorskip("espalier.hf")
 from espalier.hf import attention, indexed  # noqa: E402
+from espalier.rows.trunk import trunks_of  # noqa: E402
 
 FAMILIES = ["deepseek_v32", "glm_moe_dsa"]
 _FIRST = batch(groups=((14, (7, 6)),), stem=0)
@@ -56,8 +57,8 @@ def test_keys_of_the_trunks_left_out_are_seen(name, monkeypatch):
 
 def test_rows_of_siblings_are_seen(monkeypatch):
     """A mask of all earlier rows of a call."""
-    plain = indexed.visible
-    monkeypatch.setattr(indexed, "visible", lambda sets, device: plain(sets, device).fill_(True).tril_(sum(t.rows for t in indexed.trunks_of(sets))))
+    plain = attention.visible
+    monkeypatch.setattr(attention, "visible", lambda sets, device: plain(sets, device).fill_(True).tril_(sum(t.rows for t in trunks_of(sets))))
     assert error("glm_moe_dsa", wave_tokens=24)[0] > 1e-3
 
 

@@ -75,7 +75,7 @@ def test_layers_whose_state_does_not_pass(monkeypatch):
 
 
 def test_a_state_that_is_not_captured(monkeypatch):
-    from espalier.hf.attention import Trunk
+    from espalier.rows.trunk import Trunk
     from hf_layers import make
     model, take = make("Qwen3-Next", torch.float32), Trunk.take_state
     hf.check(model)
@@ -85,7 +85,7 @@ def test_a_state_that_is_not_captured(monkeypatch):
 
 
 def test_a_state_without_a_graph(monkeypatch):
-    from espalier.hf.attention import Trunk
+    from espalier.rows.trunk import Trunk
     from hf_layers import make
     take = Trunk.take_state
     monkeypatch.setattr(Trunk, "take_state", lambda self, key, state: take(self, key, state.detach()))
@@ -137,7 +137,7 @@ def test_sequence_parallelism_of_verl(monkeypatch):
 
 def test_keys_and_values_without_a_graph(monkeypatch):
     """Whatever detaches them: the prompt's gradient would be zero."""
-    from espalier.hf.attention import Trunk
+    from espalier.rows.trunk import Trunk
     take = Trunk.take
     monkeypatch.setattr(Trunk, "take", lambda self, layer, k, v: take(self, layer, k.detach(), v.detach()))
     model = make("Llama", torch.float32)
@@ -146,7 +146,7 @@ def test_keys_and_values_without_a_graph(monkeypatch):
 
 
 def test_a_layer_that_is_not_captured(monkeypatch):
-    from espalier.hf.attention import Trunk
+    from espalier.rows.trunk import Trunk
     model = make("Llama", torch.float32)
     hf.check(model)
     take = Trunk.take

@@ -11,6 +11,7 @@ hf = pytest.importorskip("espalier.hf")
 from espalier.hf import attention  # noqa: E402
 from espalier.hf.mixers import convolution, install, mixers, scans, segments  # noqa: E402
 from espalier.hf.rollouts import Rollouts  # noqa: E402
+from espalier.rows.trunk import RowSet, Trunk  # noqa: E402
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -71,9 +72,9 @@ def test_float32_is_within_twice_dense_s_own_distance(family):
 def test_what_one_installation_checkpointed_the_next_runs_again():
     """As TRL's windows do, which have the layers replaced a micro-batch at a time."""
     model, ids = checkpointed(make("Qwen3.5")), torch.arange(3, 13)[None]
-    trunk = attention.Trunk(6)
-    phases = [attention.Phase([attention.RowSet(0, (), [(0, 6, 6)])], 6, captures=trunk),
-              attention.Phase([attention.RowSet(0, (trunk,), [(0, 4, 4)])], 10)]
+    trunk = Trunk(6)
+    phases = [attention.Phase([RowSet(0, (), [(0, 6, 6)])], 6, captures=trunk),
+              attention.Phase([RowSet(0, (trunk,), [(0, 4, 4)])], 10)]
     model.set_attn_implementation("espalier")
     with all_float64():
         for phase, at in zip(phases, (slice(0, 6), slice(6, 10))):
@@ -109,14 +110,14 @@ def test_a_model_is_as_it_was_after_a_step():
 
 def test_states_are_held_in_float32_where_weights_are_narrow():
     """A trunk's state, and the sums of what came back for it."""
-    held, gathered = [], attention.Trunk.gathered
+    held, gathered = [], Trunk.gathered
 
     def look(trunk):
         held.extend((key[1], trunk.states[key].dtype, sums.dtype) for key, sums in trunk.dstates.items())
         return gathered(trunk)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention.Trunk, "gathered", look)
+        patch.setattr(Trunk, "gathered", look)
         shared_step(make("Qwen3-Next", torch.bfloat16), ROLLOUTS, LOSS, wave_tokens=14)
     assert {kind for kind, *_ in held} == {"causal_conv1d_fn", "torch_chunk_gated_delta_rule"}
     for kind, state, sums in held:
@@ -125,7 +126,7 @@ def test_states_are_held_in_float32_where_weights_are_narrow():
 
 def test_segments_of_several_sets_of_rows():
     """As TRL's micro-batches have them: rows below different trunks, and below none, in one call."""
-    rows = [attention.RowSet(0, (attention.Trunk(4),), [(0, 2, 5), (2, 3, 5)]), attention.RowSet(5, (), [(5, 1, 6)])]
+    rows = [RowSet(0, (Trunk(4),), [(0, 2, 5), (2, 3, 5)]), RowSet(5, (), [(5, 1, 6)])]
     found = segments.Segments(attention.Phase(rows, 20), "key")
     assert found.all == [(0, 2, -1), (2, 3, 0), (5, 1, -2)] and found.kept() == [True, False, False]
     columns = found.columns(3)  # inputs 0-2 and 3-5 were left above, 6 is the first row
@@ -145,8 +146,8 @@ def assert_seen(family, case="trees of depth 3"):
 
 
 def without_gradient(monkeypatch, functions):
-    add = attention.Trunk.add_state_gradient
-    monkeypatch.setattr(attention.Trunk, "add_state_gradient", lambda trunk, key, go: add(trunk, key, go * 0 if key[1] in functions else go))
+    add = Trunk.add_state_gradient
+    monkeypatch.setattr(Trunk, "add_state_gradient", lambda trunk, key, go: add(trunk, key, go * 0 if key[1] in functions else go))
 
 
 @EVERYWHERE

@@ -8,7 +8,8 @@ import hf_layers
 from hf_counts import rollouts, step
 
 pytest.importorskip("espalier.hf")
-from espalier.hf import step as steps, transfer  # noqa: E402
+from espalier.hf import step as steps  # noqa: E402
+from espalier.rows import transfer  # noqa: E402
 
 
 @pytest.mark.parametrize("family,responses,wave_tokens", [("Llama", 8, 4096), ("Llama", 8, 64), ("Qwen3", 32, 500)])

@@ -7,8 +7,10 @@ from hf_layers import CASES, LOSS, ROLLOUTS, WINDOWED, errors, make, model_and_d
 from hf_models import all_float64, gradients, worst
 
 hf = pytest.importorskip("espalier.hf")
-from espalier.hf import attention, blocks, rows_by_blocks  # noqa: E402
-from espalier.hf.visibility import Rule  # noqa: E402
+from espalier.rows import blocks, by_blocks  # noqa: E402
+from espalier.rows.attention import RowAttention  # noqa: E402
+from espalier.rows.trunk import RowSet  # noqa: E402
+from espalier.rows.visibility import Rule  # noqa: E402
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -60,22 +62,22 @@ def assert_seen(family, case="trees of depth 3"):
 
 @pytest.mark.parametrize("family", ["Mistral", "gpt-oss", "Llama 4"])
 def test_a_band_by_row_number_is_seen(family, monkeypatch):
-    plain = attention.RowSet.segments.func
+    plain = RowSet.segments.func
     by_number = property(lambda rows: [(begin, length, parent, sum(t.rows for t in rows.trunks) + begin)
                                        for begin, length, parent, _ in plain(rows)])
-    monkeypatch.setattr(attention.RowSet, "segments", by_number)
+    monkeypatch.setattr(RowSet, "segments", by_number)
     assert_seen(family, "packed")
 
 
 @pytest.mark.parametrize("family", ["Mistral", "Gemma 3"])
 def test_a_window_off_by_one_at_the_fork_is_seen(family, monkeypatch):
-    seen = rows_by_blocks._seen
-    monkeypatch.setattr(rows_by_blocks, "_seen", lambda rule, *rest: seen(rule and Rule(rule.window + 1), *rest))
+    seen = by_blocks._seen
+    monkeypatch.setattr(by_blocks, "_seen", lambda rule, *rest: seen(rule and Rule(rule.window + 1), *rest))
     assert_seen(family)
 
 
 def test_a_sink_in_every_block_is_seen(monkeypatch):
-    sinks, forward, plain = [], attention._RowAttention.forward, blocks.forward
+    sinks, forward, plain = [], RowAttention.forward, blocks.forward
 
     def remember(ctx, q, k, v, s_aux, *rest):
         sinks[:] = [s_aux]
@@ -89,20 +91,20 @@ def test_a_sink_in_every_block_is_seen(monkeypatch):
 
     from espalier.ops import kernels
     monkeypatch.setattr(kernels, "serves", lambda tensor: False)
-    monkeypatch.setattr(attention._RowAttention, "forward", staticmethod(remember))
+    monkeypatch.setattr(RowAttention, "forward", staticmethod(remember))
     monkeypatch.setattr(blocks, "forward", with_sink)
     assert_seen("gpt-oss")
 
 
 def test_a_sink_without_a_gradient_is_seen(monkeypatch):
-    backward = attention._RowAttention.backward
+    backward = RowAttention.backward
 
     def without(ctx, go):
         grads = list(backward(ctx, go))
         grads[3] = None if grads[3] is None else torch.zeros_like(grads[3])
         return tuple(grads)
 
-    monkeypatch.setattr(attention._RowAttention, "backward", staticmethod(without))
+    monkeypatch.setattr(RowAttention, "backward", staticmethod(without))
     assert errors("gpt-oss", "packed")[1].endswith("sinks")
     assert_seen("gpt-oss", "packed")
 

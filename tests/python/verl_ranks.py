@@ -37,7 +37,7 @@ from verl.workers.utils.losses import ppo_loss  # noqa: E402
 from verl.workers.utils.padding import no_padding_2_padding  # noqa: E402
 import espalier.verl  # noqa: E402
 from espalier.errors import Error  # noqa: E402
-from espalier.hf import attention  # noqa: E402
+from espalier.rows.trunk import Trunk  # noqa: E402
 
 narrow = PrecisionType.to_dtype
 PrecisionType.to_dtype = staticmethod(lambda precision: torch.float64 if precision == "fp64" else narrow(precision))
@@ -177,14 +177,14 @@ def verified(pair, notes, **changes):
     espalier.verl.register(verify=True)  # options of engines that are made from now on
     other = engines(**changes)[1]
     espalier.verl.register()
-    gathered = attention.Trunk.gathered
-    attention.Trunk.gathered = lambda self: [x / 2 if i % 4 == 1 else x for i, x in enumerate(gathered(self))]
+    gathered = Trunk.gathered
+    Trunk.gathered = lambda self: [x / 2 if i % 4 == 1 else x for i, x in enumerate(gathered(self))]
     try:
         update(other, mini_batch(torch.float32, **SETTINGS["small_waves"]), loss)
     except Error as error:
         out["error"] = [error.kind, str(error)[:200]]
     finally:
-        attention.Trunk.gathered = gathered
+        Trunk.gathered = gathered
     return out
 
 

@@ -11,7 +11,6 @@ The model is not changed. LoRA, tied embeddings, non-reentrant checkpointing, au
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from espalier.extras import require
@@ -28,35 +27,12 @@ from espalier.hf.checks import attention_layers, base_model, check, decoder_conf
 from espalier.hf.memory_estimate import Estimate
 from espalier.hf.rollouts import Rollouts
 from espalier.hf.routers import RouterLoss
-from espalier.hf.step import Executor, Wave
+from espalier.hf.step import Executor
+from espalier.rows.attention import kernels_for
+from espalier.rows.verdict import failed_elsewhere
+from espalier.rows.waves import Result, Scores, Wave
 
 __all__ = ["Estimate", "Result", "Scores", "Wave", "check", "estimate", "logprobs", "phased_step", "score"]
-
-
-@dataclass(frozen=True)
-class Result:
-    """Result of one step. `str()` is a line for a log.
-
-    `rows`: token rows that ran forward. `rows_without_sharing`: the rows of a dense step.
-    `loss`: the sum over waves. `router_loss`: router_aux_loss_coef times the load-balancing loss.
-    `schedule`: dense, packed or phased.
-    `verification`: the table, if this step was compared with the dense one.
-    `verified`: whether this step, or an earlier one of its regime (verification.py), was compared.
-    """
-    loss: float
-    rows: int
-    rows_without_sharing: int
-    waves: int
-    seconds: float
-    peak_bytes: int
-    verification: "verification.Verification | None" = None
-    router_loss: float = 0.0
-    schedule: str = ""
-    verified: bool = False
-
-    def __str__(self) -> str:
-        return (f"{self.rows:,} rows run instead of {self.rows_without_sharing:,} ({self.rows_without_sharing / self.rows:.2f} times fewer), "
-                f"{self.schedule}, {self.waves} waves, {self.seconds:.2f} s, peak {self.peak_bytes / 2**20:,.0f} MiB")
 
 
 def phased_step(model: torch.nn.Module, rollouts: Iterable[Mapping[str, Any]], loss: Callable[[Wave], torch.Tensor], *, wave_tokens: int = 4096,
@@ -135,7 +111,7 @@ def phased_step(model: torch.nn.Module, rollouts: Iterable[Mapping[str, Any]], l
     if ranks.replicas(model) is not None:  # replicas compare at steps of their own
         failed = ranks.reduce_gradients(ranks.replicas(model), failed)
     if failed:
-        raise problem or verification.failed_elsewhere()
+        raise problem or failed_elsewhere()
     return Result(total, sum(executor.rows for executor in executors) + more_rows, int(prepared.lengths.sum()),
                   sum(executor.waves for executor in executors), seconds, peak.bytes, table, router.value if router else 0.0, schedule,
                   verification.is_verified(model, regime))
@@ -216,7 +192,7 @@ def _parts(model, prepared, **how):
 
 
 def _schedule(model, asked, parts, wave_tokens):
-    kernels = attention.kernels_for(torch.empty(0, dtype=next(unwrapped(model).parameters()).dtype, device=ranks.device_of(model)))
+    kernels = kernels_for(torch.empty(0, dtype=next(unwrapped(model).parameters()).dtype, device=ranks.device_of(model)))
     layers = len(attention_layers(model))
     if all(choice.schedule(asked, plan, part, layers, wave_tokens, kernels) == "dense" for part, plan in parts):
         return "dense"
@@ -291,15 +267,6 @@ def _router_coefficient(model, given):
         raise Unsupported("config.output_router_logits", "router_aux_loss_coef, because loss(wave) does not contain the router's loss", "True",
                           "Give router_aux_loss_coef (config.router_aux_loss_coef, or 0)")
     return given or 0.0
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Log-probs of each rollout, one per response token, and entropies if requested. `rows` as in `Result`."""
-    logprobs: list[torch.Tensor]
-    entropies: list[torch.Tensor] | None
-    rows: int
-    rows_without_sharing: int
 
 
 def logprobs(model: torch.nn.Module, rollouts: Iterable[Mapping[str, Any]], *, wave_tokens: int = 4096,

@@ -3,9 +3,7 @@
 A call of the model runs the rows of one item as a batch of one, [1, T]. Its keyword argument `espalier=Phase(...)` reaches
 every attention layer; a layer that gets no keyword arguments reads the phase from a context variable. Without a phase the function is
 the user's own (implementation.py), so that the same model still generates and evaluates.
-On a CPU the rows run in the engine's kernels (rows_by_kernel.py). On a GPU they run in FlashAttention's (rows_by_flash.py; with a window or
-chunks rows_by_gather.py) or in torch's memory-efficient kernel (rows_by_efficient.py). All other cases run in torch's operations, block by
-block (rows_by_blocks.py). Layers that choose their keys run in rows_by_choice.py.
+The arithmetic is that of espalier.rows.attention.
 """
 
 import collections
@@ -13,103 +11,20 @@ import contextlib
 import contextvars
 import functools
 import weakref
-from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
 from espalier.errors import Unsupported
-from espalier.hf import implementation, indexed, rows_by_blocks, rows_by_choice, rows_by_efficient, rows_by_flash, rows_by_gather, rows_by_kernel
+from espalier.hf import implementation, indexed
 from espalier.hf.checks import attention_layers
 from espalier.hf.implementation import NAME
 from espalier.hf.visibility import GIVEN_BY_THE_LAYER, kind_of, rule_of
-from espalier.ops.kernels import accumulator
+from espalier.rows.attention import RowAttention
+from espalier.rows.trunk import RowSet, runs_of, visible
 
 _current = contextvars.ContextVar("espalier_phase", default=None)
 told_by_context: weakref.WeakSet = weakref.WeakSet()  # attention layers that were not handed keyword arguments
-
-
-class Trunk:
-    """Keys and values of shared rows by layer, [1, J, P, D], and the sums of their gradients, [P, J, D] (float32; float64 in float64).
-
-    It also holds the state behind its last row, one for each mixer, and the keys of indexers, which get no gradient (indexed.py).
-    """
-
-    def __init__(self, rows):
-        self.rows = rows
-        self.k, self.v, self.live, self.dk, self.dv = {}, {}, {}, {}, {}
-        self.states, self.live_states, self.dstates = {}, {}, {}
-        self.index_keys = {}
-
-    def take(self, layer, k, v):
-        """Stores detached keys and values of a layer, those of the first forward. Under autograd, `live` holds the tensors with their graph, those of
-        the latest forward, for the trunk's backward."""
-        if layer not in self.k:
-            self.k[layer], self.v[layer] = k.detach(), v.detach()
-        if torch.is_grad_enabled():
-            self.live[layer] = (k, v)
-
-    def sums(self, layer):
-        """The sums dk and dv of a layer, zero before anything is added to them."""
-        if layer not in self.dk:
-            for x, sums in ((self.k[layer], self.dk), (self.v[layer], self.dv)):
-                _, j, p, d = x.shape
-                sums[layer] = torch.zeros(p, j, d, dtype=accumulator(x.dtype), device=x.device)
-        return self.dk[layer], self.dv[layer]
-
-    def take_state(self, key, state):
-        """The same as `take`, for the state of a mixer."""
-        if key not in self.states:
-            self.states[key] = state.detach()
-        if torch.is_grad_enabled():
-            self.live_states[key] = state
-
-    def add_state_gradient(self, key, gradient):
-        wide = accumulator(gradient.dtype)
-        if key not in self.dstates:
-            self.dstates[key] = torch.zeros(gradient.shape, dtype=wide, device=gradient.device)
-        self.dstates[key] += gradient
-
-    def gathered(self):
-        """[tensor, gradient, tensor, gradient, ...] for a Seed: live tensors that require a gradient, and the sums gathered for them."""
-        states = [part for key, live in self.live_states.items() if key in self.dstates and live.requires_grad
-                  for part in (live, self.dstates[key].to(live.dtype))]
-        return states + [part for layer, live in self.live.items() if layer in self.dk for x, sums in zip(live, (self.dk[layer], self.dv[layer]))
-                if x.requires_grad for part in (x, sums.transpose(0, 1).to(x.dtype)[None])]
-
-
-@dataclass
-class RowSet:
-    """Rows [begin, end) of a call that stand below the same trunks and see all of their rows. `runs`: (begin, length, subtree end) of the causal
-    runs that make up the set. Rows of a run are visible to later rows of the run, and to all rows behind it before its subtree end."""
-    begin: int
-    trunks: tuple
-    runs: list = field(default_factory=list)
-    on_device: dict = field(default_factory=dict, repr=False, compare=False)  # what kernels read of all sets of a call, by device
-
-    @property
-    def end(self):
-        return self.runs[-1][0] + self.runs[-1][1]
-
-    @functools.cached_property
-    def segments(self):
-        """(begin, length, parent, depth) of every run. `parent`: the run that its first row continues, -1 for the last trunk; `depth`: that row's
-        position in its rollout."""
-        out, open_runs = [], []
-        for begin, length, _ in self.runs:
-            while open_runs and self.runs[open_runs[-1]][2] <= begin:
-                open_runs.pop()
-            parent = open_runs[-1] if open_runs else -1
-            depth = out[parent][3] + out[parent][1] if open_runs else sum(trunk.rows for trunk in self.trunks)
-            out.append((begin, length, parent, depth))
-            open_runs.append(len(out) - 1)
-        return out
-
-    @functools.cached_property
-    def depths(self):
-        """The depth of every row."""
-        return np.concatenate([np.arange(depth, depth + length) for _, length, _, depth in self.segments])
 
 
 class Phase:
@@ -124,15 +39,15 @@ class Phase:
         self.running, self.problem = False, None  # whether the call runs, and the first `Unsupported` of its layers
 
     def visible(self, device):
-        """The call's mask, bool [1, 1, T, S]: true where row t sees key s (indexed.py)."""
+        """The call's mask, bool [1, 1, T, S]: true where row t sees key s."""
         if self.mask is None:
-            self.mask = indexed.visible(self.sets, device)
+            self.mask = visible(self.sets, device)
         return self.mask
 
     @classmethod
     def of_segments(cls, segments, trunks, longest, captures=None, regime=None, mutual=()):
         """A phase of one RowSet, made from the segments of an item (core_interface.h)."""
-        return cls([RowSet(0, tuple(trunks), _runs(segments))], longest, captures, regime, mutual)
+        return cls([RowSet(0, tuple(trunks), runs_of(segments))], longest, captures, regime, mutual)
 
     @contextlib.contextmanager
     def forward(self, model=None):
@@ -193,21 +108,6 @@ def current():
     return _current.get()
 
 
-def _runs(segments):
-    return [(row, end - begin, subtree_end) for _, begin, end, row, subtree_end, *_ in segments.tolist()]
-
-
-def kernels_for(q, v=None):
-    """The module that runs these rows if every row sees all rows above it: rows_by_kernel, rows_by_flash or rows_by_efficient. rows_by_blocks
-    serves the rest, for example values of another size than keys on a CPU."""
-    return next((rows for rows in (rows_by_kernel, rows_by_flash, rows_by_efficient) if rows.serves(q, v)), rows_by_blocks)
-
-
-def calls_of(segments, trunks, kernels):
-    """The number of attention kernel calls that one layer makes for an item below `trunks` trunks. `kernels`: the module that runs it."""
-    return kernels.count(_runs(segments), trunks)
-
-
 def _mask(*args, **kwargs):
     """Rows of a phase need no mask, because their layers' rules say what they see. Indexers need one (indexed.py)."""
     phase = _current.get()
@@ -218,46 +118,6 @@ def _mask(*args, **kwargs):
     if not torch.compiler.is_compiling():
         phase.masks.add(int(kwargs.get("local_size") or 0))
     return phase.visible(kwargs["device"]) if indexed.needs_mask(kwargs.get("config")) else None
-
-
-class _RowAttention(torch.autograd.Function):
-    """q [1, H, T, D], k [1, J, T, D] and v [1, J, T, E] -> [1, T, H, E]. Gradients of the trunks' keys and values go to their sums.
-
-    `sinks` [H] or None: a sink is one more score s_h of every row, with no value. It is merged into a row's softmax once, after all
-    blocks: lse' = logaddexp(lse, s_h), out' = exp(lse - lse') out, ds_h = - sum_rows exp(s_h - lse') (dO . out').
-    """
-
-    @staticmethod
-    def forward(ctx, q, k, v, sinks, scale, phase, layer, rule=None, chosen=None):
-        rule = rule.within(phase.longest) if rule else None
-        if chosen is not None:
-            ctx.rows, more = rows_by_choice, (chosen, phase.visible(q.device))
-        elif phase.mutual:
-            ctx.rows, more = rows_by_blocks, (rule, phase.mutual)
-        elif rule is None:
-            ctx.rows, more = kernels_for(q, v), ()
-        else:
-            ctx.rows, more = rows_by_gather if rows_by_gather.serves(q, v, rule) else rows_by_blocks, (rule,)
-        ctx.more = (scale, phase.sets, layer, *more)
-        out, lse = ctx.rows.forward(q, k, v, *ctx.more)
-        if sinks is not None:
-            heads_last = lse.reshape(q.shape[1], -1).T  # [T, H]
-            both = torch.logaddexp(heads_last, sinks.to(lse.dtype))
-            out = (out.to(lse.dtype) * (heads_last - both).exp()[None, ..., None]).to(out.dtype)
-            lse = both.T.contiguous().view_as(lse)
-        out = out.contiguous()  # as transformers' own attention functions return it
-        ctx.save_for_backward(q, k, v, out, lse, sinks)
-        return out
-
-    @staticmethod
-    def backward(ctx, go):
-        q, k, v, out, lse, sinks = ctx.saved_tensors
-        with torch.autocast(q.device.type, enabled=False):
-            dsinks = None
-            if sinks is not None:
-                weights = (sinks.to(lse.dtype)[:, None] - lse.reshape(len(sinks), -1)).exp()  # [H, T]
-                dsinks = -(weights * (go.to(lse.dtype) * out.to(lse.dtype)).sum(-1)[0].T).sum(1).to(sinks.dtype)
-            return (*ctx.rows.backward(go.to(q.dtype), q, k, v, out, lse, *ctx.more), dsinks, None, None, None, None, None)
 
 
 def attention(module, query, key, value, attention_mask=None, espalier=None, **kwargs):
@@ -315,7 +175,7 @@ def _phase_attention(module, query, key, value, scaling, dropout, sliding_window
     if chosen is not None and (rule.within(phase.longest) or phase.mutual):
         raise Unsupported(where, "chosen keys alone", "chosen keys with a window, a soft-cap or rows that see each other")
     with torch.autocast(query.device.type, enabled=False):
-        return _RowAttention.apply(query, key, value, kwargs.get("s_aux"), scale, phase, module.layer_idx, rule, chosen), None
+        return RowAttention.apply(query, key, value, kwargs.get("s_aux"), scale, phase, module.layer_idx, rule, chosen), None
 
 
 def _without_packing(find):

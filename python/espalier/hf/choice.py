@@ -5,13 +5,13 @@ attention over shared rows adds calls of a kernel (attention.py), forward and ba
 """
 
 from espalier.hf import dense
-from espalier.hf.attention import calls_of
+from espalier.rows.attention import calls_of
 
 SECONDS_PER_CALL = 250e-6  # forward and backward of one call in one layer; 100e-6 to 240e-6 was measured on small models
 
 
 def schedule(asked, plan, rollouts, layers, wave_tokens, kernels):
-    """Returns "dense", "packed" (no trunk) or "phased". `kernels`: the module that runs attention (attention.kernels_for)."""
+    """Returns "dense", "packed" (no trunk) or "phased". `kernels`: the module that runs attention (espalier.rows.attention.kernels_for)."""
     shared = "phased" if any(item.trunk for item in plan.items) else "packed"
     if asked != "auto":
         return "dense" if asked == "dense" else shared

@@ -6,10 +6,11 @@ import numpy as np
 import torch
 
 from espalier.hf import implementation, ranks, routes
-from espalier.hf.head import TokenStatistics
+from espalier.rows.head import TokenStatistics
 from espalier.hf.routers import logits_of
-from espalier.hf.step import Wave, backward
-from espalier.hf.transfer import Total, to_device
+from espalier.hf.step import backward
+from espalier.rows.waves import Wave
+from espalier.rows.transfer import Total, to_device
 
 
 def run(model, rollouts, loss, temperature, batches, router=None):

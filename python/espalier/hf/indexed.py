@@ -11,10 +11,10 @@ transformers' cache. Among equal scores torch.topk chooses, as in a call of the 
 import functools
 import inspect
 
-import numpy as np
 import torch
 
 from espalier.errors import Unsupported
+from espalier.rows.trunk import trunks_of
 
 _ARGUMENTS = {"self", "hidden_states", "q_resid", "position_embeddings", "attention_mask", "position_ids", "past_key_values"}
 KIND = "indexed_attention"
@@ -84,23 +84,3 @@ class _Keys:
         if self.phase.capturing:
             self.phase.captures.index_keys.setdefault(layer, k_1TD.detach())
         return torch.cat([*(trunk.index_keys[layer] for trunk in trunks_of(self.phase.sets)), k_1TD], 1)
-
-
-def trunks_of(sets):
-    """The trunks above the rows of a call, each once. The keys of a call are ordered so: the trunks' keys, then the rows' own."""
-    return list({id(trunk): trunk for rows in sets for trunk in rows.trunks}.values())
-
-
-def visible(sets, device):
-    """bool [1, 1, T, S]: true where row t of a call sees key s."""
-    trunks = trunks_of(sets)
-    begins = dict(zip(map(id, trunks), np.cumsum([0, *(trunk.rows for trunk in trunks)])))
-    above, t = sum(trunk.rows for trunk in trunks), sets[-1].end
-    seen = np.zeros((t, above + t), dtype=bool)
-    for rows in sets:
-        for trunk in rows.trunks:
-            seen[rows.begin:rows.end, begins[id(trunk)]:begins[id(trunk)] + trunk.rows] = True
-        for begin, length, end in rows.runs:
-            seen[begin:end, above + begin:above + begin + length] = True
-    seen[:, above:] &= np.tri(t, dtype=bool)
-    return torch.from_numpy(seen)[None, None].to(device)

@@ -15,7 +15,8 @@ import torch
 
 from espalier import native
 from espalier.errors import Error
-from espalier.hf import head, probe, ranks
+from espalier.hf import probe, ranks
+from espalier.rows import head
 from espalier.hf.checks import unwrapped
 from espalier.hf.live_bytes import LiveBytes
 from espalier.hf.rollouts import Rollouts

@@ -22,7 +22,8 @@ import torch
 
 from espalier.errors import Error, Unsupported
 from espalier.hf import implementation, ranks
-from espalier.hf.attention import Phase, RowSet, Trunk
+from espalier.hf.attention import Phase
+from espalier.rows.trunk import RowSet, Trunk
 from espalier.hf.checks import base_model, decoder_config
 
 BEGINNING, CONTINUATIONS = 7, (6, 5)

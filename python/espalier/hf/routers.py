@@ -17,7 +17,7 @@ import torch
 
 from espalier.errors import Error, Unsupported
 from espalier.hf.checks import base_model, decoder_config
-from espalier.hf.transfer import to_device
+from espalier.rows.transfer import to_device
 from espalier.ops.kernels import accumulator
 
 SCOPES = ("rollout", "minibatch")

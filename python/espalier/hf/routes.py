@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from espalier.errors import Error, Unsupported
 from espalier.hf.checks import base_model, decoder_config, decoder_layers
-from espalier.hf.transfer import queued
+from espalier.rows.transfer import queued
 
 FIELD = "routed_experts"
 KEYWORD = "espalier_routes"

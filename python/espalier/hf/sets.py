@@ -10,7 +10,7 @@ import operator
 import torch
 
 from espalier.errors import Error
-from espalier.hf.step import Wave
+from espalier.rows.waves import Wave
 
 
 def checked(sets, rollouts):

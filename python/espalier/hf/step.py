@@ -5,41 +5,19 @@ run, and the gradients of those items are summed for it. Then one backward throu
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from espalier.errors import Error
 from espalier.hf import images, ranks, routes, trunk_state as states
-from espalier.hf.attention import Phase, Trunk
+from espalier.hf.attention import Phase
 from espalier.hf.checks import check_captured, check_live
-from espalier.hf.head import TokenStatistics
+from espalier.rows.head import TokenStatistics
 from espalier.hf.routers import logits_of, runs_of
-from espalier.hf.transfer import Total, to_device
-
-
-class Wave:
-    """Whole responses of some rollouts, with the log-probs and entropies of their tokens.
-
-    `rollouts`: indices into the step's list, ascending. `rollout`, `position` [E]: the rollout of each value, and the token's index in that
-    rollout's response. `logprobs`, `entropies` [E]: in nats, differentiable.
-    """
-
-    def __init__(self, rollouts: Sequence[int], rollout: torch.Tensor, position: torch.Tensor, logprobs: torch.Tensor,
-                 entropies: torch.Tensor | Callable[[], torch.Tensor]) -> None:
-        self.rollouts, self.rollout, self.position, self.logprobs = rollouts, rollout, position, logprobs
-        self._entropies = entropies
-
-    @property
-    def entropies(self) -> torch.Tensor:
-        if callable(self._entropies):
-            with torch.enable_grad():  # the first caller may read them under no_grad
-                self._entropies = self._entropies()
-        return self._entropies
-
-    def __len__(self) -> int:
-        return len(self.logprobs)
+from espalier.rows.transfer import Total, to_device
+from espalier.rows.trunk import Trunk
+from espalier.rows.waves import TrunkTokens, tokens_of, wave_of
 
 
 class Seed(torch.autograd.Function):
@@ -55,20 +33,19 @@ class Seed(torch.autograd.Function):
         return tuple(x for grad in ctx.grads for x in (grad, None))
 
 
-class OpenTrunk:
+class OpenTrunk(TrunkTokens):
     """A trunk between its forward and its backward."""
 
     def __init__(self, index, item, kv, edges):
-        self.index, self.item, self.kv, self.edges = index, item, kv, edges
+        super().__init__(edges)
+        self.index, self.item, self.kv = index, item, kv
         self.logits, self.logprobs, self.entropies = None, None, None  # with the graph of the latest forward
         self.router_term = None  # the same
-        self.values, self.grads = None, None  # [2, E]: log-probs and entropies, and the sums of their gradients
 
     def keep(self, logits, logprobs, entropies):
         self.logits, self.logprobs, self.entropies = logits, logprobs, entropies
-        if self.values is None and logprobs is not None:
-            self.values = torch.stack([logprobs.detach(), entropies.detach()])
-            self.grads = torch.zeros_like(self.values)
+        if logprobs is not None:
+            super().keep(logprobs, entropies)
 
 
 class Executor:
@@ -292,22 +269,10 @@ class Executor:
                 trunk.grads += leaf.grad
 
     def _tokens(self, item, edges):
-        """The finished rollouts' tokens, in order: the index of each token's values in [open trunks | this item], its rollout, and its position in the
-        response."""
-        keys = np.concatenate([t.edges for t in self.open if t.values is not None] + [edges])
-        chosen = np.flatnonzero(np.isin(keys[:, 2], item.finished))
-        chosen = chosen[np.lexsort((keys[chosen, 3], keys[chosen, 2]))]
-        return chosen, self.rollouts.places(keys[chosen, 2]), keys[chosen, 3]
+        return tokens_of(self.open, edges, item.finished, self.rollouts.places)
 
     def _wave(self, item, tokens, own, own_entropies):
-        """The Wave of the finished rollouts: their tokens (`_tokens`, on the device) take values from the open trunks and from this item."""
-        order, rollout, position = tokens
-        leaves = [(t, t.values.clone().requires_grad_(self.loss is not None)) for t in self.open if t.values is not None]
-        values = lambda which, mine: torch.cat([leaf[which] for _, leaf in leaves] + ([mine] if mine is not None else [])) if (
-            leaves or mine is not None) else torch.zeros(0, device=self.device)
-        entropies = lambda: values(1, own_entropies() if own is not None else None)[order]
-        finished = self.rollouts.places(np.sort(item.finished)).tolist()
-        return Wave(finished, rollout, position, values(0, own)[order], entropies), leaves
+        return wave_of(self.open, self.rollouts.places(np.sort(item.finished)).tolist(), tokens, own, own_entropies, self.loss is not None)
 
     def _deliver(self, wave, leaves, logits=None, router_term=None):
         if self.loss is None:

@@ -16,7 +16,8 @@ import torch
 
 from espalier.errors import Unsupported
 from espalier.hf import ranks
-from espalier.hf.attention import Phase, RowSet, Trunk
+from espalier.hf.attention import Phase
+from espalier.rows.trunk import RowSet, Trunk
 from espalier.hf.checks import base_model, check_captured
 from espalier.hf.step import Seed
 from espalier.trl import verification

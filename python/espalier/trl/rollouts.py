@@ -12,11 +12,12 @@ import torch
 from espalier import native
 from espalier.errors import Error, Unsupported
 from espalier.hf import check_images, ranks
-from espalier.hf.attention import Phase, RowSet
+from espalier.hf.attention import Phase
+from espalier.rows.trunk import RowSet
 from espalier.hf.checks import base_model
 from espalier.hf.images import ShardedTower, Tower, takes as takes_images
 from espalier.hf.routers import RowSums, experts_per_token, load_balancing, logits_of
-from espalier.hf.transfer import to_device
+from espalier.rows.transfer import to_device
 from espalier.trl import images, verification
 from espalier.trl.sharing import Sharing
 from espalier.trl.window import Prompt, Window

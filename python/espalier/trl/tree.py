@@ -9,7 +9,7 @@ A head that predicts labels runs each different pair of a row and its label once
 import numpy as np
 import torch
 
-from espalier.hf.transfer import to_device
+from espalier.rows.transfer import to_device
 
 IGNORED = -100  # the label of a token without one
 

@@ -2,7 +2,7 @@
 
 It compares the values that TRL's head and loss read, at every token that is not padding, and the gradients of a random linear function of
 these values. TRL's own path runs twice, the second time with embeddings moved by one rounding step. The distance of the two runs is the floor;
-further runs raise it if it was small by chance (hf/verification.py). Ranks of a sharded model compare together, with sums over all ranks: each takes
+further runs raise it if it was small by chance (espalier.rows.verdict). Ranks of a sharded model compare together, with sums over all ranks: each takes
 part with its own batch, and all reach the same verdict.
 """
 
@@ -13,6 +13,7 @@ import torch
 
 from espalier.hf import probe, ranks, verification
 from espalier.hf.checks import base_model
+from espalier.rows import verdict
 
 _log = logging.getLogger("espalier")
 
@@ -44,9 +45,9 @@ def compare(model, plain, shared, finish=lambda: None):
         wanted, _ = run(plain), other(0)
         found = run(shared, finish)
         losses = found[2], wanted[2]
-        table = verification.judged(lambda number: [("values", found[0], wanted[0], other(number)[0])], *losses, everywhere)
+        table = verdict.judged(lambda number: [("values", found[0], wanted[0], other(number)[0])], *losses, everywhere)
         if torch.is_grad_enabled() and (everywhere is not None or any(grad is not None for grad in wanted[1])):
-            table = verification.judged(
+            table = verdict.judged(
                 lambda number: [(name, *grads) for (name, _), *grads in zip(named, found[1], wanted[1], other(number)[1])], *losses, everywhere)
     _log.info("a shared pass agrees with TRL's own\n%s", table)
     return table

@@ -11,7 +11,7 @@ import torch
 
 from espalier.errors import Unsupported
 from espalier.hf import ranks
-from espalier.hf.attention import Trunk
+from espalier.rows.trunk import Trunk
 from espalier.hf.checks import check_captured, check_live
 from espalier.hf.step import Seed, backward
 

@@ -7,7 +7,7 @@ them. A trunk of fewer rows than K - 1 hands on part of what it found.
 import torch
 
 from espalier.hf.mixers.segments import Gather
-from espalier.hf.transfer import to_device
+from espalier.rows.transfer import to_device
 
 
 def over_segments(theirs, segments, x, weight, bias=None, activation=None, **_):

@@ -6,7 +6,7 @@ how far its depth is ahead of its number; keys and values pass it unchanged.
 
 import numpy as np
 
-from espalier.hf.transfer import to_device
+from espalier.rows.transfer import to_device
 
 
 def counts_rows(module):

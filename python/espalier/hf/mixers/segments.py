@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from espalier.hf.transfer import to_device
+from espalier.rows.transfer import to_device
 from espalier.ops.kernels import accumulator
 
 

@@ -1,6 +1,6 @@
 """One layer's attention of a call in the engine's kernels: one kernel call for each set of rows, over the keys [its trunks | its own rows].
 
-Interface of this file and of rows_by_blocks.py, for the `sets` of a Phase (attention.py):
+Interface of this file and of by_blocks.py, for the `sets` of a Phase (attention.py):
     forward: q [1, H, T, D], k and v [1, J, T, D] -> out [1, T, H, D] in q's type, lse in the accumulator's
     backward: -> gradients of q, k and v; those of the trunks' keys and values are added to their sums
 """

@@ -5,7 +5,7 @@ Runs that fork off a run of their own set also see its rows. If these rows are f
 Otherwise each level of forks takes one more call over the rows below them; no fork of a level is below another. So the number of calls depends on
 the depth of the tree, not on the number of forks.
 
-The interface is that of rows_by_kernel.py, with the module of the kernels as first argument: rows_by_flash.py or rows_by_efficient.py, which define
+The interface is that of by_kernel.py, with the module of the kernels as first argument: by_flash.py or by_efficient.py, which define
 `attend(q, k, v, runs, scale)` and `attend_backward(...)`. Inside, rows are [T, H, D] and [T, J, D], and lse is [H, T]. A backward takes the merged out
 and lse of the whole softmax, so that the gradients of its calls add up exactly (blocks.py).
 """
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from espalier.hf.transfer import queued, to_device
+from espalier.rows.transfer import queued, to_device
 from espalier.ops.kernels import accumulator
 
 

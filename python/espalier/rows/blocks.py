@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from espalier.hf.transfer import to_device
+from espalier.rows.transfer import to_device
 from espalier.ops.kernels import accumulator
 
 _FEW_KEYS = 8  # below, two thin products are cheaper than a fused kernel's set-up

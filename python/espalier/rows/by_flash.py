@@ -1,4 +1,4 @@
-"""torch's FlashAttention kernels on a GPU, for bfloat16 and float16 (rows_by_calls.py).
+"""torch's FlashAttention kernels on a GPU, for bfloat16 and float16 (by_calls.py).
 
 Heads of keys and values are not repeated for the query heads that share them. `torch.nn.attention.activate_flash_attention_impl` replaces
 the two operations called here with those of FlashAttention 3 or 4.
@@ -9,8 +9,8 @@ import sys
 
 import torch
 
-from espalier.hf import rows_by_calls
-from espalier.hf.rows_by_calls import count  # noqa: F401  part of the interface
+from espalier.rows import by_calls
+from espalier.rows.by_calls import count  # noqa: F401  part of the interface
 
 LARGEST_HEAD = 256
 
@@ -62,5 +62,5 @@ def _backward(go, q, k, v, out, lse, ends_q, ends_k, longest_q, longest_k, causa
         go, q, k, v, out, lse, ends_q, ends_k, longest_q, longest_k, 0.0, causal, seed, seed[:0], scale=scale, **window)
 
 
-forward = functools.partial(rows_by_calls.forward, sys.modules[__name__])
-backward = functools.partial(rows_by_calls.backward, sys.modules[__name__])
+forward = functools.partial(by_calls.forward, sys.modules[__name__])
+backward = functools.partial(by_calls.backward, sys.modules[__name__])

@@ -1,6 +1,6 @@
 """One layer's attention of a call in torch's own kernels: causal squares and rectangles, merged by log-sum-exp.
 
-The interface is that of rows_by_kernel.py. Here a layer may also have a `rule` (visibility.py), and rows [begin, end) of `mutual` also see later
+The interface is that of by_kernel.py. Here a layer may also have a `rule` (visibility.py), and rows [begin, end) of `mutual` also see later
 rows among themselves; a window's lower bound does not affect those. Squares of equal length run together. A trunk's rows are the keys of one
 rectangle, and so are a run's rows for the rows below it. Rows that see no key of a rectangle, and keys that no row sees, are left out.
 Inside, rows are [J, H / J, T, D] (blocks.py).
@@ -9,8 +9,8 @@ Inside, rows are [J, H / J, T, D] (blocks.py).
 import numpy as np
 import torch
 
-from espalier.hf import blocks
-from espalier.hf.transfer import to_device
+from espalier.rows import blocks
+from espalier.rows.transfer import to_device
 from espalier.ops.kernels import accumulator
 
 

@@ -3,7 +3,7 @@
 A run whose first row has depth d sees the rows above it from depth lowest(d) on. The keys and values of these rows are gathered from the trunks
 and from the call, and the run's own follow: one sequence. All sequences run in one kernel call with the layer's window. With chunks, a run is
 split where a chunk ends, and the call has no window. Every row sees itself, so no softmax is empty and nothing is merged.
-The interface is that of rows_by_kernel.py, with a `rule` at the end. At most W - 1 keys are gathered for a run beside its own. The gradients of all
+The interface is that of by_kernel.py, with a `rule` at the end. At most W - 1 keys are gathered for a run beside its own. The gradients of all
 copies of a row are added in the accumulator type.
 """
 
@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from espalier.hf import rows_by_flash
-from espalier.hf.rows_by_calls import Runs, runs_of
-from espalier.hf.transfer import to_device
+from espalier.rows import by_flash
+from espalier.rows.by_calls import Runs, runs_of
+from espalier.rows.transfer import to_device
 from espalier.ops.kernels import accumulator
 
 _KEYS = 1 << 18  # keys gathered at once, unless one run has more: 512 MiB of keys and values with 8 heads of 64 in bfloat16
@@ -22,15 +22,15 @@ _KEYS = 1 << 18  # keys gathered at once, unless one run has more: 512 MiB of ke
 
 def serves(q, v, rule):
     """True if rows of this type and device run here under this rule."""
-    return rows_by_flash.serves(q, v) and not rule.softcap and not (rule.window and rule.chunk) and (
-        not rule.window or rows_by_flash.takes_windows())
+    return by_flash.serves(q, v) and not rule.softcap and not (rule.window and rule.chunk) and (
+        not rule.window or by_flash.takes_windows())
 
 
 def forward(q, k, v, scale, sets, layer, rule):
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
     plan = _plan(sets, rule, q.device)
     keys, values = _sources(plan, layer, k, v)
-    parts = [rows_by_flash.attend(q[part.rows], keys.index_select(0, part.keys), values.index_select(0, part.keys), part.runs, scale, rule.window)
+    parts = [by_flash.attend(q[part.rows], keys.index_select(0, part.keys), values.index_select(0, part.keys), part.runs, scale, rule.window)
              for part in plan.parts]
     out, lse = parts[0] if len(parts) == 1 else (torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts], 1))
     return out[None], lse
@@ -44,7 +44,7 @@ def backward(go, q, k, v, out, lse, scale, sets, layer, rule):
     sums = [torch.zeros(x.shape, dtype=accumulator(x.dtype), device=x.device) for x in sources]
     for part in plan.parts:
         keys, values = (x.index_select(0, part.keys) for x in sources)
-        own, *more = rows_by_flash.attend_backward(go[part.rows], q[part.rows], keys, values, out[part.rows], lse[:, part.rows].contiguous(),
+        own, *more = by_flash.attend_backward(go[part.rows], q[part.rows], keys, values, out[part.rows], lse[:, part.rows].contiguous(),
                                                    part.runs, scale, rule.window)
         dq.append(own)
         for into, grad in zip(sums, more):

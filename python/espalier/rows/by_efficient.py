@@ -1,4 +1,4 @@
-"""torch's memory-efficient attention on a GPU (rows_by_calls.py): float32, and values of another size than keys in any type.
+"""torch's memory-efficient attention on a GPU (by_calls.py): float32, and values of another size than keys in any type.
 
 The kernel needs as many key heads as query heads. Where every row sees every key, the query heads that share a key head become rows of that head,
 so a trunk's keys and values are never repeated. In a causal call the order of rows matters, so the call's own keys and values are repeated.
@@ -11,9 +11,9 @@ import sys
 import numpy as np
 import torch
 
-from espalier.hf import rows_by_calls
-from espalier.hf.rows_by_calls import count  # noqa: F401  part of the interface
-from espalier.hf.transfer import to_device
+from espalier.rows import by_calls
+from espalier.rows.by_calls import count  # noqa: F401  part of the interface
+from espalier.rows.transfer import to_device
 
 _EVERYTHING, _CAUSAL, _CAUSAL_AT_THE_END = 0, 1, 2  # the kernel's names for masks; the last one: the last row stands at the last key
 _WARP = 32
@@ -97,5 +97,5 @@ def _backward(go, q, k, v, out, lse, ends_q, ends_k, longest_q, longest_k, mask,
         go, q, k, v, None, out, ends_q, ends_k, longest_q, longest_k, lse, 0.0, seed, seed, mask, False, scale=scale)[:3]
 
 
-forward = functools.partial(rows_by_calls.forward, sys.modules[__name__])
-backward = functools.partial(rows_by_calls.backward, sys.modules[__name__])
+forward = functools.partial(by_calls.forward, sys.modules[__name__])
+backward = functools.partial(by_calls.backward, sys.modules[__name__])

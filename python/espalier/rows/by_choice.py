@@ -1,15 +1,15 @@
-"""One layer's attention of a call to chosen keys (indexed.py), in torch's own operations.
+"""One layer's attention of a call to chosen keys, in torch's own operations.
 
 `seen`, bool [1, 1, T, S], and `chosen`, integers [1, T, K], refer to the keys [trunks | own rows]. A row attends to keys that it both sees and chose:
 
     P = softmax of scale q k^T over these keys,  out = P v,  dS = P (go v^T - rowsum(go out)),  dq = scale dS k,  dk = scale dS^T q,  dv = P^T go
 
-The interface is that of rows_by_kernel.py. Rows run in blocks of at most `_SCORES` scores.
+The interface is that of by_kernel.py. Rows run in blocks of at most `_SCORES` scores.
 """
 
 import torch
 
-from espalier.hf.indexed import trunks_of
+from espalier.rows.trunk import trunks_of
 from espalier.ops.kernels import accumulator
 
 _SCORES = 1 << 26
