@@ -22,7 +22,7 @@ constexpr std::string_view kResponseFields[] = {
     "response_ids",  "response", "loss_mask",         "reward",      "advantage",
     "logprobs",      "values",   "returns",           "entropies",   "old_logprobs",
     "ref_logprobs",  "step",     "reward_extra_info", "temperature", "rollout_logprobs",
-    "finish_reason", "turns",    "turn_rewards"};
+    "finish_reason", "turns",    "turn_rewards",      "kept_ids",    "full_logprobs"};
 constexpr std::string_view kCarriedFields[] = {"id",         "meta",         "data_source", "ground_truth",
                                                "extra_info", "reward_model", "ability"};
 

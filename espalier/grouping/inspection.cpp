@@ -283,6 +283,7 @@ void count_series(std::span<const Rollout> rollouts, Inspection& out) {
   count("values", [](const Rollout& r) { return !r.values.empty(); });
   count("returns", [](const Rollout& r) { return !r.returns.empty(); });
   count("routed_experts", [](const Rollout& r) { return r.recorded_experts.tokens > 0; });
+  count("kept_ids", [](const Rollout& r) { return !r.kept_sets.empty(); });
 }
 
 }  // namespace

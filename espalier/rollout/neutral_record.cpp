@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "espalier/rollout/json_text.h"
+#include "espalier/rollout/kept_sets_field.h"
 #include "espalier/rollout/record_format.h"
 #include "espalier/rollout/recorded_experts_field.h"
 
@@ -18,6 +19,7 @@ constexpr std::string_view kFields[] = {"prompt_ids",
                                         "old_logprobs",
                                         "ref_logprobs",
                                         "routed_experts",
+                                        "kept_ids",
                                         "rollout_logprobs",
                                         "values",
                                         "returns",
@@ -27,6 +29,8 @@ constexpr std::string_view kFields[] = {"prompt_ids",
                                         "step",
                                         "chosen_ids",
                                         "rejected_ids",
+                                        "chosen_kept_ids",
+                                        "rejected_kept_ids",
                                         "ref_chosen_logps",
                                         "ref_rejected_logps",
                                         "margin",
@@ -39,6 +43,7 @@ constexpr std::string_view kFields[] = {"prompt_ids",
                                         "meta",
                                         "finish_reason",
                                         "logprobs",
+                                        "full_logprobs",
                                         "entropies",
                                         "prompt",
                                         "messages",
@@ -62,18 +67,21 @@ constexpr std::pair<std::string_view, Series> kSeries[] = {
     {"old_logprobs", &Rollout::old_logprobs},
     {"ref_logprobs", &Rollout::ref_logprobs},
     {"rollout_logprobs", &Rollout::rollout_logprobs},
+    {"full_logprobs", &Rollout::full_logprobs},
     {"values", &Rollout::values},
     {"returns", &Rollout::returns},
 };
 
-// The answers of a pair and their log-probs under the reference: the chosen one, then the rejected.
+// The answers of a pair, their kept sets and log-probs under the reference: the chosen one, then the rejected.
 struct Answers {
   std::vector<std::int32_t> ids[2];
+  KeptIds kept[2];
   std::optional<double> ref_logprob[2];
   bool seen[2] = {};
   std::optional<double> margin;
 };
 constexpr std::string_view kAnswerIds[2] = {"chosen_ids", "rejected_ids"},
+                           kAnswerKept[2] = {"chosen_kept_ids", "rejected_kept_ids"},
                            kAnswerReferences[2] = {"ref_chosen_logps", "ref_rejected_logps"};
 
 // The place of a name among the two; -1: it is none of them.
@@ -92,6 +100,7 @@ struct Seen {
   std::vector<std::string_view> series;
   std::optional<double> scalar_advantage;
   bool token_advantages = false;
+  KeptIds kept;
 };
 
 void check_length(std::size_t have, const Rollout& rollout, const RecordPlace& place, std::string_view field) {
@@ -99,7 +108,7 @@ void check_length(std::size_t have, const Rollout& rollout, const RecordPlace& p
     throw place.wrong(field, text_of(rollout.response_ids.size(), " entries, one per response token"), text_of(have));
 }
 
-void check_record(Rollout& rollout, const Seen& seen, const RecordPlace& place) {
+void check_record(Rollout& rollout, Seen&& seen, const RecordPlace& place, std::string_view kept_field = "kept_ids") {
   const bool asks = (seen.prompt || seen.text) && !seen.response;
   const char* const remedy =
       asks ? "A record without a response is a prompt: espalier generate --prompts FILE makes rollouts of it" : "";
@@ -125,6 +134,7 @@ void check_record(Rollout& rollout, const Seen& seen, const RecordPlace& place) 
       check_length((rollout.*series).size(), rollout, place, name);
   if (seen.token_advantages) check_length(rollout.advantages.size(), rollout, place, "advantage");
   if (seen.scalar_advantage) rollout.advantages.assign(rollout.response_ids.size(), *seen.scalar_advantage);
+  give_kept_sets(std::move(seen.kept), place, kept_field, rollout);
 }
 
 // The fields of one response have no meaning beside several; `fields` names the several.
@@ -137,17 +147,18 @@ void refuse_fields_of_one(const Rollout& common, const Seen& seen, std::string_v
   refuse(common.reward.has_value(), "reward");
   refuse(seen.scalar_advantage || seen.token_advantages, "advantage");
   refuse(common.recorded_experts.tokens > 0, "routed_experts");
+  refuse(!seen.kept.sets.begin.empty(), "kept_ids");
   if (!seen.series.empty()) refuse(true, seen.series.front());
 }
 
 // One of several answers; `common` holds the other fields of the record.
 void add_answer(const Rollout& common, Seen seen, std::vector<std::int32_t>&& ids, const PairPlace& pair,
-                const RecordPlace& place, std::vector<Rollout>& out) {
+                const RecordPlace& place, std::vector<Rollout>& out, std::string_view kept_field = "kept_ids") {
   Rollout answer = common;
   answer.response_ids = std::move(ids);
   answer.pair = pair;
   seen.response = true;
-  check_record(answer, seen, place);
+  check_record(answer, std::move(seen), place, kept_field);
   out.push_back(std::move(answer));
 }
 
@@ -162,7 +173,9 @@ void add_pair(const Rollout& common, const Seen& seen, Answers&& answers, Record
     throw place.wrong(kAnswerReferences[answers.ref_logprob[0] ? 1 : 0], "this field for both answers", "none");
   for (int side = 0; side < 2; ++side) {
     const PairPlace pair{reader.pairs, side == 0, answers.ref_logprob[side], {}, answers.margin.value_or(0)};
-    add_answer(common, seen, std::move(answers.ids[side]), pair, place, out);
+    Seen of_side = seen;
+    of_side.kept = std::move(answers.kept[side]);
+    add_answer(common, std::move(of_side), std::move(answers.ids[side]), pair, place, out, kAnswerKept[side]);
   }
   ++reader.pairs;
 }
@@ -247,6 +260,8 @@ void read_neutral_record(RecordReader& reader, std::string_view line, const Reco
     } else if (const int side = place_of(key, kAnswerIds); side >= 0) {
       read_token_ids(value, place, key, reader.vocabulary, kFlat, answers.ids[side]);
       answers.seen[side] = true;
+    } else if (const int of_kept = place_of(key, kAnswerKept); of_kept >= 0) {
+      read_kept_ids(value, place, key, reader.vocabulary, answers.kept[of_kept]);
     } else if (const int reference = place_of(key, kAnswerReferences); reference >= 0) {
       answers.ref_logprob[reference] = read_number(value, place, key);
     } else if (key == "margin") {
@@ -262,6 +277,8 @@ void read_neutral_record(RecordReader& reader, std::string_view line, const Reco
       rollout.reward = read_number(value, place, key);
     } else if (key == "routed_experts") {
       read_recorded_experts(value, place, key, rollout.recorded_experts);
+    } else if (key == "kept_ids") {
+      read_kept_ids(value, place, key, reader.vocabulary, seen.kept);
     } else if (key == "step") {
       rollout.step = read_integer(value, place, key);
     } else if (key == "trajectory") {
@@ -287,14 +304,18 @@ void read_neutral_record(RecordReader& reader, std::string_view line, const Reco
     }
   });
   const bool pair = answers.seen[0] || answers.seen[1];
-  if (list && (pair || answers.margin || answers.ref_logprob[0] || answers.ref_logprob[1]))
+  const bool kept = !answers.kept[0].sets.begin.empty() || !answers.kept[1].sets.begin.empty();
+  if (list && (pair || kept || answers.margin || answers.ref_logprob[0] || answers.ref_logprob[1]))
     throw place.wrong("answers", "no fields of a pair in the same record",
-                      "chosen_ids, rejected_ids, margin or ref_..._logps");
+                      "chosen_ids, rejected_ids, their kept ids, margin or ref_..._logps");
   if (list) return add_list(rollout, seen, *std::move(list), reader, place, out);
   if (pair) return add_pair(rollout, seen, std::move(answers), reader, place, out);
   if (answers.ref_logprob[0] || answers.ref_logprob[1] || answers.margin)
     throw place.wrong("chosen_ids", "this field together with ref_chosen_logps, ref_rejected_logps or margin", "none");
-  check_record(rollout, seen, place);
+  for (int side = 0; side < 2; ++side)
+    if (!answers.kept[side].sets.begin.empty())
+      throw place.wrong(kAnswerIds[side], text_of("this field together with ", kAnswerKept[side]), "none");
+  check_record(rollout, std::move(seen), place);
   out.push_back(std::move(rollout));
 }
 

@@ -23,6 +23,21 @@ struct RecordedExperts {
   std::vector<std::uint16_t> ids;       // [tokens, layers, chosen]
 };
 
+// The tokens that the sampler could draw, after top-k and top-p, for each response token. Log-prob, entropy and
+// gradient of a token with such a set are those of the policy over the set; without one, over the whole vocabulary.
+struct KeptSets {
+  std::vector<std::int64_t> begin;  // [response tokens + 1]; empty: no token has a set
+  std::vector<std::int32_t> ids;    // the set of token t: [begin_t, begin_{t + 1}), ascending, the token among them
+
+  bool empty() const { return begin.empty(); }
+  // The set of response token `position`; empty: the whole vocabulary.
+  std::span<const std::int32_t> at(std::size_t position) const {
+    if (begin.empty()) return {};
+    return std::span(ids).subspan(static_cast<std::size_t>(begin[position]),
+                                  static_cast<std::size_t>(begin[position + 1] - begin[position]));
+  }
+};
+
 // The rollout's pair of answers (--objective dpo, reward), or its list of scored answers (reward).
 struct PairPlace {
   std::int64_t pair = -1;             // of the pair or list, counted over all files, from 0; -1: of none
@@ -40,6 +55,8 @@ struct Rollout {
   std::optional<double> reward;
   std::vector<double> old_logprobs, ref_logprobs, rollout_logprobs, values, returns;
   RecordedExperts recorded_experts;
+  KeptSets kept_sets;
+  std::vector<double> full_logprobs;  // the sampler's, over the whole vocabulary, where rollout_logprobs are over sets
   double temperature = 1.0;
   std::optional<double> token_divisor;       // its part of what token-mean divides by; none: its loss tokens
   std::optional<double> num_items_in_batch;  // TRL's, of the whole generation batch; --token-divisor-scale times it

@@ -10,6 +10,7 @@
 #include "espalier/base/atomic_file.h"
 #include "espalier/base/error.h"
 #include "espalier/rollout/json_text.h"
+#include "espalier/rollout/kept_sets.h"
 #include "espalier/rollout/recorded_experts.h"
 
 namespace espalier {
@@ -119,12 +120,14 @@ std::string rollout_json(const Rollout& rollout, const std::vector<ExtraSeries>&
   if (rollout.token_divisor) record.add_double("token_divisor", *rollout.token_divisor);
   if (rollout.num_items_in_batch) record.add_double("num_items_in_batch", *rollout.num_items_in_batch);
   record.add_series("rollout_logprobs", rollout.rollout_logprobs);
+  record.add_series("full_logprobs", rollout.full_logprobs);
   record.add_series("old_logprobs", rollout.old_logprobs);
   record.add_series("ref_logprobs", rollout.ref_logprobs);
   record.add_series("values", rollout.values);
   record.add_series("returns", rollout.returns);
   if (rollout.recorded_experts.tokens > 0)
     record.add_raw("\"routed_experts\"", recorded_experts_json(rollout.recorded_experts));
+  if (!rollout.kept_sets.empty()) record.add_raw("\"kept_ids\"", kept_sets_json(rollout.kept_sets));
   for (const ExtraSeries& extra : extras) {
     ESPALIER_INTERNAL_EQ(extra.values.size(), rollout.response_ids.size(), extra.field, " of ", rollout.where);
     record.add_doubles(extra.field, extra.values);
@@ -152,6 +155,7 @@ std::string set_json(std::span<const Rollout> answers) {
   for (const Rollout& answer : answers) {
     const std::string side = answer.pair.chosen ? "chosen" : "rejected";
     record.add_integers(side + "_ids", answer.response_ids);
+    if (!answer.kept_sets.empty()) record.add_raw(json_quoted(side + "_kept_ids"), kept_sets_json(answer.kept_sets));
     if (answer.pair.ref_logprob) record.add_double("ref_" + side + "_logps", *answer.pair.ref_logprob);
   }
   if (first.pair.margin != 0) record.add_double("margin", first.pair.margin);

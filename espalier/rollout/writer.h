@@ -25,6 +25,9 @@ struct ExtraSeries {
 // UnsupportedError for an answer of a pair or list.
 std::string rollout_json(const Rollout& rollout, const std::vector<ExtraSeries>& extras = {});
 
+// One record of several answers, a pair or a list, as JSON.
+std::string set_json(std::span<const Rollout> answers);
+
 struct RolloutSink;  // where the text goes, packed or not
 
 class RolloutWriter {

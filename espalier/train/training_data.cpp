@@ -63,6 +63,11 @@ std::map<std::string, std::string> fingerprints_of(const std::vector<Rollout>& r
     fields["old_logprobs"].add(rollout.old_logprobs);
     fields["ref_logprobs"].add(rollout.ref_logprobs);
     fields["rollout_logprobs"].add(rollout.rollout_logprobs);
+    if (!rollout.kept_sets.empty()) {
+      fields["kept_ids"].add(rollout.kept_sets.ids);
+      for (const std::int64_t begin : rollout.kept_sets.begin)
+        fields["kept_ids"].add(static_cast<std::uint32_t>(begin));
+    }
     fields["values"].add(rollout.values);
     fields["returns"].add(rollout.returns);
   }
@@ -273,6 +278,8 @@ std::vector<Rollout> read_for_model(const std::string& paths, const ModelShape& 
     refuse_image_tokens(rollout.prompt_ids, rollout.where + ": prompt_ids", shape);
     refuse_image_tokens(rollout.response_ids, rollout.where + ": response_ids", shape);
   }
+  if (std::ranges::any_of(file.rollouts, [](const Rollout& rollout) { return !rollout.kept_sets.empty(); }))
+    progress.note("kept_ids are not used: log-probs are over the whole vocabulary");
   fit_recorded_experts(file.rollouts, shape);
   if (const std::string note = recorded_experts_note(file.rollouts); !note.empty()) progress.note(note);
   return std::move(file.rollouts);

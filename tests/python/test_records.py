@@ -84,6 +84,39 @@ def test_slime_routes_pass_through_as_layers_by_experts(tmp_path):
     assert read(tmp_path / "0.pt")[0]["routed_experts"] == routes.tolist()
 
 
+def top_p_fields(sets, tensor=lambda values: torch.tensor(values, dtype=torch.int32)):
+    offsets = [0]
+    for one in sets:
+        offsets.append(offsets[-1] + len(one or []))
+    return {"rollout_top_p_token_ids": tensor([v for one in sets for v in one or []]), "rollout_top_p_token_offsets": tensor(offsets)}
+
+
+@pytest.mark.parametrize("tensor", [list, lambda values: torch.tensor(values, dtype=torch.int32)])
+def test_slime_top_p_sets_are_kept_ids(tensor, tmp_path):
+    samples = make_samples()
+    sets = [[[v, 90 + t] if t != 1 else None for t, v in enumerate(s["response_ids"])] for s in samples]
+    torch.save({"rollout_id": 4, "samples": [{**slime_sample(i, s), **top_p_fields(one, tensor)} for i, (s, one) in enumerate(zip(samples, sets))]},
+               tmp_path / "rollout_4.pt")
+    assert [r.get("kept_ids") for r in read(tmp_path / "rollout_4.pt")] == [one or None for one in sets]
+    dump = slime_train(samples, [5, 0, 2])
+    columns = [top_p_fields(sets[i]) for i in (5, 0, 2)]
+    dump["rollout_data"].update({name: [column[name] for column in columns] for name in columns[0]})
+    torch.save(dump, tmp_path / "train_4_0.pt")
+    assert [r["kept_ids"] for r in read(tmp_path / "train_4_0.pt")] == [sets[i] for i in (5, 0, 2)]
+
+
+@pytest.mark.parametrize("offsets,expected", [
+    ([0, 1], "entries, one more than response tokens"), ([0, 2, 1, 3], "ascending integers"), ([0, 1, 2, 4], "ascending integers"),
+    ([0, 1, 2, 2], "a range from 0 to 3"), ([1, 1, 2, 3], "a range from 0 to 3")])
+def test_slime_top_p_offsets_cut_all_ids_into_one_set_a_token(offsets, expected, tmp_path):
+    sample = {**slime_sample(0, make_samples()[0]), "tokens": [1, 7, 8, 9], "response_length": 3, "loss_mask": [1, 1, 1],
+              "rollout_log_probs": [0.0, 0.0, 0.0], "rollout_top_p_token_ids": [7, 8, 9], "rollout_top_p_token_offsets": offsets}
+    torch.save({"rollout_id": 0, "samples": [sample]}, tmp_path / "0.pt")
+    with pytest.raises(records.RecordError) as error:
+        read(tmp_path / "0.pt")
+    assert "sample 0: offsets of rollout_top_p_token_ids" in str(error.value) and expected in str(error.value)
+
+
 def test_slime_objects_of_its_class_are_data(foreign, tmp_path):
     sample = make_samples()[0]
     status = enum.Enum("Status", {"COMPLETED": "completed"}, module="slime.utils.types", qualname="Sample.Status")

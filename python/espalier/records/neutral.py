@@ -68,6 +68,23 @@ def series(place, field, values, loss_mask):
     return numbers
 
 
+def kept_sets(place, field, ids, offsets, tokens):
+    """Returns `kept_ids`: for each of `tokens` response tokens the list ids[offsets[t] : offsets[t + 1]], or None where that is empty, which
+    means that no set was recorded. None if `ids` or no token has one."""
+    if ids is None or offsets is None:
+        return None
+    ids, offsets = token_ids(place, field, ids), as_list(offsets)
+    if len(offsets) != tokens + 1:
+        raise place.wrong(f"offsets of {field}", f"{tokens + 1} entries, one more than response tokens", str(len(offsets)))
+    for at, offset in enumerate(offsets):
+        if type(offset) is not int or offset < (offsets[at - 1] if at else 0) or offset > len(ids):
+            raise place.wrong(f"offsets of {field}[{at}]", f"ascending integers from 0 to {len(ids)}, the number of ids", repr(offset)[:40])
+    if offsets[0] != 0 or offsets[-1] != len(ids):
+        raise place.wrong(f"offsets of {field}", f"a range from 0 to {len(ids)}, the number of ids", f"one from {offsets[0]} to {offsets[-1]}")
+    sets = [ids[begin:end] or None for begin, end in zip(offsets, offsets[1:])]
+    return sets if any(sets) else None
+
+
 def record(place, prompt_ids, response_ids, loss_mask, **fields):
     """Makes the record from its arguments and those `fields` that are not None."""
     prompt = token_ids(place, "prompt", prompt_ids)

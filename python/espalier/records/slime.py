@@ -6,14 +6,15 @@
 
 Samples with equal `rollout_id` (`rollout_ids` in train dumps) are the turns of one trajectory, in order.
 
-The response is the last response_length tokens; mask and log-probs have its length. Files of one folder are joined by sample index:
+The response is the last response_length tokens; mask and log-probs have its length. rollout_top_p_token_ids[offsets[t] : offsets[t + 1]], with
+offsets in rollout_top_p_token_offsets, are the tokens that top-p kept when response token t was sampled. Files of one folder are joined by sample index:
 train dumps of all ranks, to which rollout dumps add the group. The `rollout_id` of the dump itself is the step.
 """
 
 import collections
 
 from .errors import RecordError, UnsupportedRecords
-from .neutral import Place, number, plain_scalars, record, series, zero_or_one
+from .neutral import Place, kept_sets, number, plain_scalars, record, series, zero_or_one
 from .pickles import Inert
 from .tensors import as_list
 
@@ -150,6 +151,8 @@ def _record(place, sample, notes):
         place, tokens[:begin], tokens[begin:], mask, id=sample.get("index"), group=sample.get("group_index"),
         step=sample["step"], reward=_reward(place, sample, notes),
         advantage=series(place, "advantages", _whole(place, "advantages", sample, length), mask), **parts,
+        kept_ids=kept_sets(place, "rollout_top_p_token_ids", sample.get("rollout_top_p_token_ids"), sample.get("rollout_top_p_token_offsets"),
+                           length),
         routed_experts=None if routes is None else as_list(routes), meta=plain_scalars({"status": status}))
 
 

@@ -236,6 +236,53 @@ TEST(Reader, RefusesRecordedExpertsOfAnotherShape) {
   refused("7", "", "a list of tokens");
 }
 
+std::vector<std::int32_t> kept_at(const Rollout& rollout, std::size_t position) {
+  const auto ids = rollout.kept_sets.at(position);
+  return {ids.begin(), ids.end()};
+}
+
+TEST(Reader, ReadsKeptSets) {
+  using Ids = std::vector<std::int32_t>;
+  const Rollout some = read_one(with(R"("kept_ids":[[9,2,4,9],null])"));
+  EXPECT_EQ(kept_at(some, 0), (Ids{2, 4, 9})) << "in order, each id once";
+  EXPECT_EQ(kept_at(some, 1), Ids()) << "the whole vocabulary";
+  for (const char* none : {"null", "[null,null]"})
+    EXPECT_TRUE(read_one(with(std::string(R"("kept_ids":)") + none)).kept_sets.empty()) << none;
+  // The sets may come before the tokens and the mask. A token without loss may have a set that it is not in.
+  const Rollout masked =
+      read_one(R"({"kept_ids":[[3],[5,7],[],[4]],"loss_mask":[1,0,0,1],"prompt_ids":[1],"response_ids":[3,6,8,4]})");
+  EXPECT_EQ(masked.kept_sets.begin, (std::vector<std::int64_t>{0, 1, 1, 1, 2}));
+  EXPECT_EQ(masked.kept_sets.ids, (Ids{3, 4}));
+  const RolloutFile pair = parse_rollouts(
+      R"({"prompt_ids":[1],"chosen_ids":[2],"rejected_ids":[3,4],"rejected_kept_ids":[[3,5],[4]]})", "f");
+  EXPECT_TRUE(pair.rollouts.at(0).kept_sets.empty());
+  EXPECT_EQ(kept_at(pair.rollouts.at(1), 0), (Ids{3, 5}));
+}
+
+TEST(Reader, RefusesKeptSetsOfOtherTokens) {
+  ReadOptions options;
+  options.vocabulary = 10;
+  const auto refused = [&](const std::string& value, const std::string& where, const std::string& words) {
+    expect_refused(with(R"("kept_ids":)" + value), "f:1: kept_ids" + where, words, options);
+  };
+  refused("[[2,4]]", "", "2 entries, one per response token, got 1");
+  refused("[[2],[3],[4]]", "", "2 entries");
+  refused("[[2,4],[2,4]]", "[1]", "the sampled token 3 among the kept ids, got 2 ids without it");
+  refused("[[],[3]]", "[0]", "the sampled token 2 among the kept ids, got an empty list");
+  refused("[[2,10],[3]]", "[0][1]", "an integer in [0, 10)");
+  refused("[[2],[3,-1]]", "[1][1]", "a token id");
+  refused("[[2],[3,0.5]]", "[1][1]", "a token id");
+  refused("[2,3]", "[0]", "a list of token ids");
+  refused("[[2],true]", "[1]", "a list of token ids");
+  refused("7", "", "a list with the kept ids");
+  expect_refused(R"({"prompt_ids":[1],"chosen_ids":[2],"rejected_ids":[3],"chosen_kept_ids":[[3]]})",
+                 "f:1: chosen_kept_ids[0]", "the sampled token 2");
+  expect_refused(R"({"prompt_ids":[1],"chosen_ids":[2],"rejected_ids":[3],"kept_ids":[[2]]})", "f:1: kept_ids",
+                 "no such field together with chosen_ids");
+  expect_refused(R"({"prompt_ids":[1],"response_ids":[2],"rejected_kept_ids":[[2]]})", "f:1: rejected_ids",
+                 "together with rejected_kept_ids");
+}
+
 TEST(Reader, RefusesWhatIsNoFiniteNumber) {
   for (const char* bad : {"NaN", "nan", "Infinity", "-Infinity", "1e999", "-1e400", "null", ".5", "1.", "--1", "1e"}) {
     expect_refused(with(R"("old_logprobs":[-1,)" + std::string(bad) + "]"), "f:1: old_logprobs[1]",

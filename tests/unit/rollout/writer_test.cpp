@@ -9,6 +9,7 @@
 
 #include "espalier/base/json.h"
 #include "espalier/base/random.h"
+#include "espalier/rollout/kept_sets.h"
 #include "espalier/rollout/reader.h"
 #include "tests/support/make_rollouts.h"
 #include "tests/unit/rollout/expect_error.h"
@@ -54,6 +55,9 @@ void expect_same(const Rollout& a, const Rollout& b) {
   EXPECT_EQ(a.group, b.group);
   EXPECT_EQ(a.carried, b.carried);
   EXPECT_EQ(a.index, b.index);
+  EXPECT_EQ(a.full_logprobs, b.full_logprobs);
+  EXPECT_EQ(a.kept_sets.begin, b.kept_sets.begin);
+  EXPECT_EQ(a.kept_sets.ids, b.kept_sets.ids);
   EXPECT_EQ(a.recorded_experts.tokens, b.recorded_experts.tokens);
   EXPECT_EQ(a.recorded_experts.layers, b.recorded_experts.layers);
   EXPECT_EQ(a.recorded_experts.chosen, b.recorded_experts.chosen);
@@ -71,6 +75,10 @@ TEST_F(Writer, WhatIsReadBackHasTheSameBits) {
     if (rollouts[0].length() == 3)
       rollouts[0].recorded_experts = {3, 2, 2, {0, 5, 1, 2, kFree, kFree, kFree, kFree, 3, 4, 6, 7}};
     if (rollouts[0].length() == 4) rollouts[0].recorded_experts = {3, 1, 1, {kFree, 65534, 0}};
+    for (const std::int32_t id : rollouts[0].response_ids)  // some tokens have no set
+      add_kept_set(rollouts[0].kept_sets, std::vector<std::int32_t>(id % 3, id));
+    if (rollouts[0].kept_sets.ids.empty()) rollouts[0].kept_sets = {};
+    rollouts[0].full_logprobs = rollouts[0].rollout_logprobs;
     const std::string file = path(seed % 2 ? "a.jsonl" : "a.jsonl.gz");
     testing::write_jsonl(file, rollouts);
     const RolloutFile back = read_rollouts({file});
@@ -108,6 +116,12 @@ TEST_F(Writer, ExtraSeriesAreAddedOrStandInPlace) {
   EXPECT_EQ(replaced["logprobs"].get<std::vector<double>>(), (std::vector<double>{9, 9}));
   const std::vector<double> too_short = {1};
   EXPECT_THROW(rollout_json(rollout, {{"logprobs", too_short}}), InternalError);
+}
+
+TEST_F(Writer, AnswersOfAPairKeepTheirSets) {
+  const std::string text =
+      R"({"prompt_ids":[1],"chosen_ids":[2,7],"chosen_kept_ids":[[2,4],null],"rejected_ids":[3],"rejected_kept_ids":[[3]]})";
+  EXPECT_EQ(set_json(parse_rollouts(text, "f").rollouts), text);
 }
 
 TEST_F(Writer, WritesTheSameGzipBytesTwice) {
