@@ -22,7 +22,6 @@ namespace {
 constexpr const char* kFormat = "espalier-state";
 constexpr std::int64_t kVersion = 1;
 constexpr std::array<const char*, 3> kParts = {"master.", "exp_avg.", "exp_avg_sq."};
-constexpr std::string_view kTrain = " train=";
 constexpr const char* kDamaged = "The checkpoint is damaged; continue from another one";
 
 // Typed access to the members of state.json.
@@ -97,106 +96,12 @@ const SafetensorsEntry& checked_entry(const SafetensorsFile& file, const std::st
 
 // A fingerprint without the words of --train, and these.
 std::pair<std::string, std::string> parts_of(const std::string& fingerprint) {
-  const std::size_t at = fingerprint.rfind(kTrain);
+  const std::size_t at = fingerprint.rfind(kFingerprintTrain);
   if (at == std::string::npos) return {fingerprint, "all"};
-  return {fingerprint.substr(0, at), fingerprint.substr(at + kTrain.size())};
+  return {fingerprint.substr(0, at), fingerprint.substr(at + kFingerprintTrain.size())};
 }
 
 }  // namespace
-
-namespace {
-
-void append_scaling(const char* name, const RopeScaling& s, std::ostream& out) {
-  out << name << s.factor << "," << s.low_freq_factor << "," << s.high_freq_factor << ","
-      << s.original_max_position_embeddings;
-  if (s.type == RopeType::llama3) return;
-  out << ",type" << static_cast<int>(s.type) << "," << s.attention_factor << "," << s.beta_fast << "," << s.beta_slow
-      << "," << s.truncate;
-  for (const double factor : s.short_factor) out << "," << factor;
-}
-
-void append_layers(const char* name, const std::vector<std::uint8_t>& layers, std::ostream& out) {
-  out << name;
-  for (const std::uint8_t layer : layers) out << (layer != 0 ? '1' : '0');
-}
-
-// What only some families have; nothing for the others.
-void append_further(const ModelShape& s, std::ostream& out) {
-  if (s.has_window_rope) {
-    append_layers(" window_rope_layers=", s.window_layer, out);
-    out << " window_rope_theta=" << s.window_rope.theta;
-    if (s.window_rope.has_scaling) append_scaling(" window_rope_scaling=", s.window_rope.scaling, out);
-  }
-  if (!s.unrotated_layer.empty()) append_layers(" unrotated_layers=", s.unrotated_layer, out);
-  if (!s.without_mlp.empty()) append_layers(" without_mlp=", s.without_mlp, out);
-  const auto number = [&](const char* name, double value, double usual) {
-    if (value != usual) out << " " << name << "=" << value;
-  };
-  number("attention_scale", s.attention.scale, 0);
-  number("attention_cap", s.attention.soft_cap, 0);
-  number("rotary", static_cast<double>(s.attention.rotary), 0);
-  number("query_growth", s.attention.query_growth, 0);
-  number("growth_length", static_cast<double>(s.attention.growth_length), 0);
-  number("interleaved", s.attention.interleaved, 0);
-  number("wide_norm", s.attention.wide_norm, 0);
-  number("norm", static_cast<int>(s.norm), 0);
-  number("norm_place", static_cast<int>(s.norm_place), 0);
-  number("activation", static_cast<int>(s.activation.kind), 0);
-  number("gated", s.activation.gated, 1);
-  number("activation_limit", s.activation.limit, 0);
-  number("sinks", s.attention.sinks, 0);
-  number("least_step", s.delta_rule.least_step, 0);
-  number("gate_latent", static_cast<double>(s.delta_rule.gate_latent), 0);
-  number("expert_bias", s.expert_bias, 0);
-  number("embedding_scale", s.scales.embedding, 1);
-  number("residual_scale", s.scales.residual, 1);
-  number("logits_scale", s.scales.logits, 1);
-  number("logit_cap", s.scales.logit_cap, 0);
-  number("router_sigmoid", s.router.sigmoid, 0);
-  number("router_groups", static_cast<double>(s.router.groups), 1);
-  number("router_top_groups", static_cast<double>(s.router.top_groups), 1);
-  number("router_scaling", s.router.scaling, 1);
-  number("shared_inner", static_cast<double>(s.shared_expert.inner), 0);
-  const LatentShape& latent = s.latent;
-  for (const auto& [value, name] : {std::pair{latent.query, "query_latent"},
-                                    {latent.key_value, "key_value_latent"},
-                                    {latent.plain, "plain_channels"},
-                                    {latent.rotary, "rotary_channels"},
-                                    {latent.value, "value_channels"}})
-    number(name, static_cast<double>(value), 0);
-  number("shared_gate", s.shared_expert.gate, 0);
-}
-
-}  // namespace
-
-std::string fingerprint_of(const ModelShape& shape) {
-  std::ostringstream out;
-  out.precision(17);
-  out << shape.architecture << " layers=" << shape.layers << " hidden=" << shape.hidden << " inner=" << shape.inner
-      << " heads=" << shape.heads << " kv_heads=" << shape.kv_heads << " head_dim=" << shape.head_dim
-      << " vocabulary=" << shape.vocabulary << " eps=" << shape.rms_norm_eps << " rope_theta=" << shape.rope_theta;
-  if (shape.has_rope_scaling) append_scaling(" rope_scaling=", shape.rope_scaling, out);
-  for (const auto& [flag, name] : {std::pair{shape.tied_head, "tied_head"},
-                                   {shape.value_head, "value_head"},
-                                   {shape.qkv_bias, "qkv_bias"},
-                                   {shape.output_bias, "output_bias"},
-                                   {shape.mlp_bias, "mlp_bias"},
-                                   {shape.qk_norm, "qk_norm"}})
-    if (flag) out << " " << name;
-  if (shape.experts > 0) {
-    out << " experts=" << shape.experts << " per_token=" << shape.experts_per_token
-        << " expert_inner=" << shape.expert_inner << " norm_topk=" << shape.norm_topk_prob << " expert_layers=";
-    for (const std::uint8_t layer : shape.expert_layer) out << (layer != 0 ? '1' : '0');
-  }
-  if (shape.window > 0) {
-    out << " window=" << shape.window << " window_layers=";
-    for (const std::uint8_t layer : shape.window_layer) out << (layer != 0 ? '1' : '0');
-  }
-  append_further(shape, out);
-  if (shape.trained.nf4_parameters) out << " weights=nf4";
-  if (!shape.trained.all()) out << kTrain << shape.trained.words;  // the last
-  return std::move(out).str();
-}
 
 void save_run_state(const fs::path& directory, const RunState& state, const ParameterTable& table, const void* masters,
                     const void* first_moments, const void* second_moments) {

@@ -12,10 +12,9 @@
 
 #include "espalier/base/dtype.h"
 #include "espalier/model/parameters.h"
+#include "espalier/shape/fingerprint.h"
 
 namespace espalier {
-
-struct ModelShape;
 
 struct RunState {
   std::int64_t step = 0;                // optimizer steps done
@@ -28,9 +27,6 @@ struct RunState {
   DType dtype = DType::float32;         // the run's weights and activations
   DType accumulators = DType::float32;  // masters and moments: float32 or float64
 };
-
-// Everything of a shape that the meaning of its weights depends on, readable, for comparison.
-std::string fingerprint_of(const ModelShape& shape);
 
 // Writes espalier/state.json and espalier/state.safetensors into an existing directory, usually
 // AtomicDirectory::path(). masters, first and second moments: table.size() elements of state.accumulators each.

@@ -11,6 +11,7 @@
 #include "espalier/shape/expert_config.h"
 #include "espalier/shape/model_families.h"
 #include "espalier/shape/rope_config.h"
+#include "espalier/shape/stored_sizes.h"
 #include "espalier/shape/trained_parameters.h"
 #include "espalier/shape/usual_members.h"
 
@@ -494,10 +495,11 @@ ModelShape shape_of_family(const Members& stated, const Family& family) {
                                  : config.integer("num_attention_heads", 1, 65536);
   const bool as_heads = family.kv_heads == 0 || config.is_null("num_key_value_heads");
   shape.kv_heads = config.integer("num_key_value_heads", 1, shape.heads, as_heads ? shape.heads : family.kv_heads);
-  if (!config.has("head_dim") && !family.latent && family.head_dim == 0 && shape.hidden % shape.heads != 0)
+  const bool of_family = family.head_dim > 0 && !config.is_null("head_dim");  // a null is hidden_size / heads
+  if (!config.has("head_dim") && !family.latent && !of_family && shape.hidden % shape.heads != 0)
     config.fail("hidden_size",
                 text_of("a multiple of num_attention_heads = ", shape.heads, " where head_dim is absent"));
-  shape.head_dim = config.integer("head_dim", 1, 4096, family.head_dim ? family.head_dim : shape.hidden / shape.heads);
+  shape.head_dim = config.integer("head_dim", 1, 4096, of_family ? family.head_dim : shape.hidden / shape.heads);
   if (family.latent)
     read_latents(config, family, shape);
   else
@@ -721,14 +723,25 @@ bool is_reward_model(const std::filesystem::path& given) {
 
 bool scores_sequences(const ModelShape& shape) { return shape.architecture.ends_with(kSequenceClassifier); }
 
+namespace {
+
+// With sizes that the tensors beside it say and it does not.
+Json read_completed_config(const std::filesystem::path& path) {
+  Json config = read_config(path);
+  add_stored_sizes(path.parent_path(), config);
+  return config;
+}
+
+}  // namespace
+
 ModelShape read_model_shape(const std::filesystem::path& given) {
   const std::filesystem::path path = config_path(given);
-  return model_shape_of(read_config(path), path.string());
+  return model_shape_of(read_completed_config(path), path.string());
 }
 
 CriticShape read_critic_shape(const std::filesystem::path& given) {
   const std::filesystem::path path = config_path(given);
-  return critic_shape_of(read_config(path), path.string());
+  return critic_shape_of(read_completed_config(path), path.string());
 }
 
 std::int64_t ModelShape::expert_layers() const {

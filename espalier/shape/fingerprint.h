@@ -1,0 +1,18 @@
+// A model's shape as text, by which a checkpoint is compared with the model that continues it.
+#pragma once
+
+#include <string>
+#include <string_view>
+
+#include "espalier/shape/model_shape.h"
+
+namespace espalier {
+
+// Stands before the words of --train, which are the fingerprint's last part.
+inline constexpr std::string_view kFingerprintTrain = " train=";
+
+// Everything of a shape that the meaning of its weights depends on, readable. Values that a family always has are left
+// out, because the architecture's name implies them.
+std::string fingerprint_of(const ModelShape& shape);
+
+}  // namespace espalier
