@@ -1,12 +1,14 @@
 # Everything a person types. The work is done by tools/setup.sh, CMake and tools/run_tests.py.
 #   JOBS=n      compile jobs (default: the processors of this machine)
-#   SWEEPS=all  every case of every test; K/N: one of N cases of every test that has several, and one of N long tests (default: 1/8)
+#   FILE=...    the files whose tests make t runs (default: those that git sees as changed)
+#   SWEEPS=K/8  a share of the tests other than that of the day (tools/test_tiers.py); all: every case, as make sweep
 #   PYTHON=...  a Python whose torch is 2.11 (default: .venv, else one that is found, else .venv is made)
 
 SHELL := /bin/bash
 JOBS ?= $(shell nproc)
-SWEEPS ?= 1/8
+SWEEPS ?=
 BUILD := build
+EACH := $(BUILD)/each
 CLANG ?= clang++-14
 PYTHON_USED = $$(cat $(BUILD)/setup/python)
 GENERATOR = $$(if command -v ninja >/dev/null; then echo Ninja; else echo "Unix Makefiles"; fi)
@@ -14,7 +16,7 @@ GENERATOR = $$(if command -v ninja >/dev/null; then echo Ninja; else echo "Unix 
 # On a machine with a GPU's driver the CUDA library is a part of the program.
 CUDA_TARGET := $(if $(wildcard /dev/nvidiactl),espalier_cuda)
 
-.PHONY: all setup setup-tests configure test cuda demo bench wheel check gpu-check gpu-bundle docs debug asan tsan clang clean help
+.PHONY: all setup setup-tests configure configure-each t fast test sweep record cuda demo bench wheel check gpu-check gpu-bundle docs debug asan tsan clang clean help
 .DEFAULT_GOAL := all
 
 all: setup configure  ## set-up and optimised build: build/espalier
@@ -32,10 +34,32 @@ configure: setup
 	  if [ -f $(BUILD)/CMakeCache.txt ]; then cmake -B $(BUILD) -S . -U ESPALIER_TORCH_DIR -DESPALIER_PYTHON="$(PYTHON_USED)"; \
 	  else cmake -G "$(GENERATOR)" -B $(BUILD) -S . -DCMAKE_BUILD_TYPE=Release -DESPALIER_PYTHON="$(PYTHON_USED)"; fi; fi
 
-test: setup-tests configure  ## the tests that need no accelerator, C++ and Python: a share of 8 of long tests and of tests with many cases; SWEEPS=all: everything
-	@"$(PYTHON_USED)" tools/test_shares.py "$(SWEEPS)"
+# One object for each file, so that an edit compiles one file. A build folder that is like that already is taken.
+configure-each: setup-tests
+	@if ! grep -q '^ESPALIER_UNITY:BOOL=OFF' $(BUILD)/CMakeCache.txt 2>/dev/null && [ ! -f $(EACH)/CMakeCache.txt ]; then \
+	  cmake -G "$(GENERATOR)" -B $(EACH) -S . -DCMAKE_BUILD_TYPE=Release -DESPALIER_UNITY=OFF -DESPALIER_PYTHON="$(PYTHON_USED)"; fi
+each = $$(if grep -q '^ESPALIER_UNITY:BOOL=OFF' $(BUILD)/CMakeCache.txt 2>/dev/null; then echo $(BUILD); else echo $(EACH); fi)
+
+PYTHON_ALONE := $(if $(FILE),$(if $(filter-out %.py,$(FILE)),,yes))
+# Files of Python alone need no more than the program, which `make` may have built.
+t: $(if $(PYTHON_ALONE),configure,configure-each)  ## FILE=espalier/model/layer.cpp: build and run the tests of a file, within a minute behind the compiler
+	@"$(PYTHON_USED)" tools/tests_of.py --build $(if $(PYTHON_ALONE),$(BUILD),$(each)) --jobs $(JOBS) $(FILE)
+
+fast: setup-tests configure  ## one case of every quick test: 3 minutes behind the build
 	@cmake --build $(BUILD) --parallel $(JOBS)
-	@"$(PYTHON_USED)" tools/run_tests.py --build $(BUILD) --sweeps $(SWEEPS)
+	@"$(PYTHON_USED)" tools/run_tests.py --build $(BUILD) --tier fast
+
+test: setup-tests configure  ## the tests that need no accelerator, C++ and Python, long ones and many cases by the day: 8 minutes behind the build
+	@"$(PYTHON_USED)" tools/test_tiers.py $(SWEEPS) >/dev/null
+	@cmake --build $(BUILD) --parallel $(JOBS) $(if $(filter all,$(SWEEPS)),--target all sweep_tests)
+	@"$(PYTHON_USED)" tools/run_tests.py --build $(BUILD) --tier $(if $(filter all,$(SWEEPS)),sweep,test --sweeps "$(SWEEPS)")
+
+sweep:  ## every case of every test, under every instruction set, deliberate faults and emulated devices included
+	@$(MAKE) --no-print-directory test SWEEPS=all
+
+record: configure-each  ## writes down which tests reach which file, and their seconds: tests/recording
+	@cmake --build $(each) --parallel $(JOBS) --target all sweep_tests espalier_entered_functions
+	@"$(PYTHON_USED)" tools/record_tests.py --build $(each)
 
 cuda: setup configure  ## the library behind --device cuda, build/libespalier_cuda.so, where there is an nvcc
 	@cmake --build $(BUILD) --parallel $(JOBS) --target espalier_cuda

@@ -114,14 +114,24 @@ function(espalier_bfloat16_sources target)
   endforeach()
 endfunction()
 
-# espalier_test(NAME FILES... LINK targets... [ALONE files...] [TORCH] [ROUNDING filter] [THREADS filter]): one GoogleTest
-# binary and one ctest entry. ALONE as in espalier_library.
+# A target that `make sweep` alone builds.
+function(espalier_build_for_sweep target)
+  if(NOT TARGET sweep_tests)
+    add_custom_target(sweep_tests)
+  endif()
+  set_target_properties(${target} PROPERTIES EXCLUDE_FROM_ALL ON)
+  add_dependencies(sweep_tests ${target})
+endfunction()
+
+# espalier_test(NAME FILES... LINK targets... [ALONE files...] [TORCH] [SWEEP] [ROUNDING filter] [THREADS filter]): one
+# GoogleTest binary and one ctest entry. ALONE as in espalier_library.
+# SWEEP: built and run by `make sweep` alone, and by CI where a change touches what it enters.
 # ROUNDING: a GoogleTest filter of the cases that judge float32 or bfloat16, which tools/run_tests.py repeats under
 # every instruction set of the processor. (Kernel tests that go through the sets by themselves need none.)
 # THREADS: the cases are too small for threads, which would only wait for each other: they run on one, and those of the
 # filter once more on all.
 function(espalier_test name)
-  cmake_parse_arguments(arg "TORCH" "ROUNDING;THREADS" "ALONE;LINK;FILES;LABELS" ${ARGN})
+  cmake_parse_arguments(arg "TORCH;SWEEP" "ROUNDING;THREADS" "ALONE;LINK;FILES;LABELS" ${ARGN})
   list(APPEND arg_FILES ${arg_UNPARSED_ARGUMENTS} ${arg_ALONE})
   set_source_files_properties(${arg_ALONE} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
   add_executable(${name} ${arg_FILES})
@@ -138,6 +148,10 @@ function(espalier_test name)
       HEADERS <gtest/gtest.h> LINK GTest::gtest)
   endif()
   add_test(NAME ${name} COMMAND ${name})
+  if(arg_SWEEP)
+    list(APPEND arg_LABELS sweep)
+    espalier_build_for_sweep(${name})
+  endif()
   if(arg_ROUNDING)
     list(APPEND arg_LABELS "rounding=${arg_ROUNDING}")
   endif()

@@ -37,7 +37,8 @@ def levels_to_run(build):
     return levels[-1], [level for level in levels[:-1] if level != EMULATED]
 
 
-def described(level, repeated):
+def described(level, repeated, narrower):
+    """`narrower`: all that the processor has below `level`."""
     if not level:
         return "Instruction sets: the processor's widest alone; the C++ tests are not built, which list the others"
     text = f"Instruction sets: every case under {level}"
@@ -45,7 +46,10 @@ def described(level, repeated):
         text += f"; those that judge float32 or bfloat16 again under {', '.join(repeated)}"
     elif os.environ.get(VARIABLE):
         text += f", as {VARIABLE} asks"
-    absent = [name for name in LIBRARIES if name not in (level, EMULATED, *repeated)]
+    left = [name for name in narrower if name not in repeated]
+    if left:
+        text += f"; left to the sweep: {', '.join(left)}"
+    absent = [name for name in LIBRARIES if name not in (level, EMULATED, *narrower)]
     if absent and not os.environ.get(VARIABLE):
         text += f"; not on this processor: {', '.join(absent)}"
     return text

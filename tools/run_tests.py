@@ -1,18 +1,24 @@
-"""Runs every test of a build folder and says what happened: pytest, then the GoogleTest binaries (from ctest's list), under
-every narrower instruction set of the processor once more the cases that judge float32 or bfloat16, and on all threads once
-more some of the cases that are too small for more than one.
+"""Runs the tests of a build folder and says what happened: pytest, then the GoogleTest binaries (from ctest's list).
 
-    python tools/run_tests.py --build build [--no-python] [--no-cpp] [--only REGEX] [--jobs N] [--sweeps all|K/N] [--times FILE]
+    python tools/run_tests.py --build build [--tier fast|test|sweep] [--sweeps CHOICE] [--no-python] [--no-cpp] [--only REGEX]
+                              [--jobs N] [--times FILE]
 
-`--sweeps 1/8` runs one of eight cases of every test that has several (at least one) and of the long tests together (those of
-tests/long_tests.txt), 2/8 others, and so on; --times writes the seconds of every case.
+A tier is a choice of cases (tools/test_tiers.py) and of repetitions:
+
+  fast   one case of every test that is quick, once
+  test   the share of the day, `--sweeps K/8` another one. The cases that judge float32 or bfloat16 run once more, under one of the
+         narrower instruction sets of the processor, and some of those that are too small for threads on all threads.
+  sweep  every case, under every instruction set, on every device (entries of ctest with the label `sweep` run here alone)
+
+--times writes the seconds of every case.
 One line per binary with its cases and seconds; the output of what failed; the skipped cases with their reasons; the
 instruction sets; and as the last line exactly `N passed, N failed, N skipped`, where N counts single test cases. Exit 1 when
-a case failed, when a binary ended without a report, or when fewer cases exist than tests/minimum_cases.txt says, repetitions
-not counted (a test that silently disappears is a failure).
+a case failed, when a binary ended without a report, or when fewer cases ran than tests/minimum_cases.txt says of the tier,
+repetitions not counted (a test that silently disappears is a failure).
 """
 
 import argparse
+import datetime
 import importlib.util
 import json
 import os
@@ -22,13 +28,14 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from collections import Counter
+from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from instruction_levels import BFLOAT16_ALONE, described, environment_of, levels_to_run
-from test_shares import read_share
+from test_cases import entries_of, matches
+from test_tiers import Choice, share_of
 
 ROOT = Path(__file__).resolve().parent.parent
 BINARY_TIMEOUT = 900.0  # seconds
@@ -111,12 +118,6 @@ def collect(report, status, name, silent_status=0):
     return result
 
 
-def listed_tests(build):
-    command = ["ctest", "--test-dir", str(build), "--show-only=json-v1"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    return json.loads(done.stdout).get("tests", []) if done.returncode == 0 else []
-
-
 @dataclass
 class Job:
     """One program of tests. `level`: the instruction set it is held to (tools/instruction_levels.py), empty for none."""
@@ -134,8 +135,7 @@ class Job:
         start = time.monotonic()
         status, output = run_logged(self.command, self.environment, self.cwd, BINARY_TIMEOUT)
         result = collect(self.report, status, self.name)
-        # A share of the cases may have none of those that are repeated.
-        if self.repeated and os.environ["ESPALIER_SWEEPS"] == "all" and not (result.passed or result.failed or result.skipped):
+        if not result.cases():
             result.failed.append(f"{self.name}: no case was selected")
         return result, output, time.monotonic() - start
 
@@ -159,50 +159,42 @@ def run_jobs(jobs, at_once):
     return total, repetitions
 
 
-def property_of(test, name):
-    return next((p["value"] for p in test.get("properties", []) if p["name"] == name), None)
-
-
-def filter_of(test, what):
-    """The GoogleTest filter that espalier_test (cmake/EspalierTargets.cmake) was given as ROUNDING or THREADS, or nothing."""
-    labels = property_of(test, "LABELS") or []
-    return next((label.removeprefix(f"{what}=") for label in labels if label.startswith(f"{what}=")), None)
-
-
-def program_of(command):
-    """The test binary, before which `cmake -E env NAME=VALUE` may stand."""
-    return next(Path(word) for word in reversed(command) if Path(word).is_file())
-
-
-def cpp_jobs(build, only, reports, level, others):
-    jobs, failed = [], []
-    for test in listed_tests(build):
-        name, judged, threaded = test["name"], filter_of(test, "rounding"), filter_of(test, "threads")
-        if not re.search(only, name):
+def cpp_jobs(build, only, reports, level, others, choice, sweep):
+    """`others`: instruction sets of the repetitions. `sweep`: entries that run in the sweep alone, too."""
+    jobs = []
+    entries, missing = entries_of(build, only, sweep)
+    for entry in entries:
+        judged, threaded = entry.label("rounding"), entry.label("threads")
+        if "sweep" in entry.labels and not sweep or choice.only and entry.cases is None:
             continue
-        if "command" not in test:
-            failed.append(f"{name}: not built")
-            continue
-        cwd = property_of(test, "WORKING_DIRECTORY") or str(build)
 
-        def job(called, sets, more, selected=None, test=test, cwd=cwd, **how):
-            report = reports / f"{called}.xml"
+        def job(called, sets, more, selected="*", entry=entry, **how):
+            report, command = reports / f"{called}.xml", entry.command
+            if entry.cases is not None:
+                cases = defaultdict(list)
+                for test, case in entry.cases:
+                    cases[test].append(case)
+                chosen = [case for test, names in cases.items() for case in choice.cases(test, names) if matches(case, selected)]
+                if not chosen:  # a share may have none of a program
+                    return []
+                flags = reports / f"{called}.flags"
+                flags.write_text("--gtest_filter=" + ":".join(chosen))
+                command = [*command, f"--gtest_flagfile={flags}"]
             environment = dict(os.environ, GTEST_OUTPUT=f"xml:{report}", GTEST_COLOR="no", **environment_of(sets), **more)
             environment.setdefault("GOMP_SPINCOUNT", "1000")  # as the program: two binaries share the processors
-            # Behind a filter of the test's own, which it replaces.
-            command = test["command"] + ([f"--gtest_filter={selected}"] if selected else [])
-            return Job(called, command, report, environment, cwd, **how)
+            return [Job(called, command, report, environment, entry.cwd, **how)]
 
         one = {"OMP_NUM_THREADS": "1"} if threaded else {}
-        jobs.append(job(name, level, one))
+        jobs += job(entry.name, level, one)
         for other in others if judged else []:
-            jobs.append(job(f"{name} ({other})", other, one, judged, repeated=True))
-        if threaded:
-            jobs.append(job(f"{name} (all threads)", level, {}, threaded, repeated=True, alone=True))
-    if not jobs:
+            jobs += job(f"{entry.name} ({other})", other, one, judged, repeated=True)
+        if threaded and choice.text != "fast":
+            jobs += job(f"{entry.name} (all threads)", level, {}, threaded, repeated=True, alone=True)
+    if not jobs and not missing:
         print("no C++ tests in this build folder (GoogleTest missing when it was configured?)")
     # The largest binaries run longest: they come first, and the short repetitions fill up at the end.
-    return sorted(jobs, key=lambda job: (job.repeated, -program_of(job.command).stat().st_size)), Result(failed=failed)
+    size = lambda job: next(Path(word) for word in job.command if Path(word).is_file()).stat().st_size  # noqa: E731
+    return sorted(jobs, key=lambda job: (job.repeated, -size(job))), Result(failed=[] if choice.only else [f"{name}: not built" for name in missing])
 
 
 def print_failures(output):
@@ -259,13 +251,17 @@ def python_jobs(build, reports, others):
     return jobs
 
 
-def summarise(total, repetitions, everything):
-    """Prints what was skipped and failed, and the last line; adds the failure of too few cases."""
-    minimum_file = ROOT / "tests/minimum_cases.txt"
+def minimum_cases(tier):
+    """Of tests/minimum_cases.txt: `tier number` a line."""
+    return dict(line.split() for line in (ROOT / "tests/minimum_cases.txt").read_text().splitlines())[tier]
+
+
+def summarise(total, repetitions, tier):
+    """Prints what was skipped and failed, and the last line; adds the failure of too few cases of a whole tier."""
     cases = total.cases() - repetitions
     # Where the Python tests cannot run at all, that stands among the skipped ones with its reason.
-    if everything and PYTHON_ABSENT not in dict(total.skipped) and cases < int(minimum_file.read_text()):
-        total.failed.append(f"{cases} cases exist, tests/minimum_cases.txt wants {minimum_file.read_text().strip()}")
+    if tier and PYTHON_ABSENT not in dict(total.skipped) and cases < int(minimum_cases(tier)):
+        total.failed.append(f"{cases} cases ran, tests/minimum_cases.txt wants {minimum_cases(tier)} of the tier {tier}")
     if total.skipped:
         print("\nSkipped:")
         for reason, count in Counter(reason for _, reason in total.skipped).most_common():
@@ -284,22 +280,26 @@ def main():
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="programs that run side by side")
     parser.add_argument("--no-python", action="store_true")
     parser.add_argument("--no-cpp", action="store_true")
-    parser.add_argument("--sweeps", default=os.environ.get("ESPALIER_SWEEPS", "all"), help="all, or K/N: one of N cases of every test that has several, and of the long tests")
+    parser.add_argument("--tier", choices=("fast", "test", "sweep"), default="sweep")
+    parser.add_argument("--sweeps", default="", help="all, fast, one or K/N (tools/test_tiers.py) in place of the tier's own choice")
+    parser.add_argument("--day", type=datetime.date.fromisoformat, default=datetime.datetime.now(datetime.UTC).date(), help="chooses the share and the instruction set of the tier test")
     parser.add_argument("--times", type=Path, help="a file for the seconds of every case")
     arguments = parser.parse_args()
+    sweep = arguments.tier == "sweep"
     try:
-        read_share(arguments.sweeps)
+        choice = Choice(arguments.sweeps or {"fast": "fast", "test": share_of(arguments.day), "sweep": "all"}[arguments.tier])
     except ValueError as error:
         parser.error(f"--sweeps: {error}")
-    os.environ["ESPALIER_SWEEPS"] = arguments.sweeps  # tests/support/main.cpp, tests/python/conftest.py
-    everything = arguments.sweeps == "all" and not (arguments.only or arguments.no_python or arguments.no_cpp)
+    os.environ["ESPALIER_SWEEPS"] = choice.text  # tests/python/conftest.py, tests/cuda/mutate_kernels.py
+    whole_tier = "" if arguments.sweeps or arguments.only or arguments.no_python or arguments.no_cpp else arguments.tier
     build, start = arguments.build.resolve(), time.monotonic()
-    level, others = levels_to_run(build)
+    level, narrower = levels_to_run(build)
+    others = narrower if sweep else [] if arguments.tier == "fast" else narrower[arguments.day.toordinal() % len(narrower):][:1] if narrower else []
 
     total, jobs = Result(), []
     with tempfile.TemporaryDirectory(prefix="espalier-tests-") as folder:
         if not arguments.no_cpp:
-            jobs, missing = cpp_jobs(build, arguments.only, Path(folder), level, others)
+            jobs, missing = cpp_jobs(build, arguments.only, Path(folder), level, others, choice, sweep)
             total.add(missing)
         if not arguments.no_python:
             absence = python_absence(build)
@@ -311,13 +311,12 @@ def main():
                 jobs += python_jobs(build, Path(folder), others) if not arguments.only else []
         ran, repetitions = run_jobs(jobs, arguments.jobs)
         total.add(ran)
-    print(f"\n{described(level, others)}; {time.monotonic() - start:.0f} s")
-    if arguments.sweeps != "all":
-        print(f"Of every test with several cases, and of the long tests (tests/long_tests.txt), only the share {arguments.sweeps}: "
-              "--sweeps all (make test SWEEPS=all) runs everything")
+    print(f"\n{described(level, others, narrower)}; {time.monotonic() - start:.0f} s")
+    if choice.text != "all":
+        print(f"Tier {arguments.tier}, {arguments.day}: the choice {choice.text} of tools/test_tiers.py; make sweep runs everything")
     if arguments.times:
         arguments.times.write_text(json.dumps(total.seconds, indent=0))
-    summarise(total, repetitions, everything)
+    summarise(total, repetitions, whole_tier)
     return 1 if total.failed else 0
 
 

@@ -27,7 +27,7 @@ from kernel_changes import changes_of, with_all, with_change
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 sys.path.append(str(ROOT / "tools"))
-from test_shares import names_of_share, read_share  # noqa: E402
+from test_tiers import Choice  # noqa: E402
 FOLDER = "espalier/ops/cuda"
 # Of checks: those that come by a file. Other headers are met by all.
 GROUPS = {"activation.cu": ["Variants"], "attention_merge.cu": ["Merging"], "attention_plain.cu": ["Attention"], "attention_sinks.cu": ["Attention"],
@@ -280,7 +280,7 @@ def report(arguments, everything, results, seconds):
 
 def try_sample(library, everything, program):
     """The changes of mutation_sample.txt that ESPALIER_SWEEPS gives to this run, without what only all of them need: true where each is noticed."""
-    sample = set(names_of_share(sorted(listed_in("mutation_sample.txt")), *read_share(os.environ.get("ESPALIER_SWEEPS", "all"))))
+    sample = set(Choice(os.environ.get("ESPALIER_SWEEPS", "all")).cases("kernel_mutations", sorted(listed_in("mutation_sample.txt"))))
     chosen = {n: c for n, c in everything.items() if c[0].key() in sample}
     missing = sample - {change.key() for change, _ in chosen.values()}
     for line in missing:

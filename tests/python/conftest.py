@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared/data"
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT / "python"), str(ROOT / "tools")]
 
-from test_shares import long_tests, names_of_share, read_share  # noqa: E402
+from test_tiers import Choice  # noqa: E402
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -39,28 +39,24 @@ LONGEST = ("test_hf_sweep", "test_trl_configurations", "test_trl_sharded", "test
            "test_train_parity", "test_examples", "test_lora_modules", "test_hf_states")
 
 
-def cases_of_share(items, share, shares, long):
-    """The items that tools/test_shares.py gives to the share; `long`: names of long tests."""
+def chosen_items(items, choice):
+    """The items that a Choice of tools/test_tiers.py leaves."""
     cases = {}
     for item in items:
         cases.setdefault((item.path, item.parent.name, getattr(item, "originalname", item.name)), []).append(item)
     kept = set()
     for (path, _, name), several in cases.items():
-        is_long = f"{path.name}::{name}" in long
-        if len(several) == 1 and not is_long:
-            kept.update(several)
-        else:
-            names = set(names_of_share([item.nodeid for item in several], share, shares, is_long))
-            kept.update(item for item in several if item.nodeid in names)
+        names = set(choice.cases(f"{path.name}::{name}", [item.nodeid for item in several]))
+        kept.update(item for item in several if item.nodeid in names)
     return [item for item in items if item in kept]
 
 
 def pytest_collection_modifyitems(config, items):
     try:
-        share = read_share(os.environ.get("ESPALIER_SWEEPS", "all"))
+        choice = Choice(os.environ.get("ESPALIER_SWEEPS", "all"))
     except ValueError as error:
         raise pytest.UsageError(f"ESPALIER_SWEEPS: {error}") from None
-    kept = cases_of_share(items, *share, long_tests())
+    kept = chosen_items(items, choice)
     if len(kept) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
         items[:] = kept

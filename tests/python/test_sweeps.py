@@ -1,85 +1,116 @@
-"""ESPALIER_SWEEPS=K/N: every test but the long ones runs in every share, and the shares together run all cases once
-(tools/test_shares.py, conftest.py, tests/support/main.cpp)."""
+"""Which cases a run of the tests has (tools/test_tiers.py): every test but the long ones is in every share, the shares together are
+all cases, and the fast tier has one case of every quick test."""
 
+import datetime
 import os
 import re
 import subprocess
+import sys
 import types
 from pathlib import Path
 
 import pytest
 
-from conftest import ROOT, cases_of_share
-from test_shares import long_tests, names_of_share, read_share
+import test_tiers
+from conftest import ROOT, chosen_items
+from test_cases import matches, read_list
+from test_tiers import FAST, LONG, SHARES, Choice, long_tests, share_of
 
-SHARES = 8
-
-
-def split_by_shares(cases, chosen, long=()):
-    """`cases` and what chosen(K) returns: lists of (test, case); `long`: those of the tests that are long."""
-    parts = [chosen(share) for share in range(1, SHARES + 1)]
-    assert set().union(*parts) == set(cases)
-    assert all({test for test, _ in part} >= {test for test, _ in cases if test not in long} for part in parts)
-    assert all(sum(each in part for part in parts) == 1 for each in cases if each[0] in long)
-    assert max(map(len, parts)) < len(cases) / 2
+SECONDS = {"test_file.py::long": LONG + 1, "test_file.py::long_too": LONG + 1, "test_file.py::slow": FAST + 1}
 
 
 class Item(types.SimpleNamespace):
     __hash__ = object.__hash__  # as pytest's own
 
 
-def test_of_pytest():
+@pytest.fixture
+def items():
     parent = types.SimpleNamespace(name="test_file.py")
-    items = [Item(path=Path("test_file.py"), parent=parent, originalname=name, name=f"{name}[{case}]", nodeid=f"test_file.py::{name}[{case}]")
-             for name, count in (("alone", 1), ("two", 2), ("many", 100), ("long", 1), ("long_too", 3)) for case in range(count)]
-    long = {"test_file.py::long", "test_file.py::long_too"}
-    named = lambda items: [(item.originalname, item.name) for item in items]  # noqa: E731
-    split_by_shares(named(items), lambda share: named(cases_of_share(items, share, SHARES, long)), {"long", "long_too"})
-    assert cases_of_share(items, *read_share("all"), long) == items
+    counts = (("alone", 1), ("two", 2), ("many", 100), ("slow", 3), ("long", 1), ("long_too", 3))
+    return [Item(path=Path("test_file.py"), parent=parent, originalname=name, name=f"{name}[{case}]", nodeid=f"test_file.py::{name}[{case}]")
+            for name, count in counts for case in range(count)]
 
 
-def listed(binary, sweeps, *more):
-    """[(test, case)] of a GoogleTest binary, whose list names the suite before its cases; suites of types end with /0, /1, ..."""
-    done = subprocess.run([binary, "--gtest_list_tests", *more], env=dict(os.environ, ESPALIER_SWEEPS=sweeps), capture_output=True, text=True, check=True)
-    out, suite = [], None
-    for line in done.stdout.splitlines():
-        name = line.split("#")[0].rstrip()
-        if not line.startswith(" "):
-            suite = name if name.endswith(".") else suite
-        else:
-            out.append((re.sub(r"/\d+\.$", ".", suite) + name.split("/")[0].strip(), suite + name.strip()))
-    return out
+@pytest.fixture(autouse=True)
+def recorded(monkeypatch):
+    monkeypatch.setattr(test_tiers, "seconds_of_tests", lambda: SECONDS)
 
 
-def test_of_googletest(program):
+def names(items):
+    return [item.name for item in items]
+
+
+def test_shares_are_all_cases_and_every_share_has_every_quick_test(items):
+    parts = [names(chosen_items(items, Choice(f"{share}/{SHARES}"))) for share in range(1, SHARES + 1)]
+    assert set().union(*parts) == set(names(items))
+    for part in parts:
+        assert {name.split("[")[0] for name in part} >= {"alone", "two", "many", "slow"}
+        assert len(part) < len(items) / 2
+    for name in names(items):
+        assert not name.startswith("long") or sum(name in part for part in parts) == 1
+
+
+def test_the_fast_tier_has_the_first_case_of_quick_tests(items):
+    assert names(chosen_items(items, Choice("fast"))) == ["alone[0]", "two[0]", "many[0]"]
+    assert names(chosen_items(items, Choice("one"))) == ["alone[0]", "two[0]", "many[0]", "slow[0]", "long[0]", "long_too[0]"]
+    assert chosen_items(items, Choice("all")) == items
+
+
+def test_named_tests_have_all_their_cases(items, tmp_path):
+    (tmp_path / "some").write_text("test_file.py::slow\ntest_file.py::long\n")
+    assert names(chosen_items(items, Choice(f"tests:{tmp_path / 'some'}"))) == ["slow[0]", "slow[1]", "slow[2]", "long[0]"]
+
+
+def test_days_that_follow_each_other_run_all_shares():
+    first = datetime.date(2026, 11, 28)
+    assert {share_of(first + datetime.timedelta(days=n)) for n in range(SHARES)} == {f"{k}/{SHARES}" for k in range(1, SHARES + 1)}
+
+
+LISTING = """Running main() from tests/support/main.cpp
+Plain.
+  One
+  Two
+Models/Families.
+  EveryPlan/qwen3  # GetParam() = qwen3
+  EveryPlan/llama  # GetParam() = llama
+Typed/0.  # TypeParam = float
+  Adds
+Typed/1.  # TypeParam = double
+  Adds
+"""
+
+
+def test_a_list_of_googletest_is_read_with_tests_without_parameters():
+    assert read_list(LISTING) == [
+        ("Plain.One", "Plain.One"), ("Plain.Two", "Plain.Two"),
+        ("Models/Families.EveryPlan", "Models/Families.EveryPlan/qwen3"), ("Models/Families.EveryPlan", "Models/Families.EveryPlan/llama"),
+        ("Typed.Adds", "Typed/0.Adds"), ("Typed.Adds", "Typed/1.Adds")]
+
+
+@pytest.mark.parametrize("chosen, kept", [
+    ("*", "One Two"), ("Plain.O*", "One"), ("-Plain.O*", "Two"), ("*.One:*.Two-Plain.Tw?", "One"), ("Other.*", "")])
+def test_filters_mean_what_they_mean_to_googletest(chosen, kept):
+    assert [case for case in ("One", "Two") if matches(f"Plain.{case}", chosen)] == kept.split()
+
+
+def test_the_list_of_a_program_is_what_googletest_runs(program):
     binary = program.parent / "tests/unit/ops/attention_test"
     if not binary.is_file():
         pytest.skip("the C++ tests are not built: no tests/unit/ops/attention_test")
-    split_by_shares(listed(binary, "all"), lambda share: listed(binary, f"{share}/{SHARES}"))
-    some = listed(binary, "1/8", "--gtest_filter=*-*Backward*")
-    assert some and set(some) == {each for each in listed(binary, "1/8") if "Backward" not in each[1]}
+
+    def listed(*more):
+        return read_list(subprocess.run([binary, "--gtest_list_tests", *more], capture_output=True, text=True, check=True).stdout)
+
+    chosen = "*-*Backward*:*/avx2*"
+    assert listed(f"--gtest_filter={chosen}") == [pair for pair in listed() if matches(pair[1], chosen)] != []
 
 
-def test_long_tests_of_googletest(program):
-    binary = program.parent / "tests/parallel/layouts_test"
-    if not binary.is_file():
-        pytest.skip("the C++ tests are not built: no tests/parallel/layouts_test")
-    everything, parts = listed(binary, "all"), {share: listed(binary, f"{share}/{SHARES}") for share in range(1, SHARES + 1)}
-    split_by_shares(everything, parts.get, long_tests())
-    for long in long_tests() & {test for test, _ in everything}:
-        cases = [case for test, case in everything if test == long]
-        for share, part in parts.items():  # both languages choose the same
-            assert [case for test, case in part if test == long] == names_of_share(cases, share, SHARES, is_long=True)
-
-
-@pytest.mark.parametrize("text", ["0/8", "9/8", "1", "a/8", "1/", "1/8x", "-1/8"])
-def test_a_wrong_share_is_refused_with_an_example(text, program):
+@pytest.mark.parametrize("text", ["0/8", "9/8", "1", "a/8", "1/", "1/8x", "-1/8", "slow"])
+def test_a_wrong_choice_is_refused_with_an_example(text):
     with pytest.raises(ValueError, match="as 1/8"):
-        read_share(text)
-    binary = program.parent / "tests/unit/ops/attention_test"
-    if binary.is_file():
-        done = subprocess.run([binary], env=dict(os.environ, ESPALIER_SWEEPS=text), capture_output=True, text=True)
-        assert done.returncode == 2 and "as 1/8" in done.stderr
+        Choice(text)
+    done = subprocess.run([sys.executable, ROOT / "tools/test_tiers.py", "--day=2026-11-28", "--", text], capture_output=True, text=True, env=dict(os.environ))
+    assert done.returncode == 1 and "as 1/8" in done.stderr
 
 
 def test_long_tests_exist():

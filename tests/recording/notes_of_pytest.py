@@ -1,0 +1,16 @@
+"""A plugin of pytest for `make record`: after every test, what was entered since the last one is noted under its name."""
+
+import ctypes
+import sys
+
+import pytest
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item, nextitem):
+    try:
+        return (yield)
+    finally:
+        note = ctypes.CDLL(None).espalier_note_entered
+        note(f"{item.path.name}::{getattr(item, 'originalname', item.name)}".encode())
+        sys.modules["sitecustomize"].entered.clear()

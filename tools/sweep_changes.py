@@ -1,0 +1,88 @@
+"""What CI runs of the sweep: every case, under every instruction set, of the tests that enter what the last commits changed, the most
+specific first, as many as take --seconds on two processors. It says which it left out.
+
+    python tools/sweep_changes.py --build build --seconds 240 [--since REVISION]
+
+Without --since: the commits of the day before the last one.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from instruction_levels import levels_to_run
+from recorded_tests import PYTEST, ROOT, Record
+from test_cases import entries_of, matches
+from tests_of import Tree, in_turns
+
+
+def git(*words):
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+
+
+def a_day_before():
+    """The last commit that is a day older than HEAD; where the history does not go so far, its first one."""
+    [last, *_] = git("log", "-1", "--format=%ct")
+    [before, *_] = git("rev-list", "-1", f"--before={int(last) - 24 * 3600}", "HEAD")
+    return before or git("rev-list", "--reverse", "HEAD")[0]
+
+
+def times_that_it_runs(build):
+    """{(program, test): how many cases, repetitions included}."""
+    counts, (_, narrower) = Counter(), levels_to_run(build)
+    entries, _ = entries_of(build, "", sweep=False)
+    for entry in entries:
+        for test, case in entry.cases or ():
+            counts[entry.program.name, test] += 1 + (len(narrower) if matches(case, entry.label("rounding") or "-*") else 0)
+    return counts
+
+
+def chosen_tests(tests, counts, seconds):
+    """(those that fit into `seconds` of two processors, those that do not, those that are not built here)."""
+    chosen, left_out, absent, left = [], [], [], 2 * seconds
+    for test in tests:
+        times = 1 if test.program == PYTEST else counts[test.program, test.name]
+        needed = test.seconds * times
+        if times == 0:
+            absent.append(test)
+        elif needed <= left:
+            chosen.append(test)
+            left -= needed
+        else:
+            left_out.append(test)
+    return chosen, left_out, absent
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--build", type=Path, default=Path("build"))
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--since", default="")
+    arguments = parser.parse_args()
+    build, since = arguments.build.resolve(), arguments.since or a_day_before()
+    files = [name for name in git("diff", "--name-only", "--diff-filter=d", since, "HEAD") if name and (ROOT / name).is_file()]
+    tree = Tree(Record.read(), build)
+    tests = in_turns([tree.tests_of(name) for name in files if re.search(r"\.(cpp|h|cu|cuh|py|def)$", name)])
+    chosen, left_out, absent = chosen_tests(tests, times_that_it_runs(build), arguments.seconds)
+    print(f"Sweep of the {len(files)} files changed since {since[:9]}: {len(chosen)} of the {len(tests)} tests that reach them, every case")
+    for what, those in (("left out, more than its seconds allow", left_out), ("left to make sweep, which builds them", absent)):
+        if those:
+            names = [test.name for test in those]
+            print(f"  {what}: {len(those)}: {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}")
+    if not chosen:
+        print("0 passed, 0 failed, 0 skipped")
+        return 0
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as names:
+        names.write("\n".join(test.name for test in chosen))
+        names.flush()
+        python = [] if any(test.program == PYTEST for test in chosen) else ["--no-python"]
+        return subprocess.run([sys.executable, ROOT / "tools/run_tests.py", "--build", build, "--tier", "sweep", "--sweeps", f"tests:{names.name}", *python], env=os.environ).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
