@@ -90,6 +90,8 @@ class Folder:
         notes = self.path / "notes"
         for line in notes.read_text(encoding="utf-8").splitlines() if notes.is_file() else []:
             test, seconds, *parts = line.split("\t")
+            if not test:
+                continue
             before, entered = out.get(test, (0.0, set()))
             for part in parts:
                 name, _, items = part.partition(":")

@@ -6,11 +6,18 @@ import sys
 import pytest
 
 
+def note(name):
+    ctypes.CDLL(None).espalier_note_entered(name.encode())
+    sys.modules["sitecustomize"].entered.clear()
+
+
+def pytest_collection_finish():
+    note("")  # imports are no test's
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item, nextitem):
     try:
         return (yield)
     finally:
-        note = ctypes.CDLL(None).espalier_note_entered
-        note(f"{item.path.name}::{getattr(item, 'originalname', item.name)}".encode())
-        sys.modules["sitecustomize"].entered.clear()
+        note(f"{item.path.name}::{getattr(item, 'originalname', item.name)}")
