@@ -2,7 +2,7 @@
 #   JOBS=n      compile jobs (default: the processors of this machine)
 #   FILE=...    the files whose tests make t runs (default: those that git sees as changed)
 #   SWEEPS=K/8  a share of the tests other than that of the day (tools/test_tiers.py); all: every case, as make sweep
-#   PYTHON=...  a Python whose torch is 2.11 (default: .venv, else one that is found, else .venv is made)
+#   PYTHON=...  a Python whose torch is 2.10 to 2.15 (default: .venv, else one that is found, else .venv is made)
 
 SHELL := /bin/bash
 JOBS ?= $(shell nproc)

@@ -8,6 +8,9 @@ function(espalier_install_for_wheel)
     RUNTIME DESTINATION espalier/bin COMPONENT wheel LIBRARY DESTINATION espalier/bin COMPONENT wheel)
   install(RUNTIME_DEPENDENCY_SET espalier_wheel PRE_INCLUDE_REGEXES simdjson zstd PRE_EXCLUDE_REGEXES ".*"
     LIBRARY DESTINATION espalier/bin COMPONENT wheel)
+  # python/espalier/launch.py refuses a torch of another minor version by this file.
+  file(CONFIGURE OUTPUT "${CMAKE_BINARY_DIR}/torch_version" CONTENT "${EspalierTorch_VERSION}\n")
+  install(FILES "${CMAKE_BINARY_DIR}/torch_version" DESTINATION espalier/bin COMPONENT wheel)
   # The library behind --device cuda, where `make cuda` has built it; it finds torch and cuBLAS beside the package.
   install(PROGRAMS "${CMAKE_BINARY_DIR}/libespalier_cuda.so" DESTINATION espalier/bin COMPONENT wheel OPTIONAL)
 endfunction()

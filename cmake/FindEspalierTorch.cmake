@@ -18,20 +18,19 @@ if(NOT ESPALIER_TORCH_DIR)
 endif()
 if(EXISTS "${ESPALIER_TORCH_DIR}/version.py")
   file(STRINGS "${ESPALIER_TORCH_DIR}/version.py" _v REGEX "^__version__ = ")
-  string(REGEX MATCH "[0-9]+\\.[0-9]+\\.[0-9]+" EspalierTorch_VERSION "${_v}")
+  string(REGEX MATCH "[0-9]+\\.[0-9]+" EspalierTorch_VERSION "${_v}")  # the minor version: that is what a program is built for
 endif()
 find_file(EspalierTorch_C10 libc10.so PATHS "${ESPALIER_TORCH_DIR}/lib" NO_DEFAULT_PATH NO_CACHE)
 find_file(EspalierTorch_CPU libtorch_cpu.so PATHS "${ESPALIER_TORCH_DIR}/lib" NO_DEFAULT_PATH NO_CACHE)
 find_path(EspalierTorch_INCLUDE ATen/core/Tensor.h PATHS "${ESPALIER_TORCH_DIR}/include" NO_DEFAULT_PATH NO_CACHE)
 include(FindPackageHandleStandardArgs)
 find_package_handle_standard_args(EspalierTorch
-  REQUIRED_VARS EspalierTorch_CPU EspalierTorch_C10 EspalierTorch_INCLUDE VERSION_VAR EspalierTorch_VERSION)
+  REQUIRED_VARS EspalierTorch_CPU EspalierTorch_C10 EspalierTorch_INCLUDE VERSION_VAR EspalierTorch_VERSION HANDLE_VERSION_RANGE)
 if(EspalierTorch_FOUND AND NOT TARGET EspalierTorch::cpu)
   get_filename_component(_site "${ESPALIER_TORCH_DIR}" DIRECTORY)
-  foreach(_d nvidia/cu13/lib nvidia/cudnn/lib nvidia/nccl/lib nvidia/cusparselt/lib nvidia/nvshmem/lib)
-    if(IS_DIRECTORY "${_site}/${_d}")
-      list(APPEND _rl "LINKER:-rpath-link,${_site}/${_d}")   # what libtorch_cpu.so itself needs, at link time only
-    endif()
+  file(GLOB _libraries LIST_DIRECTORIES true "${_site}/nvidia/*/lib")  # their names differ between builds for CUDA 12 and 13
+  foreach(_d ${_libraries})
+    list(APPEND _rl "LINKER:-rpath-link,${_d}")   # what libtorch_cpu.so itself needs, at link time only
   endforeach()
   # the second folder holds torch/types.h, which even c10d headers include (through logger.hpp, reducer.hpp, rpc)
   set(_inc "${EspalierTorch_INCLUDE};${EspalierTorch_INCLUDE}/torch/csrc/api/include")

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Finds or makes what a build needs, and writes the chosen Python to build/setup/python.
 #
-#   tools/setup.sh program   compiler, headers, and a Python package folder that holds torch 2.11
+#   tools/setup.sh program   compiler, headers, and a Python package folder that holds a torch of tools/torch_versions.txt
 #   tools/setup.sh tests     the same, GoogleTest, and the packages of the Python tests
 #
-# PYTHON names the Python to use. Without it: ./.venv, then python3.12, python3.11, python3, the first whose torch is
-# 2.11. Where none has it, .venv is made and filled with the pinned wheels of tools/requirements-*.txt.
+# PYTHON names the Python to use. Without it: ./.venv, then python3.13, python3.12, python3.11, python3, the first with such a
+# torch. If none has one, .venv is made and filled with the pinned wheels of tools/requirements-*.txt.
 # Quick when nothing is to do. Exit 2: something is missing that this script may not or cannot install; it is named.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -18,20 +18,26 @@ log() { printf '[setup] %s\n' "$*" >&2; }
 fail() { printf '[setup] %s\n' "$@" >&2; exit 2; }
 
 # One line that changes whenever the answer of this script could: its own text, the pins, the wish for a Python.
-stamp() { printf '%s ' "${PYTHON-}"; cat tools/setup.sh tools/requirements-*.txt | cksum; }
+stamp() { printf '%s ' "${PYTHON-}"; cat tools/setup.sh tools/torch_versions.txt tools/requirements-*.txt | cksum; }
 
-# Folder of torch 2.11 as seen by Python $1, or nothing. torch is not imported.
+# The minor version of torch that tools/torch_versions.txt calls $1.
+torch_version() { sed -n "s/^$1 //p" tools/torch_versions.txt; }
+torch_range="$(torch_version oldest) to $(torch_version newest)"
+
+# Folder of Python $1's torch if its version is in the range, or nothing. torch is not imported.
 torch_folder() {
   "$1" -c '
 import importlib.util, os, re, sys
 if sys.version_info < (3, 11):
     sys.exit()
+oldest, newest = (tuple(map(int, version.split("."))) for version in sys.argv[1:])
 spec = importlib.util.find_spec("torch")
 for folder in (spec.submodule_search_locations or []) if spec else []:
     version = os.path.join(folder, "version.py")
-    if os.path.exists(version) and re.search(r"__version__ = .2\.11\.", open(version).read()):
+    found = re.search(r"__version__ = .(\d+)\.(\d+)\.", open(version).read()) if os.path.exists(version) else None
+    if found and oldest <= tuple(map(int, found.groups())) <= newest:
         print(folder)
-' 2>/dev/null || true
+' "$(torch_version oldest)" "$(torch_version newest)" 2>/dev/null || true
 }
 
 # The Python package (python/espalier) is on the path of .venv through this file; a Python of the user's own is left as
@@ -125,11 +131,11 @@ working_python() {
   "$1" -c 'import os, sys; print(os.path.abspath(sys.executable)) if sys.version_info >= (3, 11) else None' 2>/dev/null || true
 }
 
-# Sets `python` to the first candidate with torch 2.11, and `base` to the first that could make .venv.
+# Sets `python` to the first candidate with a torch in the range, and `base` to the first that could make .venv.
 choose_python() {
   python="" base=""
   local candidate path
-  for candidate in ${PYTHON:+"$PYTHON"} .venv/bin/python python3.12 python3.11 python3; do
+  for candidate in ${PYTHON:+"$PYTHON"} .venv/bin/python python3.13 python3.12 python3.11 python3; do
     path=$(working_python "$candidate")
     [ -n "$path" ] || continue
     case "$path" in "$PWD"/.venv/*) ;; *) [ -n "$base" ] || base=$path ;; esac
@@ -137,7 +143,7 @@ choose_python() {
       python=$path
       return
     fi
-    [ "$candidate" != "${PYTHON-}" ] || log "the torch of PYTHON=$PYTHON is not 2.11: using another or making .venv"
+    [ "$candidate" != "${PYTHON-}" ] || log "PYTHON=$PYTHON has no torch $torch_range: using another or making .venv"
   done
 }
 
@@ -177,13 +183,13 @@ if [ -z "$python" ]; then
   fi
   [ -n "$(working_python .venv/bin/python)" ] || { log "making .venv with $base"; "$base" -m venv --clear .venv; }
   python=$PWD/.venv/bin/python
-  log "installing torch 2.11 into .venv (0.5 GB to download, 1.3 GB on disk)"
+  log "installing torch $(torch_version downloaded) into .venv (0.5 GB to download, 1.3 GB on disk)"
 fi
 case "$python" in
   "$PWD"/.venv/*)  # also when torch is there already: an interrupted installation is completed
     pip_install "$python" -q -r tools/requirements-build.txt -r tools/requirements-text.txt ||
-      fail "pip could not install tools/requirements-build.txt and requirements-text.txt; where there is no network, set PYTHON to a Python with torch 2.11"
-    [ -n "$(torch_folder "$python")" ] || fail "torch 2.11 is not in .venv after the installation: remove .venv and try again"
+      fail "pip could not install tools/requirements-build.txt and requirements-text.txt; where there is no network, set PYTHON to a Python with torch $torch_range"
+    [ -n "$(torch_folder "$python")" ] || fail "torch $(torch_version downloaded) is not in .venv after the installation: remove .venv and try again"
     # torchrun imports torch, which wants CUDA libraries that the program itself has no use for.
     complete_cuda_libraries || log "import torch fails, so .venv/bin/torchrun does not work (the error stands above); the program does"
     ;;

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from espalier.errors import Error
 
-TORCH = "2.11"  # the program links this version's libtorch; the Python package works with 2.6 and newer
 _PACKAGE = Path(__file__).resolve().parent
 _INSTALLED, _BUILT = _PACKAGE / "bin" / "espalier", _PACKAGE.parents[1] / "build" / "espalier"
 
@@ -45,17 +44,24 @@ def environment() -> dict[str, str]:
     return out
 
 
+def linked_torch() -> str:
+    """Minor version of torch that the installed program is linked to, as "2.11". The build writes it beside the program."""
+    return (_INSTALLED.parent / "torch_version").read_text(encoding="utf-8").strip()
+
+
 def _torch_folder() -> Path:
-    remedy = f"pip install 'torch=={TORCH}.*' into this Python; espalier.hf, espalier.trl and espalier.ops work with torch 2.6 and newer"
+    wanted = linked_torch()
+    remedy = (f"pip install 'torch=={wanted}.*' into this Python, or build the wheel for the torch that it has (`pip install .` in the source "
+              "tree); espalier.hf, espalier.trl and espalier.ops work with torch 2.6 and newer")
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
-        raise Error("device", "espalier's program", f"torch {TORCH}", f"no torch in {sys.executable}", remedy, 8)
+        raise Error("device", "espalier's program", f"torch {wanted}", f"no torch in {sys.executable}", remedy, 8)
     folder = Path(spec.submodule_search_locations[0])
     written = folder / "version.py"
     version = re.search(r"__version__ = '([^']+)'", written.read_text()) if written.is_file() else None
     found = version.group(1) if version else "unknown"
-    if not re.match(rf"{re.escape(TORCH)}(\D|$)", found):
-        raise Error("device", "espalier's program", f"torch {TORCH}, whose library it is linked to", f"torch {found} in {folder}", remedy, 8)
+    if not re.match(rf"{re.escape(wanted)}(\D|$)", found):
+        raise Error("device", "espalier's program", f"torch {wanted}, whose library it is linked to", f"torch {found} in {folder}", remedy, 8)
     return folder
 
 

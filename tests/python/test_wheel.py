@@ -1,5 +1,6 @@
 """The wheel in an empty environment: made of the finished build, installed, and run where the source tree is not on the path."""
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -65,8 +66,9 @@ def environment(wheel, tmp_path_factory):
 
 def test_the_wheel_holds_program_library_and_package(wheel):
     names = zipfile.ZipFile(wheel).namelist()
-    assert wheel.name.startswith("espalier-0.1.0-py3-none-linux_")
-    for name in ("bin/espalier", "bin/libespalier_core.so", "py.typed", "verbs.pyi", "hf/__init__.py", "trl/__init__.py", "records/__main__.py"):
+    minor = ".".join(importlib.metadata.version("torch").split(".")[:2])
+    assert wheel.name.startswith(f"espalier-0.1.0+torch{minor}-py3-none-linux_")
+    for name in ("bin/torch_version", "bin/espalier", "bin/libespalier_core.so", "py.typed", "verbs.pyi", "hf/__init__.py", "trl/__init__.py", "records/__main__.py"):
         assert f"espalier/{name}" in names
     assert not [name for name in names if "__pycache__" in name]
 
@@ -74,7 +76,17 @@ def test_the_wheel_holds_program_library_and_package(wheel):
 def test_versions_agree(wheel):
     import espalier
     cmake = (ROOT / "CMakeLists.txt").read_text()
-    assert f"project(espalier VERSION {espalier.__version__} " in cmake and wheel.name.startswith(f"espalier-{espalier.__version__}-")
+    assert f"project(espalier VERSION {espalier.__version__} " in cmake and wheel.name.startswith(f"espalier-{espalier.__version__}+torch")
+
+
+def test_the_range_of_torch_stands_in_one_place():
+    """pyproject.toml cannot read tools/torch_versions.txt, so it repeats it."""
+    import tomllib
+    versions = dict(line.split() for line in (ROOT / "tools/torch_versions.txt").read_text().splitlines() if line[0] != "#")
+    major, minor = map(int, versions["newest"].split("."))
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extras["program"] == [f"torch>={versions['oldest']},<{major}.{minor + 1}"]
+    assert f"torch=={versions['downloaded']}." in (ROOT / "tools/requirements-build.txt").read_text()
 
 
 def test_the_installed_program_runs(environment, model_of, tmp_path):
@@ -147,12 +159,13 @@ def test_another_torch_is_named(wheel, tmp_path):
         assert done.returncode == 8
         return done
 
-    assert "expected torch 2.11, got no torch in" in refused("--version").stderr
+    linked = (made.site / "espalier/bin/torch_version").read_text().strip()
+    assert f"expected torch {linked}, got no torch in" in refused("--version").stderr
     (made.site / "torch").mkdir()
     (made.site / "torch/version.py").write_text("__version__ = '2.6.0+cpu'\n")
     (made.site / "torch/__init__.py").touch()
     error = json.loads(refused("inspect", "x.jsonl", "--json").stdout)["error"]
-    assert error["kind"] == "device" and "torch 2.6.0+cpu in" in error["got"] and "pip install 'torch==2.11.*'" in error["remedy"]
+    assert error["kind"] == "device" and "torch 2.6.0+cpu in" in error["got"] and f"pip install 'torch=={linked}.*'" in error["remedy"]
     code = "import espalier\ntry: espalier.inspect('x')\nexcept espalier.Error as e: print(e.exit_code)"
     for package in ("numpy", "numpy.libs"):
         (made.site / package).symlink_to(folder_of("numpy") / package)
