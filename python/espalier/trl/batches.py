@@ -71,7 +71,6 @@ class SharedBatches(Sharing):
             out = forward(*args, espalier_batch=batch, **{**kwargs, "labels": None, "shift_labels": labelled.labels[None]})
         except Unsupported as reason:
             self._refuse(base, reason)
-            self._give_layers_back()
             return forward(*args, espalier_batch=False, **kwargs)
         return _in_their_places(out, labelled)
 
@@ -98,7 +97,6 @@ class SharedBatches(Sharing):
             if tree and tree.labelled:
                 raise  # to the model's forward, which chose the labels
             self._refuse(base, reason)
-            self._give_layers_back()
             return forward(*args, **kwargs)
         if tree:
             self.shared_rows["run"] += tree.rows
@@ -114,7 +112,7 @@ class SharedBatches(Sharing):
         try:
             self.verification = verification.compare(base, lambda: _read(forward(*args, **kwargs), tree), lambda: _read(self._shared(base, forward, tree, more), tree))
         finally:
-            self._give_layers_back()
+            self._give_layers_back(base)  # other models' backward passes are still to come
 
     def _compare_together(self, model):
         """Compares the same values of a sharded model, in whole calls of it on all ranks, before the loss: within one, FSDP counts its calls. The batch is
@@ -135,7 +133,7 @@ class SharedBatches(Sharing):
             except Unsupported:
                 return  # all ranks have refused the model
             finally:
-                self._give_layers_back()
+                self._give_layers_back(model)
 
     def _values(self, model, batch, shared):
         """The values that `_compare_backbone` compares, of a call of a sharded model; none on a rank without a `batch`. One more value is 0, and its

@@ -69,7 +69,6 @@ class SharedPrompts(Sharing):
             return shared()
         except Unsupported as reason:
             self._refuse(model, reason)
-        self._give_layers_back()
         self.shared_rows = counted
         self._window.reset(mark)
         return plain()
@@ -94,7 +93,7 @@ class SharedPrompts(Sharing):
             self.verification = verification.compare(model, lambda: values(*plain()), lambda: values(*shared()), lambda: self._prompts_backward(model))
         finally:
             self._window = window
-            self._give_layers_back()
+            self._give_layers_back(model)
 
     def _images(self, model, rows, fields):
         """(Rollouts with the batch's Images or None, reasons why the batch cannot be shared). A model's first images are compared with its own calls,
@@ -145,10 +144,10 @@ class SharedPrompts(Sharing):
                     out = plain()
             except Unsupported as reason:
                 problem = reason
-        if together:
-            self._agree(model, problem)
-        elif problem is not None:
-            raise problem
+            if together:
+                self._agree(model, problem)
+            elif problem is not None:
+                raise problem
         return out
 
     def _run_towers(self, model, pictures, new, window):

@@ -155,7 +155,8 @@ class Sharing:
     @contextlib.contextmanager
     def _our_layers(self, model):
         """Context manager for a call of the model: it runs with Espalier's attention and mixers. With gradients they stay until the step's backward,
-        in which checkpointed layers run again. Everywhere else the model has the user's."""
+        in which checkpointed layers run again. Everywhere else the model has the user's. A call that fails gives back the layers that it took, not
+        those that an earlier call holds for its backward."""
         base = base_model(model)
         if id(base) in self._ours:
             yield
@@ -169,13 +170,22 @@ class Sharing:
             base.set_attn_implementation(users)
 
         self._ours[id(base)] = give_back
+        stay = False
         try:
             yield
+            stay = torch.is_grad_enabled()
         finally:
-            if not torch.is_grad_enabled():
-                self._ours.pop(id(base))()
+            if not stay:
+                self._give_layers_back(model)
 
-    def _give_layers_back(self):
+    def _give_layers_back(self, model):
+        """Gives one model the user's layers back. No backward of it may be still to come."""
+        give_back = self._ours.pop(id(base_model(model)), None)
+        if give_back is not None:
+            give_back()
+
+    def _end_step(self):
+        """Gives every model the user's layers back: all backward passes are done, or will not run."""
         while self._ours:
             self._ours.popitem()[1]()
 
@@ -188,7 +198,7 @@ class Sharing:
             self._micro_batches = 0 if self.accelerator.sync_gradients else self._micro_batches + 1
             return loss
         finally:
-            self._give_layers_back()
+            self._end_step()
 
     def _step_done(self, model):
         """Called after a micro-batch's backward: gives the model the user's attention back."""
