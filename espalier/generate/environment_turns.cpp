@@ -20,16 +20,18 @@ Json joined(Json messages, const Json& observation) {
     for (const Json& one : observation.is_array() ? observation : Json::array({observation})) messages.push_back(one);
     return messages;
   }
-  const bool has_user = messages.back().value("role", "") == "user";
-  if (!has_user) {
+  Json& last = messages.back();
+  if (!last.is_object() || last.value("role", Json()) != "user") {
     messages.push_back({{"role", "user"}, {"content", observation}});
     return messages;
   }
-  Json& content = messages.back()["content"];
+  Json& content = last["content"];
   if (content.is_array())
     content.push_back({{"type", "text"}, {"text", observation}});
-  else
+  else if (content.is_string())
     content = content.get<std::string>() + "\n" + observation.get<std::string>();
+  else
+    content = observation;
   return messages;
 }
 
@@ -96,7 +98,10 @@ void EnvironmentTurns::begin(std::span<const Prompt> prompts, std::int64_t n, st
       prompts_.back().dp_rank = rank_of[p];
       if (prompts_.back().group.empty()) prompts_.back().group = std::to_string(p);
       const std::string place = prompts[p].where.empty() ? text_of("prompt ", p + 1) : prompts[p].where;
-      states_.push_back({text_of("trajectory ", i + 1, " of ", place), is_chat, {}});
+      states_.push_back({text_of("trajectory ", i + 1, " of ", place),
+                         is_chat,
+                         is_chat ? template_fields(prompts[p].carried) : "",
+                         {}});
       items.push_back({{"trajectory", items.size()}, {"prompt", prompt}, {"fields", fields}});
     }
   }
@@ -130,16 +135,17 @@ std::vector<Json> EnvironmentTurns::reset(const std::vector<Json>& items) {
 void EnvironmentTurns::add_first(const std::vector<Json>& answers) {
   std::vector<std::size_t> plain, chat;
   std::vector<Observation> observations;
-  std::vector<std::string> messages;
+  std::vector<std::string> messages, chats;
   for (std::size_t i = 0; i < answers.size(); ++i) {
     const Json& observation = answers[i]["observation"];
     if (observation.is_null()) continue;
     if (states_[i].is_chat) {
       chat.push_back(i);
       messages.push_back(joined(carried_of(prompts_[i])["messages"], observation).dump());
+      chats.push_back(chat_of(messages.back(), states_[i].template_fields));
     } else {
       plain.push_back(i);
-      observations.push_back({observation.dump(), false, prompts_[i].ids.back()});
+      observations.push_back({observation.dump(), false, prompts_[i].ids.back(), ""});
     }
   }
   const auto ids = texts_.observations(observations, [&](std::size_t i) { return states_[plain[i]].where; });
@@ -152,7 +158,7 @@ void EnvironmentTurns::add_first(const std::vector<Json>& answers) {
     prompt.ids.insert(prompt.ids.end(), ids[i].begin(), ids[i].end());
     prompt.observed = static_cast<std::int64_t>(ids[i].size());
   }
-  const auto encoded = texts_.prompts(messages, [&](std::size_t i) { return states_[chat[i]].where; });
+  const auto encoded = texts_.prompts(chats, [&](std::size_t i) { return states_[chat[i]].where; });
   for (std::size_t i = 0; i < chat.size(); ++i) {
     Prompt& prompt = prompts_[chat[i]];
     Json carried = carried_of(prompt);
@@ -195,7 +201,7 @@ std::vector<NextTurn> EnvironmentTurns::answers() {
     const Json& observation = answers[i]["observation"];
     if (out[i].done || asked_[i].last || observation.is_null()) continue;
     observed.push_back(i);
-    observations.push_back({observation.dump(), state.is_chat, asked_[i].ids.back()});
+    observations.push_back({observation.dump(), state.is_chat, asked_[i].ids.back(), state.template_fields});
   }
   auto ids = texts_.observations(observations, [&](std::size_t i) {
     return states_[static_cast<std::size_t>(asked_[observed[i]].response)].where;

@@ -37,6 +37,7 @@ class EnvironmentTurns final : public Turns {
   struct State {
     std::string where;     // "trajectory 2 of prompts.jsonl:3"
     bool is_chat = false;  // the prompt is a list of messages
+    std::string template_fields;
     std::vector<double> rewards;
   };
 

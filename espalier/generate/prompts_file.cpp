@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <filesystem>
+#include <map>
 #include <memory>
 
 #include "espalier/base/error.h"
@@ -38,6 +39,7 @@ struct PromptLines {
   PromptFile file;
   std::vector<TextPrompt> texts;
   RecordReader reader;
+  std::map<std::string, std::string> without_template;  // arguments of a template beside a text: name -> where
 };
 
 JsonType type_of(JsonValue& value, const RecordPlace& place, std::string_view field) {
@@ -83,6 +85,7 @@ void read_carried(JsonValue value, const RecordPlace& place, std::string_view ke
 void read_prompt(PromptLines& lines, std::string_view line, const RecordPlace& place) {
   Prompt prompt;
   std::string text;
+  std::vector<std::string> for_template;
   for_each_member(lines.reader.parser, line, place, [&](std::string_view key, JsonValue value) {
     if (std::ranges::find(kResponseFields, key) != std::end(kResponseFields))
       throw place.wrong(
@@ -99,7 +102,10 @@ void read_prompt(PromptLines& lines, std::string_view line, const RecordPlace& p
     } else if (key == "group") {
       prompt.group = read_scalar_text(value, place, key);
     } else {
-      if (!meant) lines.reader.unknown_fields.try_emplace(std::string(key), place.where());
+      if (is_template_field(key))
+        for_template.emplace_back(key);
+      else if (!meant)
+        lines.reader.unknown_fields.try_emplace(std::string(key), place.where());
       read_carried(value, place, key, prompt);
     }
   });
@@ -109,6 +115,10 @@ void read_prompt(PromptLines& lines, std::string_view line, const RecordPlace& p
   const bool messages = text.starts_with('[');
   if (messages) add_carried(prompt.carried, "messages", text);
   if (!prompt.ids.empty() && !text.empty() && !messages) add_carried(prompt.carried, "prompt", text);
+  const bool by_template = messages && prompt.ids.empty();
+  if (!by_template)
+    for (const std::string& field : for_template) lines.without_template.try_emplace(field, prompt.where);
+  if (by_template) text = chat_of(std::move(text), template_fields(prompt.carried));
   if (prompt.ids.empty()) lines.texts.push_back({lines.file.prompts.size(), std::move(text)});
   lines.file.prompts.push_back(std::move(prompt));
 }
@@ -168,6 +178,9 @@ PromptFile read_all(ByteStream& stream, const std::string& name, std::int64_t vo
   if (file.has_text) encode_texts(lines, tokenizer, progress);
   for (const auto& [field, where] : lines.reader.unknown_fields)
     file.notes.push_back("unknown field \"" + field + "\" is kept and not used (first at " + where + ")");
+  for (const auto& [field, where] : lines.without_template)
+    file.notes.push_back("field \"" + field + "\" is kept and not used (first at " + where +
+                         "): only a prompt of messages has a chat template");
   return std::move(file);
 }
 

@@ -1,6 +1,7 @@
 // Prompts as JSON Lines, plain, gzip or zstd, or in verl's Parquet layout: one object a line (a row) with `prompt`, a
 // text or a list of chat messages, or `prompt_ids`; optionally `id`, `meta`, `group` (in every record or in none), and
-// the arguments of a reward: `data_source`, `ground_truth` (or `reward_model` with it), `extra_info`.
+// the arguments of a reward: `data_source`, `ground_truth` (or `reward_model` with it), `extra_info`. Beside messages,
+// `tools` and `chat_template_kwargs` are arguments of the chat template.
 //
 // Other fields are carried through and reported once, as in records of rollouts; fields that belong to a response are
 // refused, because what is written would hold them twice.

@@ -19,7 +19,7 @@ class TurnTexts {
   virtual std::vector<std::string> read(std::span<const std::span<const std::int32_t>> turns) = 0;
   virtual std::vector<std::vector<std::int32_t>> observations(std::span<const Observation> observations,
                                                               const Where& where) = 0;
-  // Prompts that are lists of messages, as JSON texts.
+  // Prompts that are lists of messages: chat_of each.
   virtual std::vector<EncodedPrompt> prompts(std::span<const std::string> messages, const Where& where) = 0;
 };
 

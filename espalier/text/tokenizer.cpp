@@ -16,6 +16,23 @@ constexpr int kPatience = 300'000;    // milliseconds
 
 }  // namespace
 
+bool is_template_field(std::string_view name) { return name == "tools" || name == "chat_template_kwargs"; }
+
+std::string template_fields(std::string_view carried) {
+  std::string out;
+  if (carried.empty()) return out;
+  JsonMembers members(carried);
+  for (std::string_view key, value; members.next(key, value);) {
+    const std::string_view name = key.substr(1, key.size() - 2);
+    if (is_template_field(name)) add_carried(out, name, value);
+  }
+  return out;
+}
+
+std::string chat_of(std::string messages, const std::string& fields) {
+  return fields.empty() ? std::move(messages) : text_of("{\"messages\": ", messages, ", \"fields\": ", fields, "}");
+}
+
 bool Tokenizer::is_in(const std::string& directory) {
   constexpr std::array<std::string_view, 6> kFiles = {"tokenizer.json", "tokenizer.model", "vocab.json",
                                                       "vocab.txt",      "spiece.model",    "tekken.json"};
@@ -77,10 +94,13 @@ void Tokenizer::fail(const Json& error) const {
   if (kind == "no_template")
     throw InputError({where, "a text, because the model has no chat template", "a list of messages",
                       "give prompts as texts, or a chat_template in " + directory_ + "/tokenizer_config.json"});
+  if (kind == "template_field")
+    throw InputError({where_(first_ + error["place"].get<std::size_t>()) + ": " + error["field"].get<std::string>(),
+                      error["expected"].get<std::string>(), message, ""});
   if (kind == "surrogate")
     throw InputError(
         {where, "text that UTF-8 can encode", message, "Correct the escape, or write the character itself"});
-  if (kind == "message") throw InputError({where, "messages, each with role and content", message, ""});
+  if (kind == "message") throw InputError({where, "messages, each an object with a role", message, ""});
   throw InputError({where, "messages that the chat template accepts", message, ""});
 }
 
@@ -111,7 +131,8 @@ std::vector<std::vector<std::int32_t>> Tokenizer::encode_observations(
     const auto part = observations.subspan(first_, std::min(kAtOnce, observations.size() - first_));
     for (const Observation& one : part)
       request += text_of(&one == part.data() ? "" : ", ", "{\"content\": ", one.content,
-                         ", \"chat\": ", one.is_chat ? "true" : "false", ", \"last\": ", one.last, "}");
+                         ", \"chat\": ", one.is_chat ? "true" : "false", ", \"last\": ", one.last,
+                         ", \"fields\": ", one.fields.empty() ? "{}" : one.fields, "}");
     const Json answer = service_.ask(request + "]}");
     for (const Json& ids : answer["observed"]) out.push_back(ids.get<std::vector<std::int32_t>>());
   }

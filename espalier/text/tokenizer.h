@@ -6,6 +6,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -24,7 +25,16 @@ struct Observation {
   std::string content;    // JSON text: a text, or with a chat template also a message or a list of messages
   bool is_chat = false;   // the prompt was a list of messages, so the chat template is around this one, too
   std::int32_t last = 0;  // the token before it, which may be what the template ends an answer with
+  std::string fields;     // template_fields of the prompt
 };
+
+// An argument of the chat template that stands beside messages: tools, chat_template_kwargs.
+bool is_template_field(std::string_view name);
+// Such members of the JSON object text `carried`, as an object text; empty if there are none.
+std::string template_fields(std::string_view carried);
+
+// Messages, a JSON text, for Tokenizer::encode, with template_fields of their prompt.
+std::string chat_of(std::string messages, const std::string& fields);
 
 class Tokenizer {
  public:
@@ -45,17 +55,18 @@ class Tokenizer {
   std::optional<std::int32_t> eos() const;  // of the special token that ends a response
   const std::string& directory() const { return directory_; }
 
-  // `prompts`: JSON texts, each a string or a list of chat messages. A string gets the special tokens that the
-  // tokenizer puts around texts, as Hugging Face's tokenizer(text) gives them; messages are rendered by the chat
-  // template up to where the assistant answers, without further ones. `where(i)`: the place of prompt i, for messages.
-  // Errors: InputError for messages without a template, and what the template raises.
+  // `prompts`: JSON texts, each a string, a list of chat messages, or chat_of such a list. A string gets the special
+  // tokens that the tokenizer puts around texts, as Hugging Face's tokenizer(text) gives them; messages are rendered by
+  // the chat template up to where the assistant answers, without further ones. `where(i)`: the place of prompt i, for
+  // messages. Errors: InputError for messages without a template, and what the template raises.
   std::vector<EncodedPrompt> encode(std::span<const std::string> prompts,
                                     const std::function<std::string(std::size_t)>& where,
                                     const std::function<void(std::size_t done)>& on_progress = {});
 
   // The tokens of observations. A text is taken as it is, without special tokens around it. In a chat it is a message
   // of the user: the tokens are what the chat template has behind an assistant's answer, up to where the assistant
-  // answers again, without the end of the answer where `last` is that. Errors: as of encode.
+  // answers again, without the end of the answer where `last` is that. Messages may begin with one of the assistant:
+  // the answer as a message. Errors: as of encode.
   std::vector<std::vector<std::int32_t>> encode_observations(std::span<const Observation> observations,
                                                              const std::function<std::string(std::size_t)>& where);
 

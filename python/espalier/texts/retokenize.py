@@ -87,7 +87,9 @@ def _record(tokenizer, member, where):
     if said is None:
         raise RecordError(f"{where}: {response or 'messages'}", "the text of one response", json.dumps(member[response or "messages"])[:80],
                           "Write one record for each response")
-    out = _ids(tokenizer, asked, said, where)
+    out = _ids(tokenizer, asked, said, member, where)
+    if isinstance(asked, list):
+        used |= {"tools", "chat_template_kwargs"}
     for name in _REWARDS:
         if name in member and "reward" not in out:
             used.add(name)
@@ -98,13 +100,13 @@ def _record(tokenizer, member, where):
     return {**out, "meta": meta} if meta else out
 
 
-def _ids(tokenizer, asked, said, where):
+def _ids(tokenizer, asked, said, member, where):
     try:
         start = tokenizer.special.get("bos_token")
         if start and isinstance(asked, str) and asked.startswith(start):  # a template already wrote the start token; the tokenizer would add another
             prompt = {"ids": tokenizer.ids_as_written(asked), "text": asked}
         else:
-            [prompt] = tokenizer.encode([asked])
+            [prompt] = tokenizer.encode([{"messages": asked, "fields": member} if isinstance(asked, list) else asked])
         return {"prompt_ids": prompt["ids"], "response_ids": tokenizer.ids_as_written(said), "prompt": prompt["text"], "response": said}
     except ServiceError as error:
         raise RecordError(where, "a prompt and a response that the tokenizer accepts", error.fields["message"]) from error

@@ -14,6 +14,7 @@ from espalier.records import line_of
 from espalier.records.errors import RecordError
 
 from .channel import ServiceError
+from .chat import template_arguments
 from .retokenize import _members, _tokenizer
 
 NAME = "rows of text"
@@ -92,12 +93,7 @@ class Rows:
         """The token ids of a text or of messages. With `prompt` the template also begins the assistant's answer."""
         if isinstance(text, str):
             return self._tokenizer.encode([text])[0]["ids"]
-        return self._tokenizer.encode([text], {**self._template_arguments(row), "add_generation_prompt": prompt})[0]["ids"]
-
-    @staticmethod
-    def _template_arguments(row):
-        tools = row.get("tools")
-        return {"tools": json.loads(tools) if isinstance(tools, str) else tools, **(row.get("chat_template_kwargs") or {})}
+        return self._tokenizer.encode([{"messages": text, "fields": row}], {"add_generation_prompt": prompt})[0]["ids"]
 
     def _ended(self, answer):
         end = self._tokenizer.special.get("eos_token")
@@ -173,7 +169,7 @@ class Rows:
 
     def _said(self, row, messages):
         """1 for each token of the assistant, else 0. None if the template does not mark the assistant's tokens."""
-        return self._tokenizer.assistant_mask(messages, {**self._template_arguments(row), "add_generation_prompt": False})
+        return self._tokenizer.assistant_mask(messages, template_arguments(row))
 
     @staticmethod
     def _trained(ids, mask, where):
