@@ -430,7 +430,7 @@ def test_dropout_fields_that_no_layer_reads(name, fields):
 
 
 def test_the_step_leaves_the_peak_statistics_alone(monkeypatch):
-    from espalier.hf import measure
+    from espalier.rows import measure
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 7)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda *_: pytest.fail("the trainer's statistics are reset"))

@@ -21,13 +21,14 @@ import numpy as np
 import torch
 
 from espalier.errors import Error, Unsupported
-from espalier.hf import arguments, attention, choice, dense, images, implementation, measure, ranks, rotary, routes, sets as coupled, verification
+from espalier.hf import arguments, attention, choice, dense, images, implementation, ranks, rotary, routes, sets as coupled, verification
 from espalier.hf import memory_estimate, trunk_state as states
 from espalier.hf.checks import attention_layers, base_model, check, decoder_config, unwrapped
 from espalier.hf.memory_estimate import Estimate
 from espalier.hf.rollouts import Rollouts
 from espalier.hf.routers import RouterLoss
 from espalier.hf.step import Executor
+from espalier.rows import arguments as checked, measure
 from espalier.rows.attention import kernels_for
 from espalier.rows.verdict import failed_elsewhere
 from espalier.rows.waves import Result, Scores, Wave
@@ -61,8 +62,8 @@ def phased_step(model: torch.nn.Module, rollouts: Iterable[Mapping[str, Any]], l
     Under DDP the gradients are reduced once at the end (not inside `no_sync()`).
     """
     _check_arguments(model, loss, schedule, router_aux_loss_coef)
-    temperature, wave_tokens = arguments.temperature(temperature), arguments.wave_tokens(wave_tokens)
-    trunk_state = arguments.choice("trunk_state", trunk_state, arguments.TRUNK_STATES)
+    temperature, wave_tokens = checked.temperature(temperature), checked.wave_tokens(wave_tokens)
+    trunk_state = checked.choice("trunk_state", trunk_state, arguments.TRUNK_STATES)
     prepared = _prepared(model, rollouts)
     check(model, longest=int(prepared.lengths.max()), by_regime=True)
     check_images(model, prepared, wave_tokens)
@@ -126,7 +127,7 @@ def estimate(model: torch.nn.Module, rollouts: Iterable[Mapping[str, Any]], *, w
     arguments.gradients_wanted(model)
     prepared, inner = _prepared(model, rollouts), ranks.without_replicas(model)
     check(model, longest=int(prepared.lengths.max()), by_regime=True)
-    parts = _parts(model, prepared, wave_tokens=arguments.wave_tokens(wave_tokens), trunk_state="keep", gradients=True)
+    parts = _parts(model, prepared, wave_tokens=checked.wave_tokens(wave_tokens), trunk_state="keep", gradients=True)
     among = [state for state in arguments.TRUNK_STATES if state != "offload" or ranks.device_of(model).type != "cpu"]
     return memory_estimate.estimate(inner, parts, lambda parts, **how: _shared(inner, parts, **how), among, entropies)
 
@@ -180,8 +181,8 @@ def check_images(model, prepared, wave_tokens):
 def _check_arguments(model, loss, schedule, router_aux_loss_coef):
     arguments.model(model)
     arguments.gradients_wanted(model)
-    arguments.loss(loss)
-    arguments.choice("schedule", schedule, arguments.SCHEDULES)
+    checked.loss(loss)
+    checked.choice("schedule", schedule, arguments.SCHEDULES)
     arguments.coefficient(router_aux_loss_coef)
 
 
@@ -280,7 +281,7 @@ def score(model: torch.nn.Module, rollouts: Iterable[Mapping[str, Any]], *, wave
           entropies: bool = False) -> Scores:
     """The log-probs of all response tokens and, if asked for, their entropies, without gradients. Every shared prompt runs once."""
     arguments.model(model)
-    temperature, wave_tokens = arguments.temperature(temperature), arguments.wave_tokens(wave_tokens)
+    temperature, wave_tokens = checked.temperature(temperature), checked.wave_tokens(wave_tokens)
     prepared = _prepared(model, rollouts)
     check(model, longest=int(prepared.lengths.max()), by_regime=True)
     check_images(model, prepared, wave_tokens)

@@ -1,53 +1,22 @@
-"""Checks of a caller's arguments before anything runs. Each error names place and remedy."""
+"""Checks of the arguments that concern a transformers model, before anything runs. Each error names place and remedy."""
 
 import math
 import numbers
-import operator
-from collections.abc import Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any
 
 import torch
 
 from espalier.errors import Error, Unsupported
 from espalier.hf.checks import base_model, unwrapped
+from espalier.rows.arguments import refuse
 
 TRUNK_STATES = ("keep", "recompute", "offload")
 SCHEDULES = ("auto", "shared", "dense")
 
-_Word = TypeVar("_Word", bound=str)
-
-
-def _refuse(name: str, expected: str, got: object, remedy: str = "") -> NoReturn:
-    raise Error("option", name, expected, repr(got), remedy, 2)
-
-
-def temperature(value: Any) -> float:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        value = value.item()
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value) or value <= 0:
-        _refuse("temperature", "a finite number above 0", value, "Give the temperature that the rollouts were sampled with")
-    return float(value)
-
-
-def wave_tokens(value: Any) -> int:
-    try:
-        whole = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        whole = None
-    if whole is None or whole < 1:
-        _refuse("wave_tokens", "a whole number of rows, at least 1", value, "4096 is the default")
-    return whole
-
-
-def choice(name: str, value: _Word, among: Sequence[str]) -> _Word:
-    if not isinstance(value, str) or value not in among:
-        _refuse(name, ", ".join(among), value)
-    return value
-
 
 def coefficient(value: Any) -> Any:
     if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value)):
-        _refuse("router_aux_loss_coef", "a finite number or None", value)
+        refuse("router_aux_loss_coef", "a finite number or None", value)
     return value
 
 
@@ -84,8 +53,3 @@ def gradients_wanted(given: torch.nn.Module) -> None:
             raise Unsupported(f"model.{name}", "gradients that are kept until the end of the step",
                               "a hook on the gradient of every backward, like that of an optimizer in the backward",
                               "Remove register_post_accumulate_grad_hook and step the optimizer after the step")
-
-
-def loss(given: Any) -> None:
-    if not callable(given):
-        raise Error("input", "loss", "a function of a wave that returns a scalar tensor", type(given).__name__, "", 2)
