@@ -8,6 +8,7 @@ import contextlib
 import contextvars
 
 import torch
+import torch.distributed as dist
 
 from espalier.ops.kernels import accumulator
 
@@ -43,26 +44,40 @@ def _wide(logits, rows, temperature):
 
 
 class TokenStatistics(torch.autograd.Function):
-    """(logits [O, V], output [E], target [E], temperature, with_entropy) -> log-probs [E], entropies [E]."""
+    """(logits [O, V], output [E], target [E], temperature, with_entropy, group) -> log-probs [E], entropies [E].
+
+    `group`: the process group over which the vocabulary is sharded in equal parts, in rank order; None: `logits` have the whole vocabulary. The
+    backward takes the same gradients on every rank and needs no communication.
+    """
 
     @staticmethod
-    def forward(ctx, logits, output, target, temperature, with_entropy):
-        lse, entropy = [], []
+    def forward(ctx, logits, output, target, temperature, with_entropy, group=None):
+        lse, mean = [], []
         for rows in _chunks(logits):
             z = _wide(logits, rows, temperature)
             lse.append(z.logsumexp(1))
             if with_entropy:
-                entropy.append(lse[-1] - ((z - lse[-1][:, None]).exp() * z).sum(1))
+                mean.append(((z - lse[-1][:, None]).exp() * z).sum(1))
         lse = torch.cat(lse)
-        entropy = torch.cat(entropy) if with_entropy else torch.zeros_like(lse)
-        chosen = logits[output, target].to(lse.dtype)
-        ctx.save_for_backward(logits, output, target, lse, entropy)
+        mean = torch.cat(mean) if with_entropy else torch.zeros_like(lse)
+        place, inside = target, None
+        if group is not None:
+            lse, mean = _over_shards(lse, mean, group)
+            place = target - dist.get_rank(group) * logits.shape[1]
+            inside = (place >= 0) & (place < logits.shape[1])
+            place = place.clamp(0, logits.shape[1] - 1)
+        chosen = logits[output, place].to(lse.dtype)
+        if group is not None:
+            chosen *= inside
+            dist.all_reduce(chosen, group=group)
+        entropy = lse - mean if with_entropy else mean
+        ctx.save_for_backward(logits, output, place, inside, lse, entropy)
         ctx.temperature, ctx.with_entropy = temperature, with_entropy
         return (chosen if temperature == 1 else chosen / temperature) - lse[output], entropy[output]
 
     @staticmethod
     def backward(ctx, g, h):
-        logits, output, target, lse, entropy = ctx.saved_tensors
+        logits, output, place, inside, lse, entropy = ctx.saved_tensors
         by_output = lambda x: torch.zeros_like(lse).index_add_(0, output, x.to(lse.dtype))
         down, spread = by_output(g), by_output(h) if ctx.with_entropy else None
         grad = torch.empty_like(logits)
@@ -72,5 +87,15 @@ class TokenStatistics(torch.autograd.Function):
             if spread is not None:
                 weight = weight - spread[rows, None] / ctx.temperature * (logp + entropy[rows, None])
             grad[rows] = logp.exp_().mul_(weight)
-        grad.index_put_((output, target), (g / ctx.temperature).to(grad.dtype), accumulate=True)
-        return grad, None, None, None, None
+        own = g / ctx.temperature if inside is None else g / ctx.temperature * inside
+        grad.index_put_((output, place), own.to(grad.dtype), accumulate=True)
+        return grad, None, None, None, None, None
+
+
+def _over_shards(lse, mean, group):
+    """The log-sum-exp and the mean logit of the whole vocabulary, from those of its parts: weights are exp(lse_part - lse)."""
+    top = lse.clone()
+    dist.all_reduce(top, dist.ReduceOp.MAX, group)
+    sums = torch.stack([torch.ones_like(mean), mean]) * (lse - top).exp()
+    dist.all_reduce(sums, group=group)
+    return top + sums[0].log(), sums[1] / sums[0]
