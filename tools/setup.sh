@@ -218,6 +218,31 @@ have_version_14() {
   return 1
 }
 
+# The first Python 3.12 or newer, or nothing.
+python_for_megatron() {
+  local candidate
+  for candidate in python3.12 python3.13 python3.14 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[2-9].*/bin/python3 python3; do
+    "$candidate" -c 'import ensurepip, os, sys, venv
+if sys.version_info < (3, 12): sys.exit(1)
+print(os.path.abspath(sys.executable))' 2>/dev/null && return
+  done
+  return 1
+}
+
+# .venv-megatron with the newest Megatron-Core. The CUDA libraries that torch opens are those of the torch at hand.
+make_megatron_environment() {
+  local base own=.venv-megatron/bin/python libraries
+  if ! "$own" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then
+    base=$(python_for_megatron) || { log "no Python 3.12 or newer: the tests with Megatron-Core 0.19.2 are left out"; return; }
+    log "making .venv-megatron with $base (torch once more, 0.5 GB to download)"
+    "$base" -m venv --clear .venv-megatron
+  fi
+  pip_install "$own" -q -r tools/requirements-megatron.txt || { log "pip could not install tools/requirements-megatron.txt: its tests are left out"; return; }
+  libraries=$(dirname "$(torch_folder "$python")")/nvidia
+  [ ! -d "$libraries" ] || ln -sfn "$libraries" "$("$own" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia"
+  "$own" -c 'import torch' || { log "torch cannot be imported from .venv-megatron (the error stands above): its tests are left out"; rm -rf .venv-megatron; }
+}
+
 if [ "$mode" = tests ]; then
   case "$python" in
     "$PWD"/.venv/*)
@@ -241,6 +266,7 @@ if [ "$mode" = tests ]; then
       fi
       ;;
   esac
+  make_megatron_environment
 fi
 
 case "$python" in

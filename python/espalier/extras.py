@@ -4,14 +4,17 @@ import importlib.util
 import sys
 
 NUMPY = "numpy>=1.26"
-EXTRAS = {"hf": ("torch>=2.6", "transformers>=5"), "trl": ("torch>=2.6", "transformers>=5", "trl>=1.16")}
+EXTRAS = {"hf": ("torch>=2.6", "transformers>=5"), "trl": ("torch>=2.6", "transformers>=5", "trl>=1.16"),
+          "megatron": ("torch>=2.6", "megatron-core>=0.16.1")}
+_MODULES = {"megatron-core": "megatron"}  # packages whose module has another name
 
 
 def require(part: str, extra: str) -> None:
     """Raises ModuleNotFoundError if `part` lacks a package of its extra. The message names all missing packages and the command that
     installs them.
     """
-    missing = [wanted for wanted in (NUMPY, *EXTRAS[extra]) if importlib.util.find_spec(wanted.split(">")[0]) is None]
+    module = lambda wanted: _MODULES.get(wanted.split(">")[0], wanted.split(">")[0])
+    missing = [wanted for wanted in (NUMPY, *EXTRAS[extra]) if importlib.util.find_spec(module(wanted)) is None]
     if not missing:
         return
     names = [wanted.split(">")[0] for wanted in missing]

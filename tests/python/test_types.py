@@ -6,7 +6,7 @@ import pytest
 
 import espalier
 
-PUBLIC = ("espalier.hf", "espalier.ops", "espalier.records", "espalier.verl")
+PUBLIC = ("espalier.hf", "espalier.megatron", "espalier.ops", "espalier.records", "espalier.verl")
 
 
 def functions_of(module):

@@ -49,7 +49,7 @@ def attend(q, k, v, sinks, scale, call, layer, rule=None, chosen=None):
 
 
 def attend_backward(go, q, k, v, out, lse, sinks, how):
-    """Gradients of q, k, v and sinks. Those of the trunks' keys and values go to their sums. `how`: the last result of `attend`."""
+    """Gradients of q, k, v and sinks. The gradients of the trunks' keys and values go to their sums. `how`: the last result of `attend`."""
     rows, more = how
     with torch.autocast(q.device.type, enabled=False):
         dsinks = None

@@ -35,7 +35,7 @@ def chunk_rows(logits):
 
 def _chunks(logits):
     rows = chunk_rows(logits)
-    return [slice(at, at + rows) for at in range(0, logits.shape[0], rows)]
+    return [slice(at, at + rows) for at in range(0, logits.shape[0], rows)] or [slice(0, 0)]
 
 
 def _wide(logits, rows, temperature):

@@ -1,0 +1,106 @@
+"""Tiny models of Megatron-Core, with its own local layers and its own attention."""
+
+import re
+import zlib
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+VOCABULARY = 96
+YARN = dict(rotary_scaling_factor=4.0, original_max_position_embeddings=8, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=0.0,
+            correction_range_round_to_int=True)
+
+
+class Norm(torch.nn.Module):
+    """RMSNorm. Megatron refuses torch's own under sequence parallelism."""
+
+    def __init__(self, config, hidden_size, eps=1e-5, **_):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel
+        self.eps = eps
+
+    def forward(self, x):
+        return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight
+
+
+def configuration(tp=1, pp=1, cp=1, ep=1, vpp=None, sp=False, mla=False, dtype=torch.float64, **more):
+    settings = dict(
+        num_layers=4 if pp > 1 else 2, hidden_size=32, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=48, use_cpu_initialization=True,
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp, expert_model_parallel_size=ep,
+        virtual_pipeline_model_parallel_size=vpp, sequence_parallel=sp, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=dtype,
+        pipeline_dtype=dtype, normalization="RMSNorm", gated_linear_unit=True, activation_func=torch.nn.functional.silu, add_bias_linear=False,
+        bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False, gradient_accumulation_fusion=False,
+        apply_rope_fusion=False, variable_seq_lengths=pp > 1, deallocate_pipeline_outputs=pp > 1, init_method_std=.12,
+        moe_token_dispatcher_type="alltoall")
+    if vpp:  # both neighbours of a stage are one rank, whose messages would swap otherwise
+        settings.update(overlap_p2p_comm=True, batch_p2p_comm=False)
+    if ep > 1:
+        settings.update(expert_tensor_parallel_size=1)
+    if mla:
+        del settings["num_query_groups"]
+        settings.update(q_lora_rank=16, kv_lora_rank=12, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8, rope_type="rope")
+    settings.update(more)
+    config = (MLATransformerConfig if mla else TransformerConfig)(**settings)
+    for name, value in YARN.items():  # where GPTModel looks for them
+        setattr(config, f"yarn_{name}", value)
+    return config
+
+
+def _layer(config, core):
+    spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization="RMSNorm", qk_layernorm=config.qk_layernorm,
+                                    multi_latent_attention=config.multi_latent_attention)
+    parts = spec.submodules
+    if config.sequence_parallel:
+        for owner, names in ((parts, ("input_layernorm", "pre_mlp_layernorm")),
+                             (parts.self_attention.submodules, ("q_layernorm", "k_layernorm", "kv_layernorm"))):
+            for name in names:
+                if "Identity" not in str(getattr(owner, name, None) or "Identity"):
+                    setattr(owner, name, Norm)
+    if core is not None:
+        parts.self_attention.submodules.core_attention = core
+    return spec
+
+
+def chunks_of(config, tied=False, position="rope", core=None, **more):
+    """The chunks of this rank. `core`: another core attention than Megatron's own."""
+    model_parallel_cuda_manual_seed(3)
+    vpp = config.virtual_pipeline_model_parallel_size
+    out = []
+    for stage in range(vpp) if vpp else [None]:
+        layer = _layer(config, core)
+        if config.sequence_parallel:
+            layer = TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=stage), layer_norm=Norm)
+        model = GPTModel(config=config, transformer_layer_spec=layer, vocab_size=VOCABULARY, max_sequence_length=64,
+                         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+                         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage), position_embedding_type=position,
+                         parallel_output=True, share_embeddings_and_output_weights=tied, vp_stage=stage, **more)
+        out.append(model.to(config.params_dtype))
+    draw(out)
+    return out
+
+
+def draw(chunks):
+    """Weights by name, the same in every layout: drawn whole, cut at this rank's place."""
+    ranks, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+    for chunk in chunks:
+        for name, p in chunk.named_parameters():
+            shape, cut = list(p.shape), getattr(p, "partition_dim", -1) if getattr(p, "tensor_model_parallel", False) and ranks > 1 else -1
+            if cut >= 0:
+                shape[cut] *= ranks
+            generator = torch.Generator().manual_seed(zlib.crc32(global_name(chunk, name).encode()))
+            whole = torch.randn(shape, generator=generator, dtype=torch.float64) * .12 + ("norm" in name and p.dim() == 1)
+            p.data.copy_(whole.chunk(ranks, cut)[rank] if cut >= 0 else whole)
+
+
+def global_name(chunk, name):
+    """A parameter's name with the number of its layer and of its expert in the whole model."""
+    name = re.sub(r"layers\.(\d+)\.", lambda found: f"layers.{chunk.decoder.layers[int(found[1])].layer_number}.", name)
+    ranks, rank = parallel_state.get_expert_model_parallel_world_size(), parallel_state.get_expert_model_parallel_rank()
+    local = (chunk.config.num_moe_experts or 0) // ranks
+    return re.sub(r"local_experts\.(\d+)\.", lambda found: f"local_experts.{int(found[1]) + local * rank}.", name)
