@@ -6,8 +6,8 @@
 
     python -m espalier.records dump.pt > rollouts.jsonl
 
-Formats: slime debug dumps, verl DataProto pickles, SkyRL training batches, TRL batches (.pt, .safetensors), ART packed folders, Parquet,
-rLLM episodes (.json, .jsonl). A folder may hold several dumps of one format: they are read in the order of their steps, and slime's rollout and
+Formats: slime debug dumps, verl DataProto pickles, SkyRL training batches, TRL batches (.pt, .safetensors), ART packed folders, Parquet, and as JSON
+rLLM episodes, verifiers and prime-rl traces, NeMo Gym rollouts and Harbor trials. A folder may hold several dumps of one format: they are read in the order of their steps, and slime's rollout and
 train dumps are joined. Errors are RecordError.
 """
 
@@ -20,16 +20,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from . import art, parquet_files, pickles, rllm, safetensors_files, skyrl, slime, torch_files, trl, verl
+from . import art, harbor, json_files, nemo_gym, parquet_files, pickles, rllm, safetensors_files, skyrl, slime, torch_files, trl, verifiers, verl
 from .errors import RecordError, UnsupportedRecords
+from .left_out import Notes
 
 __all__ = ["RecordError", "UnsupportedRecords", "convert", "read"]
 
 ENDINGS = (".pt", ".pth", ".pkl", ".pickle", ".safetensors", ".parquet", ".json")
-_FORMATS = (parquet_files, slime, verl, trl, rllm, skyrl)
+SLIME_FOLDERS = ("rollout_data", "train_data")  # of slime's --dump-details
+_FORMATS = (parquet_files, slime, verl, trl, rllm, skyrl, verifiers, nemo_gym, harbor)
 _TEXT_FIELDS = {"prompt", "prompts", "completion", "completions", "response", "responses", "messages", "text", "output"}
-_REMEDY = ("Supported formats: JSON Lines with token ids, slime debug dumps, verl DataProto, SkyRL training batches, TRL batches, ART folders, rLLM episodes and Parquet "
-           "(docs/rollout_format.md)")
+_REMEDY = ("Supported formats: JSON Lines with token ids, slime debug dumps, verl DataProto, SkyRL training batches, TRL batches, ART folders, rLLM episodes, "
+           "verifiers traces, NeMo Gym rollouts, Harbor trials and Parquet (docs/rollout_format.md)")
 
 
 def read(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
@@ -72,7 +74,7 @@ class Reading:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path, self.format = str(path), ""
-        self.notes: list[str] = []
+        self.notes = Notes()
 
     def records(self) -> Iterator[dict[str, Any]]:
         try:
@@ -81,6 +83,7 @@ class Reading:
             elif art.matches(self.path):
                 self.format = art.NAME
                 yield from art.records(self.path, self.notes)
+                self.notes.finish()
             else:
                 yield from self._files(dumps_of(self.path))
         except RecordError as error:
@@ -111,7 +114,7 @@ class Reading:
                 yield record
         if empty:
             raise RecordError(self.path, "at least one rollout", "none", "Was it written completely?")
-        self.notes = list(dict.fromkeys(self.notes))
+        self.notes.finish()
 
 
 def step_of_name(path: str) -> int | None:
@@ -126,7 +129,8 @@ def dumps_of(folder: str) -> list[str]:
         step = step_of_name(name)
         return step is None, step or 0, [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
-    names = [name for name in os.listdir(folder) if name.lower().endswith(ENDINGS)]
+    places = [folder, *(path for path in (os.path.join(folder, name) for name in SLIME_FOLDERS) if os.path.isdir(path))]
+    names = [os.path.relpath(os.path.join(place, name), folder) for place in places for name in os.listdir(place) if name.lower().endswith(ENDINGS)]
     if not names:
         raise UnsupportedRecords(folder, "a folder of dumps", f"no file that ends in {', '.join(ENDINGS)}", _REMEDY)
     return [os.path.join(folder, name) for name in sorted(names, key=order)]
@@ -145,8 +149,8 @@ def _content(file: BinaryIO, path: str) -> Any:
         return parquet_files.Table(path)
     if path.lower().endswith(".safetensors") and start[8:9] == b"{":
         return safetensors_files.load(file, os.path.getsize(path), path)
-    if path.lower().endswith((".json", ".jsonl")) and rllm.is_json(start):
-        return rllm.load(file, path)
+    if json_files.is_json(start, path):
+        return json_files.load(file, path)
     if not start:
         raise RecordError(path, "at least one rollout", "an empty file", "Was it written completely?")
     raise UnsupportedRecords(path, "a file of torch.save, a pickle, safetensors or Parquet", "other bytes", _REMEDY)
@@ -156,6 +160,11 @@ def _format_of(content: Any, path: str) -> Any:
     for kind in _FORMATS:
         if kind.matches(content):
             return kind
+    if isinstance(content, list) and content and isinstance(content[0], dict):  # JSON
+        if {"prompt_ids", "response_ids", "token_ids"} & content[0].keys():
+            raise UnsupportedRecords(path, "JSON Lines (.jsonl, .jsonl.gz, .jsonl.zst)", "a JSON array of records",
+                                     "Write one record per line: jq -c '.[]' FILE > FILE.jsonl")
+        content = content[0]
     names = sorted(str(name) for name in content) if isinstance(content, dict) else []
     if _TEXT_FIELDS & set(names):
         raise UnsupportedRecords(path, "token ids", f"text only: fields {', '.join(names)[:120]}",

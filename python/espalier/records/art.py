@@ -12,7 +12,8 @@ multiplies each token's loss by its weight. So the record gets them as old and r
 import math
 from pathlib import Path
 
-from .errors import RecordError, UnsupportedRecords
+from .errors import RecordError
+from .left_out import refuse_media
 from .neutral import Place, record, series
 from .tensors import bytes_per_number, numbers_of
 
@@ -32,10 +33,10 @@ def records(folder, notes):
     for name, values in columns.items():
         if len(values) != count:
             raise RecordError(f"{folder}/{name}.pt", f"{count} numbers, as in tokens.pt", str(len(values)))
-    for name in ("pixel_values", "image_grid_thw"):
-        if (Path(folder) / f"{name}.pt").exists():
-            raise UnsupportedRecords(f"{folder}/{name}.pt", "tokens only", "images")
-    notes.append("ART packed tensors: the sampler's log-probs are those of the old policy too, the temperature is not in it (--temperature, by default 1)")
+    left = {file.stem: True for file in Path(folder).glob("*.pt") if file.stem not in FIELDS}
+    refuse_media(folder, left)
+    notes.leave(left)
+    notes.add("ART packed tensors: the sampler's log-probs are those of the old policy too, the temperature is not in it (--temperature, by default 1)")
     nodes = _nodes(folder, columns)
     continued = {node.parent for node in nodes}
     leaves = [node for at, node in enumerate(nodes) if at not in continued]
@@ -102,6 +103,5 @@ def _record(place, ranges, columns):
     if all(math.isnan(value) for value, counts in zip(logprobs, loss_mask) if counts):
         logprobs = None  # sampled without log-probs
     advantage = [a * w for a, w in zip(whole("advantages")[begin:], whole("weights")[begin:])]
-    logprobs = series(place, "logprobs", logprobs, loss_mask)
     return record(place, tokens[:begin], tokens[begin:], loss_mask, advantage=series(place, "advantages", advantage, loss_mask),
-                  old_logprobs=logprobs, rollout_logprobs=logprobs)
+                  old_logprobs=series(place, "logprobs", logprobs and list(logprobs), loss_mask), rollout_logprobs=series(place, "logprobs", logprobs, loss_mask))

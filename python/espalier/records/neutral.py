@@ -5,6 +5,9 @@ import math
 from .errors import RecordError
 from .tensors import Tensor, as_list
 
+FINITE_REMEDY = ("Repair it where the rollout was made. If that is impossible, leave out its whole group: advantages compare the rollouts of a "
+                 "group")
+
 
 class Place:
     """The place of a sample in a file, for messages."""
@@ -47,13 +50,13 @@ def number(place, field, value):
         while isinstance(value, list) and len(value) == 1:
             value = value[0]
     if not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise place.wrong(field, "a finite number", repr(value)[:40])
+        raise place.wrong(field, "a finite number", repr(value)[:40], FINITE_REMEDY if isinstance(value, float) else "")
     return value
 
 
-def series(place, field, values, loss_mask):
-    """Returns one number for each response token, or None if `values` is None. Where the mask is 0, a file may hold any value, and values
-    that are not finite become 0."""
+def series(place, field, values, loss_mask, sampled=False):
+    """Returns one number for each response token, or None if `values` is None. Where the mask is 0, a file may hold any value, and values that are
+    not finite become 0. `sampled`: these are log-probs of the sampler, which may be missing at a token with loss: None then stands there."""
     if values is None:
         return None
     numbers = as_list(values)
@@ -62,9 +65,11 @@ def series(place, field, values, loss_mask):
     for at, (value, counts) in enumerate(zip(numbers, loss_mask)):
         if isinstance(value, (int, float)) and math.isfinite(value):
             continue
-        if counts:
-            raise place.wrong(f"{field}[{at}]", "a finite number where the token has loss", repr(value)[:40])
-        numbers[at] = 0.0
+        if counts and not (value is None or isinstance(value, float)):
+            raise place.wrong(f"{field}[{at}]", "a number", repr(value)[:40])
+        if counts and not sampled:
+            raise place.wrong(f"{field}[{at}]", "a finite number, because the token has loss", repr(value)[:40], FINITE_REMEDY)
+        numbers[at] = None if counts else 0.0
     return numbers
 
 
@@ -100,7 +105,9 @@ def record(place, prompt_ids, response_ids, loss_mask, **fields):
 
 
 def plain_scalars(values):
-    """The members of a mapping that are strings, numbers or booleans, for `meta`. None if there are none."""
-    kept = {name: value for name, value in values.items()
-            if isinstance(value, (str, bool, int)) or isinstance(value, float) and math.isfinite(value)}
-    return kept or None
+    """The members of a mapping that are texts, finite numbers or booleans, for `meta`. None if there are none."""
+    return {name: value for name, value in values.items() if is_plain(value)} or None
+
+
+def is_plain(value):
+    return isinstance(value, (str, bool, int)) or isinstance(value, float) and math.isfinite(value)

@@ -11,11 +11,13 @@ import math
 
 from . import verl
 from .errors import RecordError, UnsupportedRecords
-from .neutral import Place
+from .left_out import refuse_media
+from .neutral import FINITE_REMEDY, Place, series, zero_or_one
 
 NAME = "Parquet file"
 START = b"PAR1"
 _ROWS = 256  # rows in memory at once
+_SERIES = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "full_logprobs", "values", "returns", "advantage")
 
 
 class Table:
@@ -60,10 +62,13 @@ def records(contents, notes):
                                      f"columns {', '.join(sorted(names))[:120]}",
                                      "Text does not tell which tokens were sampled: record token ids")
         for index, row in enumerate(table.rows(path)):
-            yield make(Place(path, index), {name: value for name, value in row.items() if value is not None}, step)
+            yield make(Place(path, index), {name: value for name, value in row.items() if value is not None}, step, notes)
 
 
-def _neutral(place, row, step):
+def _neutral(place, row, step, notes):
+    """A row of neutral columns. Other columns stay: the program names what it does not use, as in JSON Lines."""
+    refuse_media(f"{place.path}: sample {place.index}", row)
+    _settle(place, row)
     for name, value in row.items():
         _check(place, name, value)
     if step is not None:
@@ -71,10 +76,22 @@ def _neutral(place, row, step):
     return row
 
 
+def _settle(place, row):
+    """Settles the values of the series that are not finite, as every reader does."""
+    response = row["response_ids"] if isinstance(row.get("response_ids"), list) else []
+    mask = zero_or_one(place, "loss_mask", row["loss_mask"]) if isinstance(row.get("loss_mask"), list) else [1] * len(response)
+    for name in _SERIES:
+        value = row.get(name)
+        if name == "advantage" and isinstance(value, float) and not math.isfinite(value) and not any(mask):
+            row[name] = 0.0
+        elif isinstance(value, list) and len(value) == len(mask):
+            row[name] = series(place, name, value, mask, sampled=name in ("rollout_logprobs", "full_logprobs"))
+
+
 def _check(place, name, value):
     """Raises RecordError if JSON cannot represent `value`."""
     if isinstance(value, float) and not math.isfinite(value):
-        raise place.wrong(name, "a finite number", repr(value))
+        raise place.wrong(name, "a finite number", repr(value), FINITE_REMEDY)
     if isinstance(value, dict):
         for key, member in value.items():
             _check(place, f"{name}.{key}", member)
@@ -85,12 +102,12 @@ def _check(place, name, value):
         raise place.wrong(name, "numbers, texts, lists and structs", type(value).__name__)
 
 
-def _verl(place, row, step):
+def _verl(place, row, step, notes):
     for name in ("prompts", "responses"):
         if not isinstance(row.get(name), list):
             raise place.wrong(name, "a list of token ids", "text" if isinstance(row.get(name), str) else "none")
-    tokens = {name: _Series(value) for name, value in row.items() if isinstance(value, list)}
+    tokens = {name: _Series(value) for name, value in row.items() if isinstance(value, list) and name in verl.TENSORS}
     tokens.setdefault("attention_mask", _Series([1] * (len(row["prompts"]) + len(row["responses"]))))
-    rest = {name: value for name, value in row.items() if not isinstance(value, (list, dict))}
+    rest = {name: value for name, value in row.items() if name not in tokens}
     temperature, found = rest.pop("temperature", None), rest.pop("global_steps", rest.pop("step", None))
-    return verl.record_of(place, tokens, rest, temperature, step if found is None else found)
+    return verl.record_of(place, tokens, rest, temperature, step if found is None else found, notes)

@@ -9,7 +9,7 @@ import io
 import pickle
 
 from .errors import RecordError
-from .tensors import DTYPES, Storage, Tensor, bytes_per_number, numbers_of
+from .tensors import DTYPES, Jagged, Storage, Tensor, bytes_per_number, numbers_of
 
 PROTOCOL_STARTS = tuple(b"\x80" + bytes([version]) for version in (2, 3, 4, 5))
 
@@ -134,11 +134,24 @@ class _RebuildParameter(Inert):
         return data
 
 
+class _RebuildNested(Inert):
+    """_rebuild_njt({values, offsets, lengths, _ragged_idx, ...}): a nested tensor of torch.jagged layout."""
+
+    def __new__(cls, *args):
+        parts = args[0] if len(args) == 1 and isinstance(args[0], dict) else {}
+        values, offsets = parts.get("values"), parts.get("offsets")
+        if not isinstance(values, Tensor) or not isinstance(offsets, Tensor):
+            raise _wrong("nested tensor", args)
+        if parts.get("lengths") is not None or parts.get("_ragged_idx", 1) != 1:
+            return Inert.__new__(cls, *args)  # ragged in another dimension, as M-RoPE's positions are
+        return Jagged(values, offsets)
+
+
 class _RebuildFromType(Inert):
     """_rebuild_from_type_v2(function, type, arguments, state): a tensor of a subclass, or with attributes."""
 
     def __new__(cls, function=None, kind=None, args=(), state=None):
-        if function not in (_RebuildTensor, _RebuildParameter) or not isinstance(args, tuple):
+        if function not in (_RebuildTensor, _RebuildParameter, _RebuildNested) or not isinstance(args, tuple):
             raise _wrong("torch tensor", (function, kind, args, state))
         return function(*args)
 
@@ -246,12 +259,20 @@ HELD = (
     ("verl.protocol", "DataProto"),
     ("tensordict._td", "TensorDict"), ("tensordict.tensordict", "TensorDict"), ("tensordict", "TensorDict"),
     ("tensordict._reductions", "_make_td"), ("tensordict._reductions", "_rebuild_tensordict_files_consolidated"),
-    ("slime.utils.types", "Sample"), ("slime.utils.types", "Sample.Status"), ("slime.utils.types", "Sample.SpecInfo"),
-    ("slime.utils.types", "Sample.PrefixCacheInfo"),
+    ("tensordict.tensorclass", "NonTensorData"), ("tensordict.tensorclass", "NonTensorStack"),
+    *((package + ".utils.types", name) for package in ("slime", "miles")
+      for name in ("Sample", "Sample.Status", "Sample.SpecInfo", "Sample.PrefixCacheInfo")),
+    ("slime.utils.tensor_store", "DiskTensorRef"), ("slime.utils.tensor_store", "TensorRef"),
     *((module, name) for module in ("skyrl_train.training_batch", "skyrl.backends.skyrl_train.training_batch")
-      for name in ("TrainingInputBatch", "TensorBatch")),
+      for name in ("TrainingInputBatch", "TensorBatch", "_rebuild_tensor_batch")),
     ("skyrl_train.generators.base", "TrajectoryID"), ("skyrl.train.generators.base", "TrajectoryID"),
 )
+
+
+class Picture(Inert):
+    """Any class of PIL: an image, which readers refuse where it has a part in training."""
+
+    name = "picture"
 
 
 def _closed_list():
@@ -262,6 +283,8 @@ def _closed_list():
         ("torch._utils", "_rebuild_tensor"): _RebuildTensor, ("torch._utils", "_rebuild_tensor_v2"): _RebuildTensor,
         ("torch._utils", "_rebuild_tensor_v3"): _RebuildTensor, ("torch._utils", "_rebuild_parameter"): _RebuildParameter,
         ("torch._tensor", "_rebuild_from_type_v2"): _RebuildFromType, ("torch.storage", "_load_from_bytes"): _StorageFromBytes,
+        ("torch.nested._internal.nested_tensor", "_rebuild_njt"): _RebuildNested,
+        ("torch.nested._internal.nested_tensor", "NestedTensor"): Inert, ("torch._dynamo.decorators", "_DimRange"): Inert,
         ("torch", "Tensor"): Inert, ("torch.nn.parameter", "Parameter"): Inert,
         ("torch.storage", "UntypedStorage"): StorageType, ("torch", "UntypedStorage"): StorageType,
         ("numpy", "dtype"): _NumpyType, ("numpy", "ndarray"): Inert,
@@ -279,6 +302,7 @@ def _closed_list():
         names[builtins, "bytearray"] = names[builtins, "bytes"] = _Bytes
         for kind in ("list", "dict", "int", "float", "str"):  # the factory of a defaultdict
             names[builtins, kind] = Inert
+    names["skyrl.backends.skyrl_train.training_batch", "TensorFormat"] = _Text
     for module, name in HELD:
         names[module, name] = type(name.rpartition(".")[2], (Inert,), {"name": name})
     return names
@@ -293,6 +317,8 @@ class _Reader(pickle.Unpickler):
         self._where, self._storage = where, storage
 
     def find_class(self, module, name):
+        if module == "PIL" or module.startswith("PIL."):
+            return Picture
         try:
             return _NAMES[module, name]
         except KeyError:

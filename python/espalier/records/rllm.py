@@ -7,36 +7,19 @@ A step is a turn. Trajectories with equal task and name form a group. The reward
 without a reward, each turn has the reward of its step. Files of rLLM's EpisodeLogger have no token ids and are refused.
 """
 
-import json
-
-from .errors import RecordError, UnsupportedRecords
-from .neutral import Place, number, record, series
+from .errors import UnsupportedRecords
+from .json_files import first_of
+from .left_out import holds_something, refuse_media
+from .neutral import Place, number, plain_scalars, record, series
 
 NAME = "rLLM episodes"
-
-
-def is_json(start):
-    return start.lstrip()[:1] in (b"{", b"[")
-
-
-def load(file, path):
-    text = file.read()
-    try:
-        content = json.loads(text)
-    except ValueError:
-        content = [_line(path, at, line) for at, line in enumerate(text.splitlines(), 1) if line.strip()]
-    return content if isinstance(content, list) else [content]
-
-
-def _line(path, at, line):
-    try:
-        return json.loads(line)
-    except ValueError as error:
-        raise RecordError(f"{path}:{at}", "one JSON object", str(error)) from None
+_OF_EPISODE, _OF_TRAJECTORY = {"id", "episode_id", "trajectories", "training_step", "task"}, {"uid", "name", "steps", "reward", "task"}
+_OF_STEP = {"prompt_ids", "response_ids", "logprobs", "reward", "advantage", "weight_version", "done"}
+_ROUTES = "routing_matrices"
 
 
 def matches(content):
-    return isinstance(content, list) and bool(content) and isinstance(content[0], dict) and "trajectories" in content[0]
+    return "trajectories" in first_of(content)
 
 
 def records(contents, notes):
@@ -52,15 +35,31 @@ def _records(place, episode, step, notes):
     if not isinstance(name, str) or not name:
         raise place.wrong("id", "the episode's name, task:rollout", repr(name)[:40])
     step = episode.get("training_step", step)
+    notes.leave({key: value for key, value in episode.items() if key not in _OF_EPISODE})
     for at, trajectory in enumerate(episode["trajectories"]):
         steps = trajectory.get("steps") if isinstance(trajectory, dict) else None
         if not isinstance(steps, list) or not all(isinstance(one, dict) for one in steps):
             raise place.wrong(f"trajectories[{at}].steps", "a list of objects, as Trajectory.to_dict() has it", type(steps).__name__)
         role = trajectory.get("name") or ""
+        notes.leave({key: value for key, value in trajectory.items() if key not in _OF_TRAJECTORY})
         for turn, one in enumerate(steps):
+            left = {key: value for key, value in one.items() if key not in _OF_STEP}
+            _refuse(f"{place.path}: episode {place.index}, trajectory {at}, step {turn}", one, left)
+            notes.leave(left)
             yield _turn(place, name, f"{name}:{role}:{at}", role, turn, one, step, _reward(place, trajectory, one, turn == len(steps) - 1))
     if any(not trajectory["steps"] for trajectory in episode["trajectories"]):
-        notes.append("trajectories without steps are left out")
+        notes.add("trajectories without steps are left out")
+
+
+def _refuse(where, one, left):
+    """Raises UnsupportedRecords for a step with recorded experts or images."""
+    output = one.get("model_output") if isinstance(one.get("model_output"), dict) else {}
+    if holds_something(one.get(_ROUTES)) or holds_something(output.get(_ROUTES)):
+        raise UnsupportedRecords(f"{where}: {_ROUTES}", "no recorded experts, or [tokens][layers][k] in a neutral record (routed_experts)",
+                                 "those of an engine, in its own encoding", "To train with the router's own choice, remove the field")
+    refuse_media(where, left)
+    if any(not isinstance(token, int) for token in one.get("prompt_ids") or ()):
+        raise UnsupportedRecords(f"{where}: prompt_ids", "token ids only", "blocks of images or other media")
 
 
 def _reward(place, trajectory, one, last):
@@ -78,5 +77,6 @@ def _turn(place, episode, trajectory, role, turn, one, step, reward):
     if isinstance(advantage, (int, float)):
         advantage = [advantage] * len(mask)
     return record(place, one["prompt_ids"], one["response_ids"], mask, group=f"{episode.rsplit(':', 1)[0]}:{role}", trajectory=trajectory, turn=turn,
-                  step=step, reward=reward, rollout_logprobs=series(place, "logprobs", one.get("logprobs") or None, mask),
-                  advantage=series(place, "advantage", advantage, mask))
+                  step=step, reward=reward, rollout_logprobs=series(place, "logprobs", one.get("logprobs") or None, mask, sampled=True),
+                  advantage=series(place, "advantage", advantage, mask),
+                  meta=plain_scalars({"weight_version": one.get("weight_version")}))

@@ -1,69 +1,99 @@
-"""slime's debug dumps, files of torch.save:
-
-  --save-debug-rollout-data   {rollout_id, samples: [Sample.to_dict(), ...]}: what was sampled
-  --save-debug-train-data     {rollout_id, rank, rollout_data: {tokens: [...], response_lengths: [...], log_probs, ...}}:
-                              what one rank trained on, each field a list with an entry per sample
-
-Samples with equal `rollout_id` (`rollout_ids` in train dumps) are the turns of one trajectory, in order.
+"""slime's and miles' debug dumps (slime_layouts.py) as records.
 
 The response is the last response_length tokens; mask and log-probs have its length. rollout_top_p_token_ids[offsets[t] : offsets[t + 1]], with
-offsets in rollout_top_p_token_offsets, are the tokens that top-p kept when response token t was sampled. Files of one folder are joined by sample index:
-train dumps of all ranks, to which rollout dumps add the group. The `rollout_id` of the dump itself is the step.
+offsets in rollout_top_p_token_offsets, are the tokens that top-p kept when response token t was sampled.
+
+Samples with equal `rollout_id` are the turns of one trajectory, in order. With `rollout_mask_sums`, the trainer takes one mean over all their tokens:
+`loss_unit` is then "trajectory".
+
+Files of one folder are joined by sample index: train dumps of all ranks, to which rollout dumps add the group and the raw reward. Dumps of
+evaluation are left out. The `rollout_id` of the dump itself is the step.
 """
 
 import collections
 
-from .errors import RecordError, UnsupportedRecords
-from .neutral import Place, kept_sets, number, plain_scalars, record, series, zero_or_one
+from . import slime_layouts
+from .errors import UnsupportedRecords
+from .left_out import refuse_media
+from .neutral import is_plain, kept_sets, number, plain_scalars, record, series, zero_or_one
 from .pickles import Inert
 from .tensors import as_list
 
 NAME = "slime debug dump"
-_SERIES = {  # neutral name -> names in samples and in train dumps
-    "old_logprobs": ("log_probs",), "ref_logprobs": ("ref_log_probs",), "rollout_logprobs": ("rollout_log_probs",),
-    "values": ("values",), "returns": ("returns",),
-}
-_LISTS = {"loss_masks": "loss_mask", "response_lengths": "response_length", "sample_indices": "index", "rollout_ids": "rollout_id"}
+_SERIES = {"old_logprobs": "log_probs", "ref_logprobs": "ref_log_probs", "rollout_logprobs": "rollout_log_probs", "values": "values", "returns": "returns"}
+_TAKEN = {*_SERIES.values(), "advantages", "tokens", "response_length", "total_lengths", "loss_mask", "remove_sample", "index", "group_index", "rollout_id",
+          "rollout_position", "data_parallel_rank", "rollout_mask_sums", "raw_reward", "reward", "rewards", "rollout_top_p_token_ids", "rollout_top_p_token_offsets",
+          "rollout_routed_experts", "status", "weight_versions", "step"}
+_DISTILLED = ("teacher_log_probs", "mopd_teacher_log_probs", "opd_reverse_kl")  # slime adds their KL to the advantages
 
-
-def matches(content):
-    return isinstance(content, dict) and (isinstance(content.get("samples"), list) or isinstance(content.get("rollout_data"), dict))
+matches = slime_layouts.matches
 
 
 def records(contents, notes):
     """Returns the neutral records. `contents`: [(path, object)] of one or several dumps. Adds to `notes`."""
+    evaluated = [path for path, _ in contents if slime_layouts.is_evaluation(path)]
+    if evaluated and len(evaluated) == len(contents):
+        raise UnsupportedRecords(evaluated[0], "a dump of training", "one of evaluation (eval_ in its name)",
+                                 "Responses of an evaluation are not trained on; to read them all the same, rename the file")
+    if evaluated:
+        notes.add(f"{len(evaluated)} dumps of evaluation (eval_ in their names) are left out")
     train, sampled = [], []
     for path, content in contents:
-        (train if "rollout_data" in content else sampled).extend(_samples(path, content))
-    if not train:
-        return _with_trajectories(sampled, [_record(place, sample, notes) for place, sample in sampled])
-    joined = _one_per_index(train)
-    seen = {_key(sample): sample for _, sample in sampled if sample.get("index") is not None}
-    merged, out, found = [], [], 0
-    for place, sample in joined:
-        other = seen.get(_key(sample)) if sample.get("index") is not None else None
-        if other is not None:
-            found += 1
-            if as_list(other["tokens"]) != as_list(sample["tokens"]):
-                raise place.wrong("tokens", "the tokens of the rollout dump's sample with this index", "others", "Are both of one run?")
-            sample = {**{k: v for k, v in other.items() if v is not None}, **{k: v for k, v in sample.items() if v is not None}}
-        merged.append((place, sample))
-        out.append(_record(place, sample, notes))
-    if sampled and found < len(sampled):
-        notes.append(f"{len(sampled) - found} of {len(sampled)} sampled responses stand in no train dump and are left out")
-    return _with_trajectories(merged, out)
-
-
-def _with_trajectories(samples, out):
-    """Adds `trajectory` to the records of samples that share their rollout_id with another sample of the step. Returns the records."""
-    names = [None if sample.get("rollout_id") is None else (sample["step"], sample["rollout_id"]) for _, sample in samples]
-    counts = collections.Counter(names)
-    for (place, sample), name, record_ in zip(samples, names, out):
-        if name is not None and counts[name] > 1:
-            if not isinstance(sample["rollout_id"], (int, str)):
-                raise place.wrong("rollout_id", "an integer or a text", type(sample["rollout_id"]).__name__)
-            record_["trajectory"] = sample["rollout_id"]
+        if path not in evaluated:
+            (train if slime_layouts.is_train(content) else sampled).extend(slime_layouts.samples(path, content, notes))
+    merged = _joined(_one_per_index(train), sampled, notes) if train else sampled
+    out = [_record(place, sample, notes) for place, sample in merged]
+    _give_trajectories(merged, out)
     return out
+
+
+def _joined(train, sampled, notes):
+    """Train dumps' samples, with the missing fields from those of rollout dumps that have their index and tokens."""
+    known = collections.defaultdict(list)
+    for _, sample in sampled:
+        if sample.get("index") is not None:
+            known[_key(sample)].append(sample)
+    out, found = [], set()
+    for place, sample in train:
+        same = known.get(_key(sample), ()) if sample.get("index") is not None else ()
+        other = next((one for one in same if as_list(one["tokens"]) == as_list(sample["tokens"])), None)
+        if same and other is None:
+            raise place.wrong("tokens", "the tokens of the rollout dump's sample with this index", "others", "Are both of one run?")
+        if other is not None:
+            found.add(id(other))
+            sample = {**{k: v for k, v in other.items() if v is not None}, **{k: v for k, v in sample.items() if v is not None}}
+        out.append((place, sample))
+    if sampled and len(found) < len(sampled):
+        notes.add(f"{len(sampled) - len(found)} of {len(sampled)} sampled responses stand in no train dump and are left out")
+    return out
+
+
+def _give_trajectories(samples, out):
+    """Adds `trajectory` and `turn` to the records of samples that share their rollout_id with another sample of the step, and `loss_unit`."""
+    members = collections.defaultdict(list)
+    for at, (_, sample) in enumerate(samples):
+        if sample.get("rollout_id") is not None:
+            members[sample["step"], sample["rollout_id"]].append(at)
+    for (_, name), places in members.items():
+        for turn, at in enumerate(places if len(places) > 1 else ()):
+            if not isinstance(name, (int, str)):
+                raise samples[at][0].wrong("rollout_id", "an integer or a text", type(name).__name__)
+            out[at].update(trajectory=name, turn=turn)
+        _check_mask_sums(samples, out, places)
+    for (_, sample), found in zip(samples, out):
+        if sample.get("rollout_mask_sums") is not None:
+            found["loss_unit"] = "trajectory"
+
+
+def _check_mask_sums(samples, out, places):
+    """rollout_mask_sums divides the loss of a rollout: its samples must all be there."""
+    place, sample = samples[places[0]]
+    if sample.get("rollout_mask_sums") is None:
+        return
+    wanted, found = number(place, "rollout_mask_sums", sample["rollout_mask_sums"]), sum(sum(out[at]["loss_mask"]) for at in places)
+    if found and wanted != found:
+        raise place.wrong("rollout_mask_sums", f"{wanted:g} tokens with loss in the rollout's samples", str(found),
+                          "Samples of this rollout are missing: give the dumps of all ranks together, as a folder")
 
 
 def _key(sample):
@@ -72,10 +102,13 @@ def _key(sample):
 
 def _one_per_index(train):
     """Joins the samples of all ranks, since ranks may hold the same sample. If a rank lacks a field (log-probs, on early pipeline stages), it
-    comes from another rank."""
+    comes from another rank. Samples of one rollout may have one index and differ in their position."""
     by_index, out = {}, []
     for place, sample in train:
-        first = by_index.setdefault(_key(sample), sample) if sample.get("index") is not None else sample
+        if sample.get("index") is None:
+            out.append((place, sample))
+            continue
+        first = by_index.setdefault((*_key(sample), sample.get("rollout_position")), sample)
         if first is sample:
             out.append((place, sample))
             continue
@@ -87,50 +120,26 @@ def _one_per_index(train):
     return out
 
 
-def _samples(path, content):
-    step = content.get("rollout_id")
-    step = step if type(step) is int else None
-    if "rollout_data" in content:
-        found = _columns(path, content["rollout_data"])
-    else:
-        found = []
-        for sample in content["samples"]:
-            found.extend(sample if isinstance(sample, list) else [sample])  # in nested lists, each inner list is a group
-    for index, sample in enumerate(found):
-        place = Place(path, index)
-        if isinstance(sample, Inert):
-            sample = sample.state
-        if not isinstance(sample, dict) or sample.get("tokens") is None or type(sample.get("response_length")) is not int:
-            raise place.wrong("sample", "tokens and response_length", "a sample without them",
-                              "Was the dump written by --save-debug-rollout-data or --save-debug-train-data?")
-        yield place, {**sample, "step": step}
-
-
-def _columns(path, data):
-    counts = {name: len(column) for name, column in data.items() if isinstance(column, list)}
-    for name in ("tokens", "response_lengths"):
-        if name not in counts:
-            raise RecordError(f"{path}: rollout_data", f"a list {name}", "none")
-    names = [name for name, count in counts.items() if count == counts["tokens"]]
-    if "response_lengths" not in names:
-        raise RecordError(f"{path}: response_lengths", f"{counts['tokens']} entries, one per sample", str(counts["response_lengths"]))
-    return [{_LISTS.get(name, name): data[name][i] for name in names} for i in range(counts["tokens"])]
-
-
 def _reward(place, sample, notes):
-    value = sample.get("raw_reward")  # train dumps: `rewards` are normalised already
-    value = sample.get("reward", sample.get("rewards")) if value is None else value
+    value = sample.get("raw_reward")
+    value = sample.get("reward") if value is None else value
     if isinstance(value, dict):
-        note = "rewards that are dicts are left out: slime picks one with --reward-key"
-        if note not in notes:
-            notes.append(note)
+        notes.add("rewards that are dicts are left out: slime picks one with --reward-key")
         return None
+    if value is None and sample.get("rewards") is not None:
+        notes.add("raw_reward is not there or belongs to no sample for certain: reward is slime's normalised rewards")
+        value = sample["rewards"]
     return None if value is None else number(place, "reward", value)
 
 
 def _record(place, sample, notes):
-    if sample.get("multimodal_inputs") or sample.get("multimodal_train_inputs"):
-        raise UnsupportedRecords(f"{place.path}: sample {place.index}", "tokens only", "images or other media")
+    left = {name: value for name, value in sample.items() if name not in _TAKEN}
+    refuse_media(f"{place.path}: sample {place.index}", left)
+    if sample.get("advantages") is None and any(sample.get(name) is not None for name in _DISTILLED):
+        raise UnsupportedRecords(f"{place.path}: sample {place.index}: {next(name for name in _DISTILLED if sample.get(name) is not None)}",
+                                 "records whose advantages hold the teacher's part", "no advantages",
+                                 "Give the train dump (--save-debug-train-data) beside this one")
+    notes.leave(left)
     tokens, length = as_list(sample["tokens"]), sample["response_length"]
     if not 0 <= length <= len(tokens):
         raise place.wrong("response_length", f"at most {len(tokens)}, the number of tokens", str(length))
@@ -141,19 +150,22 @@ def _record(place, sample, notes):
         raise place.wrong("loss_mask", f"{length} entries, one per response token", str(len(mask)))
     if sample.get("remove_sample"):
         mask = [0] * length
-    parts = {name: series(place, field, _whole(place, field, sample, length), mask)
-             for name, fields in _SERIES.items() for field in fields}
+    parts = {name: series(place, field, _whole(place, field, sample, length), mask, sampled=name == "rollout_logprobs")
+             for name, field in _SERIES.items()}
     routes = sample.get("rollout_routed_experts")
-    status = sample.get("status")
+    status, versions = sample.get("status"), sample.get("weight_versions")
     if isinstance(status, Inert):
         status = status.args[0] if status.args else None
+    meta = plain_scalars({"status": status}) or {}
+    if isinstance(versions, list) and versions and all(map(is_plain, versions)):
+        meta["weight_versions"] = versions
     return record(
         place, tokens[:begin], tokens[begin:], mask, id=sample.get("index"), group=sample.get("group_index"),
         step=sample["step"], reward=_reward(place, sample, notes),
         advantage=series(place, "advantages", _whole(place, "advantages", sample, length), mask), **parts,
         kept_ids=kept_sets(place, "rollout_top_p_token_ids", sample.get("rollout_top_p_token_ids"), sample.get("rollout_top_p_token_offsets"),
                            length),
-        routed_experts=None if routes is None else as_list(routes), meta=plain_scalars({"status": status}))
+        routed_experts=None if routes is None else as_list(routes), meta=meta or None)
 
 
 def _whole(place, field, sample, length):

@@ -118,6 +118,43 @@ class Tensor:
         raise RecordError("tensor", "a tensor without a state of its own", type(state).__name__)
 
 
+class Jagged(Tensor):
+    """A nested tensor: rows of different lengths. Row i is values[offsets[i] : offsets[i + 1]]. `shape` has the number of values in place of the rows'
+    lengths."""
+
+    __slots__ = ("_values", "_offsets")
+
+    def __init__(self, values, offsets):
+        super().__init__(None, values.dtype, (max(len(offsets) - 1, 0), *values.shape))
+        self._values, self._offsets = values, offsets
+
+    @classmethod
+    def of_rows(cls, rows):
+        """A nested tensor made of tensors in memory."""
+        offsets, flat = [0], []
+        for row in rows:
+            flat.extend(row.flat())
+            offsets.append(offsets[-1] + row.shape[0])
+        first = rows[0]
+        return cls(Tensor.of(flat, first.dtype, (offsets[-1], *first.shape[1:])), Tensor.of(offsets, "int64", (len(offsets),)))
+
+    def flat(self):
+        self._offsets.flat()
+        return self._values.flat()
+
+    def __getitem__(self, index):
+        begin, end = (as_list(self._offsets)[index + i] for i in (0, 1))
+        values = self._values
+        if not 0 <= begin <= end <= values.shape[0]:
+            raise RecordError("nested tensor", f"ascending offsets up to {values.shape[0]}", f"{begin}, {end}")
+        row = Tensor(None, values.dtype, (end - begin, *values.shape[1:]), values.strides, values.offset + begin * values.strides[0])
+        row._flat = values.flat()
+        return row
+
+    def tolist(self):
+        return [self[i].tolist() for i in range(len(self))]
+
+
 def as_list(values):
     """A plain list of a tensor's or a sequence's entries; None stays None."""
     if values is None:

@@ -8,7 +8,8 @@
 TRL's dict contains neither temperature nor group: the reader's temperature (--temperature) is used, and equal prompts form a group.
 """
 
-from .errors import RecordError, UnsupportedRecords
+from .errors import RecordError
+from .left_out import refuse_media
 from .neutral import Place, number, record, series, span_of_ones, zero_or_one
 from .tensors import Tensor
 
@@ -16,7 +17,7 @@ NAME = "TRL batch"
 _SERIES = {"old_logprobs": "old_per_token_logps", "ref_logprobs": "ref_per_token_logps",
            "rollout_logprobs": "sampling_per_token_logps"}
 _NEEDED = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-_NOT_TEXT = ("pixel_values", "image_grid_thw", "pixel_attention_mask", "image_sizes")
+_TAKEN = {*_NEEDED, *_SERIES.values(), "advantages", "tool_mask", "num_items_in_batch"}
 
 
 def matches(content):
@@ -32,15 +33,15 @@ def _records(path, content, step, notes):
     for name in _NEEDED:
         if not isinstance(content.get(name), Tensor) or len(content[name].shape) != 2:
             raise RecordError(f"{path}: {name}", "a tensor [samples, tokens]", "none of that form")
-    media = [name for name in _NOT_TEXT if content.get(name) is not None]
-    if media:
-        raise UnsupportedRecords(f"{path}: {media[0]}", "tokens only", "images")
+    left = {name: value for name, value in content.items() if name not in _TAKEN}
+    refuse_media(path, left)
+    notes.leave(left)
     rows = {name: values for name, values in content.items() if isinstance(values, Tensor) and values.shape}
     count = content["completion_ids"].shape[0]
     for name in (*_NEEDED, *_SERIES.values(), "advantages", "tool_mask"):
         if name in rows and len(rows[name]) != count:
             raise RecordError(f"{path}: {name}", f"{count} rows, one per sample", str(len(rows[name])))
-    notes.append("TRL batch: the temperature is not in it (--temperature, by default 1); equal prompts form a group")
+    notes.add("TRL batch: the temperature is not in it (--temperature, by default 1); equal prompts form a group")
     items = content.get("num_items_in_batch")
     shared = {} if items is None else {"num_items_in_batch": number(Place(path, 0), "num_items_in_batch", items)}
     if shared and shared["num_items_in_batch"] < 0:
@@ -52,7 +53,7 @@ def _records(path, content, step, notes):
         empty += not found["response_ids"]
         yield found
     if empty:
-        notes.append(f"{empty} samples have an empty completion_mask: their tokens cannot be told from padding and are left out")
+        notes.add(f"{empty} samples have an empty completion_mask: their tokens cannot be told from padding and are left out")
 
 
 def _record(place, row, step):
@@ -80,5 +81,5 @@ def _record(place, row, step):
         advantage = series(place, "advantages", part("advantages"), loss_mask)
     elif advantage is not None:
         advantage = number(place, "advantages", advantage)
-    parts = {name: series(place, field, part(field), loss_mask) for name, field in _SERIES.items()}
+    parts = {name: series(place, field, part(field), loss_mask, sampled=name == "rollout_logprobs") for name, field in _SERIES.items()}
     return record(place, prompt[begin:], completion[:end], loss_mask, step=step, advantage=advantage, **parts)

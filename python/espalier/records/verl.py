@@ -5,34 +5,35 @@
   non_tensor_batch["uid"]: the group; meta_info["temperature"], meta_info["global_steps"]
   step-wise agents: non_tensor_batch["traj_uid"] (verl-agent), or rLLM's "episode_ids", "trajectory_ids", "step_ids", "is_pad_step"
 
-The pickle's state holds `batch` as bytes of torch.save, as bytes of an inner pickle of arrays, or (numpy serialization) as a
-tuple (batch size, device, {name: (dtype, shape, bytes)}). A TensorDict saved alone can also be read.
+A TensorDict or a dict with the same names can also be read (tensor_dicts.py). In nested (jagged) tensors, as verl's TransferQueue has them, rows
+are unpadded, and there may be no attention_mask.
 """
 
-import io
 import math
 import re
 
-from . import pickles, torch_files
+from . import tensor_dicts
 from .errors import RecordError, UnsupportedRecords
-from .neutral import Place, number, plain_scalars, record, series, span_of_ones, zero_or_one
+from .left_out import refuse_media
+from .neutral import Place, is_plain, number, plain_scalars, record, series, span_of_ones, zero_or_one
 from .pickles import Inert
-from .tensors import DTYPES, Tensor, as_list, numbers_of
+from .tensors import Jagged, Tensor, as_list
 
 NAME = "verl DataProto"
 _SERIES = {"old_logprobs": "old_log_probs", "ref_logprobs": "ref_log_prob", "rollout_logprobs": "rollout_log_probs",
            "values": "values", "returns": "returns", "advantage": "advantages"}
 _REWARDS = ("token_level_rewards", "token_level_scores", "rm_scores")
-_USED = {"prompts", "responses", "attention_mask", "response_mask", "input_ids", "position_ids", "routed_experts",
+# The tensors that a record takes; input_ids and position_ids follow from the others.
+TENSORS = {"prompts", "responses", "attention_mask", "response_mask", "input_ids", "position_ids", "routed_experts", "temperature",
          *_SERIES.values(), *_REWARDS}
+_TAKEN_META = {"temperature", "global_steps", "validate"}
 _LINEAGE = ("uid", "traj_uid", "episode_ids", "trajectory_ids", "step_ids", "is_pad_step")
-_CONSOLIDATED = "_rebuild_tensordict_files_consolidated"
 
 
 def matches(content):
     if isinstance(content, Inert):
-        return content.name in ("DataProto", "TensorDict", "_make_td", _CONSOLIDATED)
-    return isinstance(content, dict) and {"prompts", "responses", "attention_mask"} <= content.keys()
+        return content.name == "DataProto" or tensor_dicts.matches(content)
+    return isinstance(content, dict) and {"prompts", "responses"} <= content.keys() and isinstance(content["responses"], Tensor)
 
 
 def records(contents, notes):
@@ -41,35 +42,55 @@ def records(contents, notes):
 
 
 def _records(path, content, step, notes):
-    batch, objects, meta = _parts(content, path)
-    for name in ("prompts", "responses", "attention_mask"):
+    batch, objects, meta = tensor_dicts.parts(content, path)
+    unpadded = isinstance(batch.get("prompts"), Jagged) and isinstance(batch.get("responses"), Jagged)
+    for name in ("prompts", "responses", *(("attention_mask",) if not unpadded else ())):
         if not isinstance(batch.get(name), Tensor) or len(batch[name].shape) != 2:
             raise RecordError(f"{path}: {name}", "a tensor [samples, tokens]", "none of that form",
                               "Only a batch after generation can be replayed; text alone cannot")
+    if meta.get("validate") is True:
+        raise UnsupportedRecords(f"{path}: meta_info: validate", "a batch of training", "one of validation", "Responses of a validation are not trained on")
     count = batch["responses"].shape[0]
-    for name, values in {**objects, **{name: batch[name] for name in _USED if name in batch}}.items():
-        if not values.shape or len(values) != count:
+    of_batch = {name: values for name, values in objects.items() if isinstance(values, (list, tuple)) and len(values) != count}
+    objects = {name: values for name, values in objects.items() if name not in of_batch}
+    for name, values in {**objects, **{name: batch[name] for name in TENSORS & batch.keys()}}.items():
+        if isinstance(values, Tensor) and (not values.shape or len(values) != count):
             raise RecordError(f"{path}: {name}", f"{count} rows, one per sample", f"shape {values.shape}")
-    ignored = sorted(name for name in batch if name not in _USED)
-    if ignored:
-        notes.append(f"tensors that no field of a record takes: {', '.join(ignored)}")
+    left = {name: tensor for name, tensor in batch.items() if name not in TENSORS}
+    refuse_media(path, {**left, **of_batch})
+    _check_positions(path, batch.get("position_ids"))
+    notes.leave({**left, **of_batch, **{name: value for name, value in meta.items() if name not in _TAKEN_META}})
     found = meta.get("global_steps")
     step = found if type(found) is int else step
     padding = 0
     for index in range(count):
         place = Place(path, index)
-        row = {name: batch[name][index] for name in _USED if isinstance(batch.get(name), Tensor)}
+        row = {name: batch[name][index] for name in TENSORS & batch.keys()}
+        if unpadded:
+            row["attention_mask"] = [1] * (len(row["prompts"]) + len(row["responses"]))
         extra = {name: values[index] for name, values in objects.items()}
         if extra.get("is_pad_step"):
             padding += 1
             continue
-        yield record_of(place, row, extra, meta.get("temperature"), step)
+        yield record_of(place, row, extra, row.get("temperature", meta.get("temperature")), step, notes)
     if padding:
-        notes.append(f"{padding} rows that rLLM added to fill up the batch (is_pad_step) are left out")
+        notes.add(f"{padding} rows that rLLM added to fill up the batch (is_pad_step) are left out")
 
 
-def record_of(place, row, extra, temperature, step):
+def _check_positions(path, positions):
+    """M-RoPE's positions [B, 3 or 4, S] have equal rows for text; others show images, whose features are elsewhere."""
+    if positions is None or len(positions.shape) != 3:
+        return
+    for sample in positions.tolist():
+        if any(axis != sample[-1] for axis in sample[-3:]):
+            raise UnsupportedRecords(f"{path}: position_ids", "positions of text", "positions of images (the axes differ)",
+                                     "espalier.hf and espalier.trl train prompts with images in Python")
+
+
+def record_of(place, row, extra, temperature, step, notes):
     """The neutral record of one sample. `row`: its tensors by verl's names. `extra`: its other values."""
+    refuse_media(f"{place.path}: sample {place.index}", extra)
+    notes.leave({name: value for name, value in extra.items() if name not in _LINEAGE and not is_plain(value)})
     prompt, response = row["prompts"].tolist(), row["responses"].tolist()
     attended = zero_or_one(place, "attention_mask", row["attention_mask"])
     if len(attended) != len(prompt) + len(response):
@@ -91,12 +112,12 @@ def record_of(place, row, extra, temperature, step):
             raise place.wrong(name, f"{len(response)} entries, one per response token with padding", str(len(values)))
         return values[:end]
 
-    parts = {name: series(place, field, part(field), mask) for name, field in _SERIES.items()}
+    parts = {name: series(place, field, part(field), mask, sampled=name == "rollout_logprobs") for name, field in _SERIES.items()}
     routes = row.get("routed_experts")
     if routes is not None:
         if len(routes) != len(attended):
             raise place.wrong("routed_experts", f"{len(attended)} entries, one per token with padding", str(len(routes)))
-        routes = [routes[i].tolist() for i in range(begin, len(prompt) + end)]
+        routes = [as_list(routes[i]) for i in range(begin, len(prompt) + end)]
     return record(place, prompt[begin:], response[:end], mask, **_lineage(place, extra), step=step,
                   temperature=None if temperature is None else number(place, "temperature", temperature),
                   reward=_reward(place, row, end), **parts, routed_experts=routes,
@@ -125,77 +146,3 @@ def _reward(place, row, end):
                 raise place.wrong(name, "zeros in the padding", "other values")
             return number(place, name, math.fsum(values[:end]))
     return None
-
-
-# ---- the pickle's parts ---------------------------------------------------------------------------------------------
-
-
-def _parts(content, path):
-    """(tensors by name, arrays by name, meta) of a DataProto, a TensorDict or a dict of tensors."""
-    if not isinstance(content, Inert) or content.name != "DataProto":
-        return _tensors(content, path), {}, {}
-    state = content.state
-    if isinstance(state, dict):  # a class that pickles its attributes
-        state = (state.get("batch"), state.get("non_tensor_batch"), state.get("meta_info"))
-    if not isinstance(state, tuple) or len(state) != 3:
-        raise RecordError(f"{path}: DataProto", "batch, non_tensor_batch and meta_info", "another state")
-    batch, objects, meta = state
-    arrays = {name: values for name, values in (objects or {}).items() if isinstance(values, Tensor)}
-    return _tensors(batch, f"{path}: batch"), arrays, meta if isinstance(meta, dict) else {}
-
-
-def _tensors(batch, where):
-    if isinstance(batch, (bytes, bytearray)):
-        return _tensors(_unpacked(bytes(batch), where), where)
-    if isinstance(batch, Inert):
-        return _tensors(_tensor_dict(batch, where), where)
-    if isinstance(batch, tuple) and len(batch) == 3 and isinstance(batch[2], dict):
-        return {name: _encoded(entry, f"{where}: {name}") for name, entry in batch[2].items()}
-    if isinstance(batch, dict):
-        return {name: tensor for name, tensor in batch.items() if isinstance(tensor, Tensor)}
-    raise RecordError(where, "tensors by name", type(batch).__name__)
-
-
-def _unpacked(data, where):
-    if torch_files.is_zip(data):
-        return torch_files.load_zip(io.BytesIO(data), where)
-    if torch_files.is_legacy(data):
-        return torch_files.load_legacy(io.BytesIO(data), where)
-    return pickles.load_bytes(data, where)
-
-
-def _tensor_dict(held, where):
-    """The tensors of a pickled TensorDict. They are in its own state, or share one storage."""
-    if held.name == _CONSOLIDATED:
-        return _consolidated(held, where)
-    state = held.args[1] if held.name == "_make_td" and len(held.args) == 2 else held.state
-    if isinstance(state, dict) and isinstance(state.get("_tensordict"), dict):
-        return state["_tensordict"]
-    raise UnsupportedRecords(where, "a TensorDict of tensors", f"a {held.name} of another form",
-                             "Save with the tensordict version that verl names, or batch.to_dict() with torch.save")
-
-
-def _consolidated(held, where):
-    try:
-        metadata, storage = held.args
-        raw, begin = bytes(storage.flat()), storage.offset
-        out = {}
-        for name, (dtype, shape, first, end, *_) in metadata["leaves"].items():
-            kind = dtype.removeprefix("torch.")
-            data = raw[begin + first : begin + end]
-            tensor = Tensor.of(numbers_of(data, kind), kind, shape)
-            out[name] = tensor
-        return out
-    except (ValueError, TypeError, KeyError, AttributeError):
-        raise RecordError(where, "a TensorDict in one storage", "metadata of another form") from None
-
-
-def _encoded(entry, where):
-    if not isinstance(entry, tuple) or len(entry) != 3 or entry[0] not in DTYPES:
-        raise UnsupportedRecords(where, "a tensor as (dtype, shape, bytes)", "a nested tensor or another form",
-                                 "Save the batch before it becomes a nested tensor")
-    dtype, shape, data = entry
-    data = bytes(as_list(data)) if isinstance(data, Tensor) else data
-    if not isinstance(data, (bytes, bytearray)):
-        raise RecordError(where, "bytes", type(data).__name__)
-    return Tensor.of(numbers_of(bytes(data), dtype), dtype, tuple(shape))
