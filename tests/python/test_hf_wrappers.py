@@ -116,7 +116,7 @@ def test_a_difference_on_one_rank_is_raised_on_all(verified_by_two, kind):
 def test_the_common_order_of_ranks_holds_each_rank_s_own():
     import random
 
-    from espalier.rows.order import common_order
+    from espalier.hf.ranks import common_order
 
     def alternating():
         return "".join(random.choice("NP") for _ in range(random.randint(0, 8)))
@@ -128,7 +128,7 @@ def test_the_common_order_of_ranks_holds_each_rank_s_own():
     for seed in range(400):
         random.seed(seed)
         everyone = [alternating() if seed % 4 == 0 else nested() for _ in range(random.randint(1, 4))]
-        order = common_order(everyone, "FBNP", "F", "B")
+        order = common_order(everyone)
         for rank, own in enumerate(everyone):
             assert "".join(letter for letter, who in order if rank in who) == own, seed
             held = 0

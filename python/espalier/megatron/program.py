@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from espalier.rows.order import common_order
-
 _LETTERS = {"open": "O", "wave": "W", "close": "C"}
 _KINDS = {letter: kind for kind, letter in _LETTERS.items()}
 
@@ -19,9 +17,10 @@ _KINDS = {letter: kind for kind, letter in _LETTERS.items()}
 @dataclass
 class MicroBatch:
     """`index`: of the plan's item; None: rows that no loss reads, for ranks that have less to do than others. `last_of`: trunks that nothing behind
-    this micro-batch reads."""
+    this micro-batch reads. `slot`: of trunks that ranks open and close together."""
     kind: str
     index: int | None = None
+    slot: int | None = None
     last_of: list = field(default_factory=list)
 
 
@@ -51,11 +50,44 @@ def aligned(program, group, multiple):
     if group is not None and dist.get_world_size(group) > 1:
         everyone = [None] * dist.get_world_size(group)
         dist.all_gather_object(everyone, "".join(_LETTERS[one.kind] for one in program), group)
-        rank, own, out = dist.get_rank(group), iter(program), []
-        for letter, who in common_order(everyone, "OWC", "O", "C"):
-            out.append(next(own) if rank in who else MicroBatch(_KINDS[letter]))
+        own, out = iter(program), []
+        for letter, slot, who in common_order(everyone):
+            one = next(own) if dist.get_rank(group) in who else MicroBatch(_KINDS[letter])
+            one.slot = slot
+            out.append(one)
         program = out
     return program + [MicroBatch("wave") for _ in range(-len(program) % multiple)]
+
+
+def common_order(everyone):
+    """[(letter, slot, ranks with an item of their own)]: one order that contains the program of every rank, of the letters O, W and C.
+
+    Trunks that open together have one slot, and they close together: the backward of a layer with experts returns the rows that its forward
+    exchanged. A rank without a trunk of its own opens one of rows that no loss reads. A slot closes as soon as all ranks that own a trunk in
+    it are at its closing; of the ranks that wait, those with the latest slot always are.
+    """
+    at, stacks, owners, order, slots = [0] * len(everyone), [[] for _ in everyone], {}, [], 0
+    while True:
+        upcoming = ["" if i == len(own) else own[i] for i, own in zip(at, everyone)]
+        if not any(upcoming):
+            return order
+        closing = [stack[-1] if letter == "C" else None for letter, stack in zip(upcoming, stacks)]
+        ready = [slot for slot in closing if slot is not None and all(closing[rank] == slot for rank in owners[slot])]
+        if ready:
+            letter, slot, who = "C", max(ready), owners.pop(max(ready))
+        else:
+            letter = max("OW", key=upcoming.count)
+            who, slot = [rank for rank, own in enumerate(upcoming) if own == letter], None
+            if letter == "O":
+                slot, slots = slots, slots + 1
+                owners[slot] = who
+        for rank in who:
+            at[rank] += 1
+            if letter == "O":
+                stacks[rank].append(slot)
+            elif letter == "C":
+                stacks[rank].pop()
+        order.append((letter, slot, who))
 
 
 def counted(program):

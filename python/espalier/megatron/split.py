@@ -65,7 +65,8 @@ class Split:
         for at, part in enumerate(parts):
             order[part] = at * padded + np.arange(len(part))
         self.order = torch.from_numpy(order).to(device)
-        self.rows, self.sets = [], self._sets(runs, parts[rank], above)
+        self.read: list[_Rows] = []  # rows of the item that stand above rows of this rank
+        self.sets = self._sets(runs, parts[rank], above)
 
     def _sets(self, runs, part, above):
         """The RowSets of this rank's rows: one for each piece of a run, below the rows of its path in the item."""
@@ -83,21 +84,21 @@ class Split:
         return sets
 
     def _above(self, begin, end):
-        found = next((rows for rows in self.rows if (rows.begin, rows.end) == (begin, end)), None)
+        found = next((rows for rows in self.read if (rows.begin, rows.end) == (begin, end)), None)
         if found is None:
             found = _Rows(begin, end)
-            self.rows.append(found)
+            self.read.append(found)
         return found
 
     @contextlib.contextmanager
     def reading(self, layer, k, v):
         """Context manager in which a layer's attention reads the item's keys and values k, v [R, 1, J, D]. Yields the sums of their gradients, [R, J, D]."""
         sums = [torch.zeros_like(x[:, 0], dtype=accumulator(x.dtype)) for x in (k, v)]
-        for rows in self.rows:
+        for rows in self.read:
             rows.k[layer], rows.v[layer] = (x[rows.begin:rows.end, 0].transpose(0, 1)[None] for x in (k, v))
             rows.whole = sums
         try:
             yield sums
         finally:
-            for rows in self.rows:
+            for rows in self.read:
                 rows.k, rows.v, rows.whole = {}, {}, None

@@ -39,7 +39,7 @@ class Step:
         self.inners = [inner_of(chunk) for chunk in chunks]
         self.config, self.device = self.inners[0].config, next(self.inners[0].parameters()).device
         self.losses, self.rows, self.waves = Total(), 0, 0
-        self.calls, self.trunks, self.fillers = {}, {}, []
+        self.calls, self.trunks, self.fillers = {}, {}, {}
         self.path = _paths(plan.items)
         self.longest = int(rollouts.lengths.max())
         self.group = vocabulary_group(layout.tp_group)
@@ -173,12 +173,12 @@ class Step:
     def _call(self, micro_batch):
         kind, index = micro_batch.kind, micro_batch.index
         if kind == "close":
-            trunk = self.fillers.pop(0) if index is None else self.trunks[index]
+            trunk = self.fillers.pop(micro_batch.slot) if index is None else self.trunks[index]
             if index is not None and index in micro_batch.last_of:
                 del self.trunks[index]
             return Call("close", trunk)
         if index is None:
-            return self._filler(kind)
+            return self._filler(kind, micro_batch.slot)
         item, edges = self.plan.items[index], self.plan.edges(index)
         trunk = None
         if item.trunk:
@@ -212,13 +212,13 @@ class Step:
         ids, positions, outputs, place, target, edge = to_device(self.device, padded(ids), padded(positions), outputs, place, edges[mine, 1], mine)
         return Call(kind, trunk, above, ids, positions, sets, self.longest, outputs, place, target, edge, edges, item, at, split)
 
-    def _filler(self, kind):
+    def _filler(self, kind, slot):
         rows = self.layout.multiple
         ids, outputs = to_device(self.device, np.zeros(rows), np.zeros(0))
         trunk = None
         if kind == "open":
             trunk = OpenTrunk(rows, NO_EDGES)
-            self.fillers.append(trunk)
+            self.fillers[slot] = trunk
         return Call(kind, trunk, (), ids, ids, [RowSet(0, (), [(0, rows, rows)])], 1, outputs, outputs, outputs, outputs)
 
 

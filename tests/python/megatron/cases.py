@@ -4,6 +4,8 @@ the rest: `kind`, `more` of the rollouts, `wave` (rows of a wave), `tied`, `posi
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 BLOCK = dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=1)
 SELECTIVE = dict(recompute_granularity="selective", recompute_modules=["core_attn", "mlp"])
+EXPERTS = dict(num_moe_experts=4, moe_router_topk=2, moe_router_dtype="fp64", moe_ffn_hidden_size=24, moe_router_load_balancing_type="none")
+LATENT = dict(mla=True)
 
 CASES = {
     1: {
@@ -24,6 +26,10 @@ CASES = {
         "one_wave": dict(kind="flat", wave=4096),
         "per_token": dict(calculate_per_token_loss=True),
         "float32": dict(dtype="float32"),
+        "experts": dict(**EXPERTS),
+        "latent": dict(**LATENT),
+        "latent_recompute": dict(kind="flat", **LATENT, **FULL),
+        "latent_yarn": dict(rope_type="yarn", kind="flat", **LATENT),
     },
     2: {
         "tp": dict(tp=2, qk_layernorm=True),
@@ -36,9 +42,43 @@ CASES = {
         "pp_per_token": dict(pp=2, calculate_per_token_loss=True, kind="flat"),
         "vpp": dict(pp=2, vpp=2),
         "vpp_tied_recompute": dict(pp=2, vpp=2, tied=True, **FULL),
+        "ddp": dict(ddp="plain", more=2),
+        "ddp_overlap": dict(ddp="overlap"),
+        "distributed": dict(ddp="distributed"),
+        "distributed_overlap_tied": dict(ddp="both", tied=True),
+        "distributed_overlap_per_token": dict(ddp="both", calculate_per_token_loss=True, more=2),
+        "distributed_overlap_recompute": dict(ddp="both", kind="flat", **FULL),
+        "ddp_overlap_pp_tied": dict(ddp="overlap", pp=2, tied=True),
+        "distributed_overlap_tp_sp": dict(ddp="both", tp=2, sp=True, qk_layernorm=True),
+        "ep": dict(ep=2, **EXPERTS),
+        "ep_unequal": dict(ep=2, more=3, **EXPERTS),
+        "ep_unequal_recompute": dict(ep=2, more=3, **EXPERTS, **FULL),
+        "ep_latent": dict(ep=2, kind="flat", **EXPERTS, **LATENT),
+        "ep_distributed_overlap_unequal": dict(ddp="both", ep=2, more=3, **EXPERTS),
+        "tp_sp_experts": dict(tp=2, sp=True, **EXPERTS),
+        "tp_sp_latent": dict(tp=2, sp=True, **LATENT),
+        "pp_latent": dict(pp=2, **LATENT),
+        "cp": dict(cp=2),
+        "cp_waves": dict(cp=2, kind="flat", wave=6, qk_layernorm=True, tied=True),
+        "cp_window_recompute": dict(cp=2, window_size=(3, 0), **FULL),
+        "cp_latent": dict(cp=2, **LATENT),
+        "cp_latent_yarn": dict(cp=2, kind="flat", wave=6, rope_type="yarn", **LATENT),
+        "cp_experts": dict(cp=2, **EXPERTS),
+        "cp_per_token": dict(cp=2, calculate_per_token_loss=True, kind="flat"),
+    },
+    4: {
+        "pp": dict(pp=4, tied=True, num_layers=4),
+        "vpp": dict(pp=4, vpp=2, num_layers=8),
+        "pp_tp_sp": dict(pp=2, tp=2, sp=True, qk_layernorm=True),
+        "distributed_overlap_pp_per_token": dict(ddp="both", pp=2, calculate_per_token_loss=True),
+        "distributed_overlap_vpp": dict(ddp="both", pp=2, vpp=2),
+        "ep_tp_sp_unequal": dict(ep=2, tp=2, sp=True, more=3, **EXPERTS),
+        "ep_pp_unequal": dict(ep=2, pp=2, more=3, **EXPERTS),
+        "cp_tp_sp": dict(cp=2, tp=2, sp=True),
+        "cp_pp_recompute": dict(cp=2, pp=2, **FULL),
     },
 }
 # Run with every version and in every share of the tests.
-DAILY = {1: ("dense",), 2: ("tp_sp_tied_qk_norm_recompute", "vpp_tied_recompute")}
+DAILY = {1: ("dense",), 2: ("tp_sp_tied_qk_norm_recompute", "vpp_tied_recompute", "distributed_overlap_tied")}
 # Run with the oldest version, too.
-OLDEST = {1: ("dense", "selective_recompute", "window_every_second"), 2: ("tp_sp_tied_qk_norm_recompute", "vpp_tied_recompute", "pp_per_token")}
+OLDEST = {1: ("dense", "selective_recompute", "window_every_second"), 2: ("tp_sp_tied_qk_norm_recompute", "vpp_tied_recompute", "distributed_overlap_tied", "pp_per_token")}

@@ -29,6 +29,20 @@ class Norm(torch.nn.Module):
         return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight
 
 
+class Causal(torch.nn.Module):
+    """Causal attention, for models whose own core is Transformer Engine's alone: Megatron's local one takes no latent heads, and no context parallelism."""
+    espalier_plain_attention = True
+
+    def __init__(self, config, softmax_scale=None, **_):
+        super().__init__()
+        self.scale = softmax_scale or config.kv_channels ** -.5
+
+    def forward(self, q, k, v, attention_mask, **_):
+        scores = torch.einsum("sbhd,tbhd->bhst", q, k) * self.scale
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
+        return torch.einsum("bhst,tbhd->sbhd", scores.softmax(-1), v).flatten(2)
+
+
 def configuration(tp=1, pp=1, cp=1, ep=1, vpp=None, sp=False, mla=False, dtype=torch.float64, **more):
     settings = dict(
         num_layers=4 if pp > 1 else 2, hidden_size=32, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=48, use_cpu_initialization=True,
@@ -52,10 +66,11 @@ def configuration(tp=1, pp=1, cp=1, ep=1, vpp=None, sp=False, mla=False, dtype=t
     return config
 
 
-def _layer(config, core):
+def _layer(config):
     spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization="RMSNorm", qk_layernorm=config.qk_layernorm,
                                     multi_latent_attention=config.multi_latent_attention)
     parts = spec.submodules
+    core = Causal if config.multi_latent_attention or config.context_parallel_size > 1 else None
     if config.sequence_parallel:
         for owner, names in ((parts, ("input_layernorm", "pre_mlp_layernorm")),
                              (parts.self_attention.submodules, ("q_layernorm", "k_layernorm", "kv_layernorm"))):
@@ -67,13 +82,13 @@ def _layer(config, core):
     return spec
 
 
-def chunks_of(config, tied=False, position="rope", core=None, **more):
-    """The chunks of this rank. `core`: another core attention than Megatron's own."""
+def chunks_of(config, tied=False, position="rope", **more):
+    """The chunks of this rank."""
     model_parallel_cuda_manual_seed(3)
     vpp = config.virtual_pipeline_model_parallel_size
     out = []
     for stage in range(vpp) if vpp else [None]:
-        layer = _layer(config, core)
+        layer = _layer(config)
         if config.sequence_parallel:
             layer = TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=stage), layer_norm=Norm)
         model = GPTModel(config=config, transformer_layer_spec=layer, vocab_size=VOCABULARY, max_sequence_length=64,

@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 import espalier.megatron
 from cases import CASES
 from models import chunks_of, configuration
+from optimizers import moves
 from steps import Plain, gradients, loss_of_wave, rollouts, worst
 
 FOLDER, RANK, WORLD, NAMES = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
@@ -27,28 +28,70 @@ def begin(tp=1, pp=1, cp=1, ep=1, vpp=None, **_):
                                              **(dict(expert_tensor_parallel_size=1) if ep > 1 else {}))
 
 
-def run(kind="nested", more=0, wave=14, dtype="float64", tied=False, position="rope", **case):
-    begin(**case)
-    config = configuration(dtype=DTYPES[dtype], **case)
-    records = rollouts(kind, more=more)
-    chunks = chunks_of(config, tied=tied, position=position)
-    how = dict(multiple=case.get("pp", 1) if case.get("vpp") else 1, pad=case.get("tp", 1) if case.get("sp") else 1)
+def over_context(found, config):
+    """Gradients summed over the context parallel ranks as Megatron's DDP sums them."""
+    if config.context_parallel_size > 1:
+        for grad in found.values():
+            dist.all_reduce(grad, group=parallel_state.get_context_parallel_group())
+            grad /= 1 if config.calculate_per_token_loss else config.context_parallel_size
+    return found
+
+
+def layout_of_plain(records, tp=1, pp=1, vpp=None, sp=False, ep=1, **_):
+    """How the unmodified model's micro-batches must be, so that its schedule and other ranks' experts agree."""
+    most = [None] * WORLD
+    dist.all_gather_object(most, len(records))
+    return dict(count=max(most) if ep > 1 else 0, multiple=pp if vpp else 1, pad=tp if sp else 1)
+
+
+def run(ddp=None, **case):
+    begin(**{**case, "cp": 1})
+    return with_optimizer(ddp, **case) if ddp else gradients_of(**case)
+
+
+def with_optimizer(ddp, kind="nested", more=0, wave=14, tied=False, **case):
+    """Weights after a step of the optimizer: shared, then dense, then shared, through one model."""
+    rank = parallel_state.get_data_parallel_rank()
+    records = rollouts(kind, seed=1 + rank, more=more * rank)
+    how = layout_of_plain(records, **case)
+    dense = lambda chunks: Plain(records, **how).run(chunks)
+    shared = lambda chunks: results.append(espalier.megatron.phased_step(chunks, records, loss_of_wave, wave_tokens=wave))
+    results = []
+    wanted = moves(chunks_of(configuration(**case), tied=tied), ddp, [dense, dense])
+    chunks = chunks_of(configuration(**case), tied=tied)
+    espalier.megatron.install(chunks)
+    found = moves(chunks, ddp, [shared, dense, shared])
+    return dict(gradient=max(worst(wanted[0], found[0]), worst(wanted[0], found[2])), tensors=len(wanted[0]), after=worst(wanted[1], found[1]), loss=0.0,
+                scores=0.0, scored=0, shared=True, rows=[results[0].rows, results[0].rows_without_sharing])
+
+
+def gradients_of(kind="nested", more=0, wave=14, dtype="float64", tied=False, position="rope", cp=1, **case):
+    """Megatron's local attention has no context parallelism: with cp > 1 the unmodified model runs whole on every rank."""
+    rank = parallel_state.get_data_parallel_rank() // cp
+    records = rollouts(kind, seed=1 + rank, more=more * rank)
+    make = lambda cp=1, dtype=DTYPES[dtype]: chunks_of(configuration(dtype=dtype, cp=cp, **case), tied=tied, position=position)
+    how, chunks = layout_of_plain(records, **case), make()
     plain = Plain(records, **how).run(chunks)
     wanted = gradients(chunks)
+    if cp > 1:
+        parallel_state.destroy_model_parallel()
+        begin(cp=cp, **case)
+        chunks = make(cp)
     names = [list(chunk.state_dict()) for chunk in chunks]
     espalier.megatron.install(chunks)
     assert names == [list(chunk.state_dict()) for chunk in chunks], "install changes the names of a state dict"
     result = espalier.megatron.phased_step(chunks, records, loss_of_wave, wave_tokens=wave)
-    found = gradients(chunks)
-    again = Plain(records, **how).run(chunks)
-    out = dict(gradient=worst(wanted, found), tensors=len(wanted), after=worst(wanted, gradients(chunks)), schedule=result.schedule, shared=kind != "apart",
+    found = over_context(gradients(chunks), chunks[0].config)
+    out = dict(gradient=worst(wanted, found), tensors=len(wanted), schedule=result.schedule, shared=kind != "apart",
                loss=abs(result.loss - from_last(plain.total)) / abs(result.loss), rows=[result.rows, result.rows_without_sharing])
-    assert again.total == plain.total
+    if cp == 1:
+        assert Plain(records, **how).run(chunks).total == plain.total
+        out["after"] = worst(wanted, gradients(chunks))
     scores = espalier.megatron.score(chunks, records, wave_tokens=wave, entropies=True)
     pairs = [(a, b) for which, of in enumerate((scores.logprobs, scores.entropies)) for a, b in zip(of, [plain.found[i][which] for i in sorted(plain.found)])]
     out["scores"], out["scored"] = max((float((a - b).abs().max()) for a, b in pairs), default=0.0), len(pairs)
     if dtype == "float32":
-        wide = chunks_of(configuration(**case), tied=tied, position=position)
+        wide = make(dtype=torch.float64)
         Plain(records, **how).run(wide)
         exact = gradients(wide)
         out["floors"] = [worst(exact, {name: x.double() for name, x in of.items()}) for of in (found, wanted)]
