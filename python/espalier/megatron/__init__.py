@@ -13,7 +13,7 @@ supported (docs/megatron.md).
 
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from espalier.extras import require
@@ -24,10 +24,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from espalier.errors import Error
+from espalier.megatron import program as programs
 from espalier.megatron.attach import install as _install, listed, state_of
-from espalier.megatron.checks import check, check_config
+from espalier.megatron.checks import check, check_config, has_router_losses
 from espalier.megatron.layout import agree, layout_of
-from espalier.megatron.program import aligned, program_of
+from espalier.megatron.routers import RouterStep
 from espalier.megatron.shape import shape_of, vocabulary_of
 from espalier.megatron.step import Step, inner_of
 from espalier.rows import arguments, measure
@@ -47,28 +49,48 @@ def install(chunks: Any, verify: bool = False) -> None:
 
 
 def phased_step(chunks: Any, rollouts: Iterable[Mapping[str, Any]], loss: Callable[[Wave], torch.Tensor], *, wave_tokens: int = 4096,
-                temperature: float = 1.0) -> Result:
+                temperature: float = 1.0, micro_batches: Sequence[Sequence[int]] | None = None) -> Result:
     """Adds the gradients of the sum of `loss(wave)` over all waves, as Megatron's own schedule adds those of its micro-batches: to `main_grad` under
     DDP, which it reduces once, else to `.grad`. Every shared prompt runs once, forward and backward.
 
     All tensor, context and pipeline parallel ranks of a data parallel rank call it with the same `rollouts`: dicts with `prompt_ids` and
     `response_ids`. `loss(wave)` returns a scalar; it is called on ranks of the last pipeline stage, with whole responses of the data parallel
     rank. At most `wave_tokens` rows of a context parallel rank run at once. With `calculate_per_token_loss` Megatron divides by all response
-    tokens of the step. The `loss` of the result is that of the data parallel rank, on every stage.
+    tokens of the step. `micro_batches`: lists of rollouts whose router losses are computed together, as a dense step would run them; None: each
+    rollout for itself. The `loss` of the result is that of the data parallel rank, on every stage.
     """
     chunks, inners = _checked(chunks)
     arguments.loss(loss)
     temperature, layout = arguments.temperature(temperature), layout_of(inners[0].config)
     prepared, plan = _planned(inners, rollouts, arguments.wave_tokens(wave_tokens), layout, True)
-    program = aligned(program_of(plan.items, True), layout.together, layout.microbatches)
+    program = programs.aligned(programs.program_of(plan.items, True), layout.together, layout.microbatches)
     with measure.Peak() as peak:
         start = time.perf_counter()
-        step = Step(chunks, prepared, plan, program, layout, loss=loss, temperature=temperature).run()
+        routing = _routing(chunks, inners, prepared, plan, layout, micro_batches, len(program))
+        step = Step(chunks, prepared, plan, program, layout, loss=loss, temperature=temperature, routing=routing).run()
         total = _from_last_stage(float(step.losses), layout, step.device)
         seconds = time.perf_counter() - start
     kinds = {one.kind for one in program if one.index is not None}
     return Result(total, step.rows, int(prepared.lengths.sum()), sum(not item.trunk for item in plan.items), seconds, peak.bytes,
                   schedule="phased" if "open" in kinds else "packed")
+
+
+def _routing(chunks, inners, prepared, plan, layout, micro_batches, count):
+    """The RouterStep of a step, or None without experts. If routers have losses, a first pass without gradients counts their choices."""
+    config, device = inners[0].config, next(inners[0].parameters()).device
+    if not config.num_moe_experts:
+        return None
+    batches = [[i] for i in range(len(prepared))] if micro_batches is None else [list(batch) for batch in micro_batches]
+    if sorted(i for batch in batches for i in batch) != list(range(len(prepared))):
+        raise Error("option", "micro_batches", f"lists that have each of the {len(prepared)} rollouts once", repr(batches)[:80], "", 2)
+    routing = RouterStep(config, prepared.lengths, batches, count, device)
+    if has_router_losses(config) and inners[0].training:
+        counting = RouterStep(config, prepared.lengths, batches, count, device, counting=True)
+        program = programs.aligned(programs.program_of(plan.items, False), layout.together, layout.microbatches)
+        with torch.no_grad():
+            Step(chunks, prepared, plan, program, layout, seen=lambda wave: None, routing=counting).run()
+        routing.settle(counting.counts)
+    return routing
 
 
 @torch.no_grad()
@@ -79,7 +101,7 @@ def score(chunks: Any, rollouts: Iterable[Mapping[str, Any]], *, wave_tokens: in
     chunks, inners = _checked(chunks)
     temperature, layout = arguments.temperature(temperature), layout_of(inners[0].config)
     prepared, plan = _planned(inners, rollouts, arguments.wave_tokens(wave_tokens), layout, False)
-    program = aligned(program_of(plan.items, False), layout.together, layout.microbatches)
+    program = programs.aligned(programs.program_of(plan.items, False), layout.together, layout.microbatches)
     kinds = ("logprobs", "entropies") if entropies else ("logprobs",)
     last = any(inner.post_process for inner in inners)
     empty = torch.zeros(0, device=next(inners[0].parameters()).device)

@@ -33,6 +33,7 @@ class Call:
     `longest`: above all positions of the step. `outputs` [O]: rows whose logits are wanted; None: all. `place`, `target` [E]: the edges of this
     rank's rows, as indices into `outputs`; `edge` [E]: their indices among the item's `edges`. `item`: of the plan; None: rows that no loss reads.
     `at`: for each of the item's rows its place among this rank's, or -1. `split`: how rows are gathered from context parallel ranks, or None.
+    `routing`: the step's router losses, and `below`: the rollouts of each row (routers.py), in a step of a model with experts.
     """
     kind: str
     trunk: OpenTrunk | None = None
@@ -49,6 +50,8 @@ class Call:
     item: object = None
     at: np.ndarray | None = None
     split: object = None
+    routing: object = None
+    below: tuple = ()
     mutual: tuple = ()  # rows that see later rows, for espalier.rows.attention
 
     @property

@@ -65,7 +65,7 @@ class Split:
         for at, part in enumerate(parts):
             order[part] = at * padded + np.arange(len(part))
         self.order = torch.from_numpy(order).to(device)
-        self.read: list[_Rows] = []  # rows of the item that stand above rows of this rank
+        self.read = []  # rows of the item that stand above rows of this rank
         self.sets = self._sets(runs, parts[rank], above)
 
     def _sets(self, runs, part, above):

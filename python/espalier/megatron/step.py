@@ -2,7 +2,6 @@
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model
 
@@ -11,6 +10,7 @@ from espalier.megatron import calls
 from espalier.megatron.calls import NO_EDGES, Call, OpenTrunk
 from espalier.megatron.head import vocabulary_group
 from espalier.megatron.microbatches import Close, Graph, Hold, Nothing, Spread, alias
+from espalier.megatron.routers import below_of
 from espalier.megatron.split import Split, dealt_runs, parts_of
 from espalier.rows.head import TokenStatistics
 from espalier.rows.transfer import Total, to_device
@@ -33,9 +33,9 @@ class Step:
     """Runs a program. `loss(wave)` returns a wave's part of the loss; without it the step is forward only and calls `seen(wave)`, on ranks of the last
     pipeline stage."""
 
-    def __init__(self, chunks, rollouts, plan, program, layout, *, loss=None, seen=None, temperature=1.0):
+    def __init__(self, chunks, rollouts, plan, program, layout, *, loss=None, seen=None, temperature=1.0, routing=None):
         self.chunks, self.rollouts, self.plan, self.program, self.layout = chunks, rollouts, plan, program, layout
-        self.loss, self.seen, self.temperature = loss, seen, temperature
+        self.loss, self.seen, self.temperature, self.routing = loss, seen, temperature, routing
         self.inners = [inner_of(chunk) for chunk in chunks]
         self.config, self.device = self.inners[0].config, next(self.inners[0].parameters()).device
         self.losses, self.rows, self.waves = Total(), 0, 0
@@ -131,11 +131,10 @@ class Step:
         return roots
 
     def _trunk_gradients(self, trunk, roots):
-        """The gradients of a trunk's roots in the last stage: nothing reads its output, waves read its values."""
+        """The gradients of a trunk's roots in the last stage: nothing reads its output, waves read its values. Every context parallel rank
+        has the gradients of all values and takes its own part."""
         grads = [torch.zeros_like(roots[0])]
         if trunk.values is not None:
-            if self.layout.cp > 1:
-                dist.all_reduce(trunk.grads, group=self.layout.cp_group)
             grads += [x.index_select(0, trunk.own).to(root.dtype) for x, root in zip(trunk.grads, roots[1:])]
         return grads
 
@@ -185,7 +184,12 @@ class Step:
             trunk = self.trunks[index] = OpenTrunk(item.rows, edges)
         above = tuple(self.trunks[at] for at in self.path[index])
         self.rows += item.rows
-        return self._rows(kind, trunk, above, item, edges)
+        return self._routed(self._rows(kind, trunk, above, item, edges))
+
+    def _routed(self, call):
+        if self.routing is not None:
+            call.routing, call.below = self.routing, below_of(call, len(self.rollouts), self.rollouts.places, self.device)
+        return call
 
     def _rows(self, kind, trunk, above, item, edges):
         layout, runs, held = self.layout, runs_of(item.segments), tuple(one.held for one in above)
@@ -219,7 +223,7 @@ class Step:
         if kind == "open":
             trunk = OpenTrunk(rows, NO_EDGES)
             self.fillers[slot] = trunk
-        return Call(kind, trunk, (), ids, ids, [RowSet(0, (), [(0, rows, rows)])], 1, outputs, outputs, outputs, outputs)
+        return self._routed(Call(kind, trunk, (), ids, ids, [RowSet(0, (), [(0, rows, rows)])], 1, outputs, outputs, outputs, outputs))
 
 
 def _paths(items):

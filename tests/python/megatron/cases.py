@@ -1,16 +1,19 @@
 """The layouts and models that the tests of espalier.megatron run, by the number of ranks. `models.configuration` takes most of a case; `ranks.py` takes
-the rest: `kind`, `more` of the rollouts, `wave` (rows of a wave), `tied`, `position`."""
+the rest: `kind`, `more` of the rollouts, `wave` (rows of a wave), `tied`, `position`, `lora` (its rank), `ddp` (optimizers.py), `fault` (faults.py).
+`tolerance`: where Megatron rounds to float32 itself, here counts of tokens that are masked."""
 
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 BLOCK = dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=1)
 SELECTIVE = dict(recompute_granularity="selective", recompute_modules=["core_attn", "mlp"])
 EXPERTS = dict(num_moe_experts=4, moe_router_topk=2, moe_router_dtype="fp64", moe_ffn_hidden_size=24, moe_router_load_balancing_type="none")
+ROUTED = {**EXPERTS, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": .5, "moe_z_loss_coeff": .3}
 LATENT = dict(mla=True)
 
 CASES = {
     1: {
         "dense": dict(),
         "tied": dict(tied=True, wave=6),
+        "trunk_with_tokens_of_the_loss": dict(kind="stem", wave=6),
         "qk_norm": dict(qk_layernorm=True, kind="flat"),
         "full_recompute": dict(**FULL),
         "block_recompute": dict(**BLOCK),
@@ -27,6 +30,11 @@ CASES = {
         "per_token": dict(calculate_per_token_loss=True),
         "float32": dict(dtype="float32"),
         "experts": dict(**EXPERTS),
+        "router_losses": dict(**ROUTED),
+        "router_losses_per_token_recompute": dict(calculate_per_token_loss=True, **ROUTED, **FULL),
+        "router_losses_sigmoid_bias": dict(**{**ROUTED, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}),
+        "lora": dict(lora=4),
+        "lora_recompute": dict(lora=4, kind="flat", **FULL),
         "latent": dict(**LATENT),
         "latent_recompute": dict(kind="flat", **LATENT, **FULL),
         "latent_yarn": dict(rope_type="yarn", kind="flat", **LATENT),
@@ -35,12 +43,14 @@ CASES = {
         "tp": dict(tp=2, qk_layernorm=True),
         "tp_sp": dict(tp=2, sp=True),
         "tp_sp_tied_qk_norm_recompute": dict(tp=2, sp=True, qk_layernorm=True, tied=True, **FULL),
+        "tp_sp_trunk_with_tokens_of_the_loss": dict(tp=2, sp=True, kind="stem", wave=6),
         "tp_sp_selective": dict(tp=2, sp=True, **SELECTIVE),
         "tp_sp_sinks": dict(tp=2, sp=True, softmax_type="learnable"),
         "pp": dict(pp=2),
         "pp_tied_recompute": dict(pp=2, tied=True, kind="flat", wave=6, **FULL),
         "pp_per_token": dict(pp=2, calculate_per_token_loss=True, kind="flat"),
         "vpp": dict(pp=2, vpp=2),
+        "vpp_trunk_with_tokens_of_the_loss": dict(pp=2, vpp=2, kind="stem", wave=6, calculate_per_token_loss=True),
         "vpp_tied_recompute": dict(pp=2, vpp=2, tied=True, **FULL),
         "ddp": dict(ddp="plain", more=2),
         "ddp_overlap": dict(ddp="overlap"),
@@ -50,17 +60,27 @@ CASES = {
         "distributed_overlap_recompute": dict(ddp="both", kind="flat", **FULL),
         "ddp_overlap_pp_tied": dict(ddp="overlap", pp=2, tied=True),
         "distributed_overlap_tp_sp": dict(ddp="both", tp=2, sp=True, qk_layernorm=True),
+        "lora_pp_recompute": dict(lora=4, pp=2, kind="flat", **FULL),
+        "lora_distributed_overlap": dict(ddp="both", lora=4),
         "ep": dict(ep=2, **EXPERTS),
         "ep_unequal": dict(ep=2, more=3, **EXPERTS),
         "ep_unequal_recompute": dict(ep=2, more=3, **EXPERTS, **FULL),
         "ep_latent": dict(ep=2, kind="flat", **EXPERTS, **LATENT),
         "ep_distributed_overlap_unequal": dict(ddp="both", ep=2, more=3, **EXPERTS),
+        "router_losses_ep": dict(ep=2, **ROUTED),
+        "router_losses_vpp_recompute": dict(pp=2, vpp=2, **ROUTED, **FULL),
+        "router_losses_cp": dict(cp=2, **ROUTED),
+        "router_losses_cp_per_token": dict(cp=2, wave=3, calculate_per_token_loss=True, **{**ROUTED, "moe_z_loss_coeff": None}),
+        "router_losses_ep_distributed_overlap_per_token": dict(ddp="both", ep=2, calculate_per_token_loss=True, **ROUTED),
+        "another_order": dict(tp=2, another_order=True),
+        "router_losses_tp_sp": dict(tp=2, sp=True, padding_mask=True, tolerance=2.0**-23, **{**ROUTED, "moe_z_loss_coeff": None}),
         "tp_sp_experts": dict(tp=2, sp=True, **EXPERTS),
         "tp_sp_latent": dict(tp=2, sp=True, **LATENT),
         "pp_latent": dict(pp=2, **LATENT),
         "cp": dict(cp=2),
         "cp_waves": dict(cp=2, kind="flat", wave=6, qk_layernorm=True, tied=True),
         "cp_window_recompute": dict(cp=2, window_size=(3, 0), **FULL),
+        "cp_trunk_with_tokens_of_the_loss": dict(cp=2, kind="stem", wave=3),
         "cp_latent": dict(cp=2, **LATENT),
         "cp_latent_yarn": dict(cp=2, kind="flat", wave=6, rope_type="yarn", **LATENT),
         "cp_experts": dict(cp=2, **EXPERTS),
@@ -82,3 +102,7 @@ CASES = {
 DAILY = {1: ("dense",), 2: ("tp_sp_tied_qk_norm_recompute", "vpp_tied_recompute", "distributed_overlap_tied")}
 # Run with the oldest version, too.
 OLDEST = {1: ("dense", "selective_recompute", "window_every_second"), 2: ("tp_sp_tied_qk_norm_recompute", "vpp_tied_recompute", "distributed_overlap_tied", "pp_per_token")}
+# Faults of faults.py, each in a small step.
+FAULTS = ("injection_missing_in_one_layer", "gradients_of_values_dropped", "gradients_added_twice", "positions_from_zero",
+          "values_of_trunks_begin_with_ones", "closed_before_the_last_wave", "gradients_of_keys_lost")
+CASES[1].update({f"fault_{name}": dict(fault=name, kind="stem", wave=6) for name in FAULTS})

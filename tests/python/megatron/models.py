@@ -8,8 +8,12 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 asks for the name where Transformer Engine is not installed, too
+    moe_utils.te_general_gemm = None
 
 VOCABULARY = 96
 YARN = dict(rotary_scaling_factor=4.0, original_max_position_embeddings=8, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=0.0,
@@ -98,6 +102,19 @@ def chunks_of(config, tied=False, position="rope", **more):
         out.append(model.to(config.params_dtype))
     draw(out)
     return out
+
+
+def logged_router_losses():
+    """{name: sum over layers and micro-batches} of the router losses that Megatron has logged since the last call."""
+    if hasattr(moe_utils, "get_moe_metrics_tracker"):
+        from megatron.core.transformer.moe import moe_logging
+        found = {name: float(entry.values.sum()) for name, entry in moe_utils.get_moe_metrics_tracker().metrics.items()}
+        moe_logging.destroy_moe_metrics_tracker()
+    else:
+        tracker = moe_utils.get_moe_layer_wise_logging_tracker()
+        found = {name: float(entry["values"].sum()) for name, entry in tracker.items()}
+        tracker.clear()
+    return found
 
 
 def draw(chunks):

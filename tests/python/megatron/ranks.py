@@ -1,5 +1,6 @@
 """One rank of the cases: ranks.py FOLDER RANK WORLD NAME... Writes each case's distances from the unmodified model to FOLDER/RANK.json."""
 
+import contextlib
 import json
 import os
 import sys
@@ -13,8 +14,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 import espalier.megatron
+from espalier.errors import Error
+from adapters import adapt
 from cases import CASES
-from models import chunks_of, configuration
+from faults import FAULTS
+from models import chunks_of, configuration, global_name, logged_router_losses
 from optimizers import moves
 from steps import Plain, gradients, loss_of_wave, rollouts, worst
 
@@ -37,19 +41,49 @@ def over_context(found, config):
     return found
 
 
-def layout_of_plain(records, tp=1, pp=1, vpp=None, sp=False, ep=1, **_):
+def over_tensor(logged):
+    """Megatron sums what tensor parallel ranks have logged."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    everyone = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, logged, group)
+    return [{name: sum(one[at][name] for one in everyone) for name in logged[at]} for at in range(len(logged))]
+
+
+def layout_of_plain(records, padding_mask=False, tp=1, pp=1, vpp=None, sp=False, ep=1, **_):
     """How the unmodified model's micro-batches must be, so that its schedule and other ranks' experts agree."""
     most = [None] * WORLD
     dist.all_gather_object(most, len(records))
-    return dict(count=max(most) if ep > 1 else 0, multiple=pp if vpp else 1, pad=tp if sp else 1)
+    return dict(count=max(most) if ep > 1 else 0, multiple=pp if vpp else 1, pad=tp if sp else 1, padding_mask=padding_mask)
 
 
-def run(ddp=None, **case):
+def loads(chunks):
+    """The tokens that each expert got, by which its bias moves; cleared."""
+    found = {global_name(chunk, name): x.clone() for chunk in chunks for name, x in chunk.named_buffers() if name.endswith("local_tokens_per_expert")}
+    for chunk in chunks:
+        for name, x in chunk.named_buffers():
+            if name.endswith("local_tokens_per_expert"):
+                x.zero_()
+    return found
+
+
+def in_another_order(**case):
+    """Rank 1 gives its rollouts in another order than the ranks of its model replica."""
+    records = rollouts("flat")
+    chunks = chunks_of(configuration(**case))
+    try:
+        espalier.megatron.phased_step(chunks, records[::-1] if RANK == 1 else records, loss_of_wave)
+    except Error as error:
+        return dict(error=[error.where, error.exit_code])
+
+
+def run(ddp=None, another_order=False, **case):
     begin(**{**case, "cp": 1})
+    if another_order:
+        return in_another_order(**case)
     return with_optimizer(ddp, **case) if ddp else gradients_of(**case)
 
 
-def with_optimizer(ddp, kind="nested", more=0, wave=14, tied=False, **case):
+def with_optimizer(ddp, kind="nested", more=0, wave=14, tied=False, lora=0, **case):
     """Weights after a step of the optimizer: shared, then dense, then shared, through one model."""
     rank = parallel_state.get_data_parallel_rank()
     records = rollouts(kind, seed=1 + rank, more=more * rank)
@@ -57,22 +91,29 @@ def with_optimizer(ddp, kind="nested", more=0, wave=14, tied=False, **case):
     dense = lambda chunks: Plain(records, **how).run(chunks)
     shared = lambda chunks: results.append(espalier.megatron.phased_step(chunks, records, loss_of_wave, wave_tokens=wave))
     results = []
-    wanted = moves(chunks_of(configuration(**case), tied=tied), ddp, [dense, dense])
-    chunks = chunks_of(configuration(**case), tied=tied)
+    make = lambda: adapted(chunks_of(configuration(**case), tied=tied), lora)
+    wanted, chunks = moves(make(), ddp, [dense, dense]), make()
     espalier.megatron.install(chunks)
     found = moves(chunks, ddp, [shared, dense, shared])
     return dict(gradient=max(worst(wanted[0], found[0]), worst(wanted[0], found[2])), tensors=len(wanted[0]), after=worst(wanted[1], found[1]), loss=0.0,
                 scores=0.0, scored=0, shared=True, rows=[results[0].rows, results[0].rows_without_sharing])
 
 
-def gradients_of(kind="nested", more=0, wave=14, dtype="float64", tied=False, position="rope", cp=1, **case):
+def adapted(chunks, rank):
+    if rank:
+        adapt(chunks, rank)
+    return chunks
+
+
+def gradients_of(kind="nested", more=0, wave=14, dtype="float64", tied=False, position="rope", cp=1, lora=0, fault=None,
+                 padding_mask=False, tolerance=0.0, **case):
     """Megatron's local attention has no context parallelism: with cp > 1 the unmodified model runs whole on every rank."""
     rank = parallel_state.get_data_parallel_rank() // cp
     records = rollouts(kind, seed=1 + rank, more=more * rank)
-    make = lambda cp=1, dtype=DTYPES[dtype]: chunks_of(configuration(dtype=dtype, cp=cp, **case), tied=tied, position=position)
-    how, chunks = layout_of_plain(records, **case), make()
+    make = lambda cp=1, dtype=DTYPES[dtype]: adapted(chunks_of(configuration(dtype=dtype, cp=cp, **case), tied=tied, position=position), lora)
+    how, chunks = layout_of_plain(records, padding_mask, **case), make()
     plain = Plain(records, **how).run(chunks)
-    wanted = gradients(chunks)
+    wanted, logged, loaded = gradients(chunks), [logged_router_losses()], loads(chunks)
     if cp > 1:
         parallel_state.destroy_model_parallel()
         begin(cp=cp, **case)
@@ -80,11 +121,16 @@ def gradients_of(kind="nested", more=0, wave=14, dtype="float64", tied=False, po
     names = [list(chunk.state_dict()) for chunk in chunks]
     espalier.megatron.install(chunks)
     assert names == [list(chunk.state_dict()) for chunk in chunks], "install changes the names of a state dict"
-    result = espalier.megatron.phased_step(chunks, records, loss_of_wave, wave_tokens=wave)
+    with FAULTS[fault]() if fault else contextlib.nullcontext():
+        result = espalier.megatron.phased_step(chunks, records, loss_of_wave, wave_tokens=wave)
     found = over_context(gradients(chunks), chunks[0].config)
-    out = dict(gradient=worst(wanted, found), tensors=len(wanted), schedule=result.schedule, shared=kind != "apart",
+    logged = over_tensor([*logged, logged_router_losses()])
+    out = dict(gradient=worst(wanted, found), tolerance=tolerance, tensors=len(wanted), schedule=result.schedule, shared=kind != "apart",
                loss=abs(result.loss - from_last(plain.total)) / abs(result.loss), rows=[result.rows, result.rows_without_sharing])
+    assert logged[0].keys() == logged[1].keys()
+    out["loads"] = cp > 1 or all(torch.equal(x, loaded[name]) for name, x in loads(chunks).items())
     if cp == 1:
+        out["logged"] = max([0.0, *(abs(logged[0][name] - value) / abs(value) for name, value in logged[1].items())])  # kept in float32
         assert Plain(records, **how).run(chunks).total == plain.total
         out["after"] = worst(wanted, gradients(chunks))
     scores = espalier.megatron.score(chunks, records, wave_tokens=wave, entropies=True)
@@ -114,6 +160,7 @@ def main():
         except BaseException:  # the other ranks wait for this one: end at once
             print(f"rank {RANK}, case {name}\n{traceback.format_exc()}", flush=True)
             os._exit(1)
+        logged_router_losses()
         results[name]["seconds"] = time.time() - start
         parallel_state.destroy_model_parallel()
     (FOLDER / f"{RANK}.json").write_text(json.dumps(results))

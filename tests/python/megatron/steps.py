@@ -56,7 +56,7 @@ def loss_of_wave(wave):
 
 def rollouts(kind="nested", seed=1, more=0):
     """[{prompt_ids, response_ids}]. "flat": one prompt. "nested": prompts that go on where others end, and responses with a common beginning.
-    "apart": no two alike."""
+    "stem": responses with so long a common beginning that it is a trunk, and one that ends there. "apart": no two alike."""
     generator = torch.Generator().manual_seed(seed)
     draw = lambda n: torch.randint(0, VOCABULARY, (n,), generator=generator).tolist()
     root = draw(9)
@@ -65,6 +65,9 @@ def rollouts(kind="nested", seed=1, more=0):
     if kind == "flat":
         return [dict(prompt_ids=root, response_ids=draw(n)) for n in [6, 8, 4, 5, 7, 3, 2, 6][:5 + more]]
     middle = root + draw(6)
+    if kind == "stem":
+        stem = draw(9)
+        return [dict(prompt_ids=root, response_ids=stem + draw(n)) for n in (3, 0, 2, 4)] + [dict(prompt_ids=middle, response_ids=draw(3)) for _ in range(2 + more)]
     last, stem = middle + draw(5), draw(3)
     found = [(root, draw(5)), (middle, draw(4)), (root, draw(3)), (middle, stem + draw(3)), (middle, stem + draw(2)), (last, draw(4)), (last, draw(5)),
              (last, draw(2))]
