@@ -25,6 +25,7 @@ from espalier.hf import implementation, ranks
 from espalier.hf.attention import Phase
 from espalier.rows.trunk import RowSet, Trunk
 from espalier.hf.checks import base_model, decoder_config
+from espalier.rows.verdict import nudged
 
 BEGINNING, CONTINUATIONS = 7, (6, 5)
 
@@ -58,27 +59,6 @@ def quiet(model):
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
         yield
-
-
-@contextlib.contextmanager
-def nudged(embedding, pattern=0):
-    """Context manager: outputs of the embedding are moved up or down by one relative rounding step, or left, by their index and `pattern`. The
-    step is that of the coarsest type among the model's, autocast's and float32: in a float64 model transformers keeps norms and rotary tables
-    in float32."""
-
-    def move(_, __, out):
-        signs = torch.arange(out.numel(), device=out.device).remainder_(3 + 2 * pattern).remainder_(3).sub_(1).view_as(out)
-        kinds = [out.dtype, torch.float32]
-        if torch.is_autocast_enabled(out.device.type):
-            kinds.append(torch.get_autocast_dtype(out.device.type))
-        step = max(torch.finfo(kind).eps for kind in kinds)
-        return out * (1 + step * signs).to(out.dtype)
-
-    handle = embedding.register_forward_hook(move)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def _compare(model, base):

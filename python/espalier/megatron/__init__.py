@@ -12,7 +12,6 @@ supported (docs/megatron.md).
 """
 
 import time
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,20 +19,12 @@ from espalier.extras import require
 
 require("espalier.megatron", "megatron")
 
-import numpy as np
 import torch
-import torch.distributed as dist
 
-from espalier.errors import Error
-from espalier.megatron import program as programs
-from espalier.megatron.attach import install as _install, listed, state_of
-from espalier.megatron.checks import check, check_config, has_router_losses
-from espalier.megatron.layout import agree, layout_of
-from espalier.megatron.routers import RouterStep
-from espalier.megatron.shape import shape_of, vocabulary_of
-from espalier.megatron.step import Step, inner_of
+from espalier.megatron.attach import install as _install
+from espalier.megatron.checks import check
+from espalier.megatron.run import Prepared
 from espalier.rows import arguments, measure
-from espalier.rows.rollouts import Rollouts
 from espalier.rows.waves import Result, Scores, Wave
 
 __all__ = ["Result", "Scores", "Wave", "check", "install", "phased_step", "score"]
@@ -59,38 +50,17 @@ def phased_step(chunks: Any, rollouts: Iterable[Mapping[str, Any]], loss: Callab
     tokens of the step. `micro_batches`: lists of rollouts whose router losses are computed together, as a dense step would run them; None: each
     rollout for itself. The `loss` of the result is that of the data parallel rank, on every stage.
     """
-    chunks, inners = _checked(chunks)
     arguments.loss(loss)
-    temperature, layout = arguments.temperature(temperature), layout_of(inners[0].config)
-    prepared, plan = _planned(inners, rollouts, arguments.wave_tokens(wave_tokens), layout, True)
-    program = programs.aligned(programs.program_of(plan.items, True), layout.together, layout.microbatches)
+    temperature, wave_tokens = arguments.temperature(temperature), arguments.wave_tokens(wave_tokens)
+    prepared = Prepared(chunks, rollouts, wave_tokens, gradients=True, micro_batches=micro_batches)
+    table = prepared.verified(loss, temperature)
     with measure.Peak() as peak:
         start = time.perf_counter()
-        routing = _routing(chunks, inners, prepared, plan, layout, micro_batches, len(program))
-        step = Step(chunks, prepared, plan, program, layout, loss=loss, temperature=temperature, routing=routing).run()
-        total = _from_last_stage(float(step.losses), layout, step.device)
+        step = prepared.step(loss, temperature=temperature)
+        total = prepared.from_last_stage(float(step.losses))
         seconds = time.perf_counter() - start
-    kinds = {one.kind for one in program if one.index is not None}
-    return Result(total, step.rows, int(prepared.lengths.sum()), sum(not item.trunk for item in plan.items), seconds, peak.bytes,
-                  schedule="phased" if "open" in kinds else "packed")
-
-
-def _routing(chunks, inners, prepared, plan, layout, micro_batches, count):
-    """The RouterStep of a step, or None without experts. If routers have losses, a first pass without gradients counts their choices."""
-    config, device = inners[0].config, next(inners[0].parameters()).device
-    if not config.num_moe_experts:
-        return None
-    batches = [[i] for i in range(len(prepared))] if micro_batches is None else [list(batch) for batch in micro_batches]
-    if sorted(i for batch in batches for i in batch) != list(range(len(prepared))):
-        raise Error("option", "micro_batches", f"lists that have each of the {len(prepared)} rollouts once", repr(batches)[:80], "", 2)
-    routing = RouterStep(config, prepared.lengths, batches, count, device)
-    if has_router_losses(config) and inners[0].training:
-        counting = RouterStep(config, prepared.lengths, batches, count, device, counting=True)
-        program = programs.aligned(programs.program_of(plan.items, False), layout.together, layout.microbatches)
-        with torch.no_grad():
-            Step(chunks, prepared, plan, program, layout, seen=lambda wave: None, routing=counting).run()
-        routing.settle(counting.counts)
-    return routing
+    return Result(total, step.rows, int(prepared.rollouts.lengths.sum()), sum(not item.trunk for item in prepared.plan.items), seconds, peak.bytes, table,
+                  schedule=prepared.schedule, verified=table is not None or prepared.was_verified())
 
 
 @torch.no_grad()
@@ -98,54 +68,22 @@ def score(chunks: Any, rollouts: Iterable[Mapping[str, Any]], *, wave_tokens: in
           entropies: bool = False) -> Scores:
     """The log-probs of all response tokens and, if asked for, their entropies, without gradients. Ranks of other pipeline stages than the last get
     empty lists."""
-    chunks, inners = _checked(chunks)
-    temperature, layout = arguments.temperature(temperature), layout_of(inners[0].config)
-    prepared, plan = _planned(inners, rollouts, arguments.wave_tokens(wave_tokens), layout, False)
-    program = programs.aligned(programs.program_of(plan.items, False), layout.together, layout.microbatches)
+    temperature, wave_tokens = arguments.temperature(temperature), arguments.wave_tokens(wave_tokens)
+    prepared = Prepared(chunks, rollouts, wave_tokens, gradients=False)
+    return scored(prepared, temperature, entropies)
+
+
+def scored(prepared: Prepared, temperature: float, entropies: bool) -> Scores:
+    """`score` of a step that is prepared."""
     kinds = ("logprobs", "entropies") if entropies else ("logprobs",)
-    last = any(inner.post_process for inner in inners)
-    empty = torch.zeros(0, device=next(inners[0].parameters()).device)
-    out = {kind: [empty] * len(prepared) if last else [] for kind in kinds}  # empty responses belong to no wave
+    empty = torch.zeros(0, device=prepared.device)
+    out = {kind: [empty] * len(prepared.rollouts) if prepared.last else [] for kind in kinds}  # empty responses belong to no wave
 
     def seen(wave: Wave) -> None:
-        lengths = [len(prepared.responses[rollout]) for rollout in wave.rollouts]
+        lengths = [len(prepared.rollouts.responses[rollout]) for rollout in wave.rollouts]
         for kind in kinds:
             for rollout, part in zip(wave.rollouts, getattr(wave, kind).split(lengths)):
                 out[kind][rollout] = part
 
-    step = Step(chunks, prepared, plan, program, layout, seen=seen, temperature=temperature).run()
-    return Scores(out["logprobs"], out.get("entropies"), step.rows, int(prepared.lengths.sum()))
-
-
-def _checked(chunks):
-    chunks = listed(chunks)
-    inners = [inner_of(chunk) for chunk in chunks]
-    if any(state_of(inner) is None for inner in inners):
-        _install(chunks)
-    for inner in inners:
-        check_config(inner)
-    return chunks, inners
-
-
-def _planned(inners, rollouts, wave_tokens, layout, gradients):
-    """(Rollouts, their plan), the same on all ranks of a model replica."""
-    vocabulary = vocabulary_of(inners)
-    prepared, like = Rollouts(rollouts, vocabulary), next(inners[0].parameters())
-    plan = prepared.planned(shape_of(inners[0].config, vocabulary), like, wave_tokens=wave_tokens * layout.cp, trunk_state="keep", gradients=gradients)
-    agree(_fingerprint(prepared, plan), like.device, (layout.tp_group, layout.cp_group, layout.pp_group))
-    return prepared, plan
-
-
-def _fingerprint(prepared, plan):
-    found = 0
-    for array in (*prepared.prompts, *prepared.responses, *(part for item in plan.items for part in (item.segments, item.finished))):
-        found = zlib.crc32(np.ascontiguousarray(array).tobytes(), found)
-    return found
-
-
-def _from_last_stage(total, layout, device):
-    if layout.pp == 1:
-        return total
-    told = torch.tensor([total], dtype=torch.float64, device=device)
-    dist.all_reduce(told, group=layout.pp_group)  # the other stages have 0
-    return told.item()
+    step = prepared.step(seen=seen, temperature=temperature)
+    return Scores(out["logprobs"], out.get("entropies"), step.rows, int(prepared.rollouts.lengths.sum()))

@@ -30,17 +30,19 @@ def received_by(inner):
 
 
 class Step:
-    """Runs a program. `loss(wave)` returns a wave's part of the loss; without it the step is forward only and calls `seen(wave)`, on ranks of the last
-    pipeline stage."""
+    """Runs a program. `items`: of the plan, `edges(index)`: an item's loss edges. `loss(wave)` returns a wave's part of the loss; without it the step is forward only and calls `seen(wave)`, on ranks of the last
+    pipeline stage. `routing`: the step's router losses. `tokens(wave)`: by which Megatron divides with calculate_per_token_loss; None: those of the
+    responses."""
 
-    def __init__(self, chunks, rollouts, plan, program, layout, *, loss=None, seen=None, temperature=1.0, routing=None):
-        self.chunks, self.rollouts, self.plan, self.program, self.layout = chunks, rollouts, plan, program, layout
+    def __init__(self, chunks, rollouts, items, program, layout, *, edges=None, loss=None, seen=None, temperature=1.0, routing=None, tokens=None):
+        self.chunks, self.rollouts, self.items, self.program, self.layout = chunks, rollouts, items, program, layout
+        self.edges, self.tokens = edges, tokens or len
         self.loss, self.seen, self.temperature, self.routing = loss, seen, temperature, routing
         self.inners = [inner_of(chunk) for chunk in chunks]
         self.config, self.device = self.inners[0].config, next(self.inners[0].parameters()).device
         self.losses, self.rows, self.waves = Total(), 0, 0
         self.calls, self.trunks, self.fillers = {}, {}, {}
-        self.path = _paths(plan.items)
+        self.path = _paths(items)
         self.longest = int(rollouts.lengths.max())
         self.group = vocabulary_group(layout.tp_group)
 
@@ -165,7 +167,7 @@ class Step:
         if not torch.is_tensor(value) or value.numel() != 1:
             raise Error("input", "loss(wave)", "a scalar tensor", f"{type(value).__name__} {tuple(getattr(value, 'shape', ()))}", "", 2)
         self.losses.add(value)
-        return value.reshape(()), len(wave)
+        return value.reshape(()), self.tokens(wave)
 
     # ---- rows -----------------------------------------------------------------------------------------------------------
 
@@ -178,7 +180,7 @@ class Step:
             return Call("close", trunk)
         if index is None:
             return self._filler(kind, micro_batch.slot)
-        item, edges = self.plan.items[index], self.plan.edges(index)
+        item, edges = self.items[index], self.edges(index)
         trunk = None
         if item.trunk:
             trunk = self.trunks[index] = OpenTrunk(item.rows, edges)

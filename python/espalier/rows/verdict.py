@@ -6,6 +6,7 @@ may differ from dense by twice the floor. Two dense runs may be closer to each o
 So if shared is too far, up to MORE_DRAWS further dense runs, with embeddings moved in other patterns, raise the floor.
 """
 
+import contextlib
 from dataclasses import dataclass, field
 
 import torch
@@ -106,3 +107,24 @@ def _table(names, squares, shared_loss, dense_loss):
     worst = max(rows, key=lambda row: row["ratio"], default=dict(name="", error=0.0, floor=0.0, allowed=0.0, ratio=0.0))
     return Verification("pass" if worst["ratio"] <= 1 else "fail", dict(worst, parameter=worst["name"]), rows,
                         dict(dense=dense_loss, shared=shared_loss))
+
+
+@contextlib.contextmanager
+def nudged(embedding, pattern=0):
+    """Context manager: outputs of the embedding are moved up or down by one relative rounding step, or left, by their index and `pattern`. The
+    step is that of the coarsest type among the model's, autocast's and float32: in a float64 model transformers keeps norms and rotary tables
+    in float32."""
+
+    def move(_, __, out):
+        signs = torch.arange(out.numel(), device=out.device).remainder_(3 + 2 * pattern).remainder_(3).sub_(1).view_as(out)
+        kinds = [out.dtype, torch.float32]
+        if torch.is_autocast_enabled(out.device.type):
+            kinds.append(torch.get_autocast_dtype(out.device.type))
+        step = max(torch.finfo(kind).eps for kind in kinds)
+        return out * (1 + step * signs).to(out.dtype)
+
+    handle = embedding.register_forward_hook(move)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -11,6 +11,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from torch.distributed.nn.functional import all_gather
 
 if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 asks for the name where Transformer Engine is not installed, too
     moe_utils.te_general_gemm = None
@@ -42,8 +43,16 @@ class Causal(torch.nn.Module):
         self.scale = softmax_scale or config.kv_channels ** -.5
 
     def forward(self, q, k, v, attention_mask, **_):
+        place, ranks = torch.arange(len(q)), parallel_state.get_context_parallel_world_size()
+        if ranks > 1:  # rank r has pieces r and 2 cp - 1 - r of the rows
+            k, v = (torch.cat(all_gather(x, group=parallel_state.get_context_parallel_group())) for x in (k, v))
+            pieces = torch.arange(len(k)).chunk(2 * ranks)
+            places = [torch.cat([pieces[r], pieces[-1 - r]]) for r in range(ranks)]
+            place, k, v = places[parallel_state.get_context_parallel_rank()], *(x[torch.cat(places).argsort()] for x in (k, v))
+        if k.shape[2] != q.shape[2]:
+            k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
         scores = torch.einsum("sbhd,tbhd->bhst", q, k) * self.scale
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
+        scores = scores.masked_fill(torch.arange(len(k)) > place[:, None], float("-inf"))
         return torch.einsum("bhst,tbhd->sbhd", scores.softmax(-1), v).flatten(2)
 
 

@@ -19,7 +19,7 @@ from adapters import adapt
 from cases import CASES
 from faults import FAULTS
 from models import chunks_of, configuration, global_name, logged_router_losses
-from optimizers import moves
+from optimizers import moves, wrapped
 from steps import Plain, gradients, loss_of_wave, rollouts, worst
 
 FOLDER, RANK, WORLD, NAMES = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
@@ -76,10 +76,46 @@ def in_another_order(**case):
         return dict(error=[error.where, error.exit_code])
 
 
-def run(ddp=None, another_order=False, **case):
-    begin(**{**case, "cp": 1})
+def verified(kind="nested", wave=14, ddp=None, tied=False, fault="gradients_of_values_dropped", **case):
+    """A first step, the same again, one of another regime; then one of a third regime with a fault on the last rank alone."""
+    records = {kind: rollouts(kind, seed=1 + parallel_state.get_data_parallel_rank()) for kind in ("nested", "flat", "stem", "apart")}
+    chunks = chunks_of(configuration(dtype=torch.float32, **case), tied=tied)
+    wrapper = wrapped(chunks, ddp)[0] if ddp else chunks
+    step = lambda kind, wave: espalier.megatron.phased_step(wrapper, records[kind], loss_of_wave, wave_tokens=wave)
+    taken = lambda: {name: (p.main_grad if ddp else p.grad).clone() for chunk in chunks for name, p in chunk.named_parameters() if ddp or p.grad is not None}
+
+    def cleared():
+        for chunk in wrapper:
+            if ddp:
+                chunk.zero_grad_buffer()
+            for p in chunk.parameters():
+                p.grad = None
+
+    cleared()
+    step("nested", wave)
+    unverified = taken()
+    cleared()
+    espalier.megatron.install(wrapper, verify=True)
+    results = [step("nested", wave)]
+    same = all(torch.equal(x, unverified[name]) for name, x in taken().items())
+    results += [step("nested", wave), step("stem", 6)]
+    before, error = taken(), None
+    try:
+        with FAULTS[fault]() if RANK == WORLD - 1 else contextlib.nullcontext():
+            step("flat", 6 // case.get("cp", 1))
+    except Error as caught:
+        error = [caught.kind, caught.where]
+    return dict(tables=[one.verification and one.verification.verdict for one in results], verified=[one.verified for one in results], same=same,
+                error=error, restored=all(torch.equal(x, before[name]) for name, x in taken().items()),
+                floor=results[0].verification.worst["floor"])
+
+
+def run(ddp=None, another_order=False, verify=False, **case):
+    begin(**case if verify else {**case, "cp": 1})
     if another_order:
         return in_another_order(**case)
+    if verify:
+        return verified(ddp=ddp, **case)
     return with_optimizer(ddp, **case) if ddp else gradients_of(**case)
 
 

@@ -21,7 +21,7 @@ def cases():
     """(version, ranks, name), the last version with all cases."""
     versions = list(pythons())
     return [(version, ranks, name) for version in versions for ranks, of_ranks in CASES.items() for name in of_ranks
-            if not name.startswith(("fault_", "another_order")) and (version == versions[-1] or name in OLDEST.get(ranks, ()))]
+            if not name.startswith(("fault_", "another_order", "verify")) and (version == versions[-1] or name in OLDEST.get(ranks, ()))]
 
 
 def of_every_day(version, ranks, name):
@@ -39,6 +39,8 @@ def results(request, tmp_path_factory):
             wanted.update(case for case in cases() if of_every_day(*case))
         elif item.function is test_deliberate_faults_are_noticed:
             wanted.add((list(pythons())[-1], 1, f"fault_{item.callspec.params['fault']}"))
+        elif item.function is test_verify_compares_new_regimes_and_stops_all_ranks:
+            wanted.add((list(pythons())[-1], *item.callspec.params["case"]))
         elif item.function is test_ranks_of_a_replica_must_have_the_same_rollouts:
             wanted.add((list(pythons())[-1], 2, "another_order"))
 
@@ -89,6 +91,19 @@ def test_gradients_are_those_of_the_unmodified_model(results, case):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_deliberate_faults_are_noticed(results, fault):
     assert results(list(pythons())[-1], 1)[0][f"fault_{fault}"]["gradient"] > 1e-3
+
+
+@pytest.mark.skipif(not pythons(), reason=ABSENT)
+@pytest.mark.parametrize("case", [(ranks, name) for ranks in CASES for name in CASES[ranks] if name.startswith("verify")], ids=lambda case: case[1])
+def test_verify_compares_new_regimes_and_stops_all_ranks(results, case):
+    """Float32. The third step's fault is on the last rank alone; gradients of the step that failed are not left behind."""
+    ranks, name = case
+    for numbers in (rank[name] for rank in results(list(pythons())[-1], ranks)):
+        print(numbers)
+        assert numbers["tables"] == ["pass", None, "pass"] and numbers["verified"] == [True] * 3 and 1e-9 < numbers["floor"] < 1e-3
+        assert numbers["same"] and numbers["restored"] and numbers["error"][0] == "verification"
+    if name == "verify_distributed_overlap":  # data parallel ranks compare their own gradients
+        assert [rank[name]["error"][1] == "another rank" for rank in results(list(pythons())[-1], ranks)] == [True, False]
 
 
 @pytest.mark.skipif(not pythons(), reason=ABSENT)
