@@ -7,11 +7,11 @@
 namespace espalier {
 
 LanguageHead::LanguageHead(const Decoder& decoder, std::span<const Rollout> rollouts, Arena& arena,
-                           Objective* objective, GradientSet* gradients)
+                           EdgeLoss* objective, GradientSet* gradients)
     : decoder_(decoder), rollouts_(rollouts), arena_(arena), objective_(objective), gradients_(gradients) {
   for (const Rollout& rollout : rollouts) {
     RolloutSeries series;
-    series.logprob.assign(rollout.response_ids.size(), std::numeric_limits<double>::quiet_NaN());
+    series.logprob.assign(static_cast<std::size_t>(rollout.targets()), std::numeric_limits<double>::quiet_NaN());
     series.entropy = series.logprob;
     series_.push_back(std::move(series));
   }

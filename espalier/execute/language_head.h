@@ -9,21 +9,21 @@
 #include "espalier/gradient/gradient_set.h"
 #include "espalier/model/decoder.h"
 #include "espalier/objective/fused_head.h"
-#include "espalier/objective/objective.h"
+#include "espalier/objective/edge_loss.h"
 #include "espalier/rollout/rollout.h"
 
 namespace espalier {
 
-// Series of one rollout, one value per response token.
+// Series of one rollout, one value per target.
 struct RolloutSeries {
-  std::vector<double> logprob, entropy;            // NaN for tokens without a requested log-prob
+  std::vector<double> logprob, entropy;            // NaN for targets without a requested log-prob
   std::vector<double> grad_logprob, grad_entropy;  // dL/d...; kept only for sequence-level objectives
 };
 
 class LanguageHead : public Head {
  public:
   // Without `objective` and `gradients` it runs forward only. The arguments must outlive the object.
-  LanguageHead(const Decoder& decoder, std::span<const Rollout> rollouts, Arena& arena, Objective* objective = nullptr,
+  LanguageHead(const Decoder& decoder, std::span<const Rollout> rollouts, Arena& arena, EdgeLoss* objective = nullptr,
                GradientSet* gradients = nullptr);
 
   bool needs_whole_rollout() const override { return objective_ && objective_->needs_whole_rollout(); }
@@ -49,7 +49,7 @@ class LanguageHead : public Head {
   const Decoder& decoder_;
   std::span<const Rollout> rollouts_;
   Arena& arena_;
-  Objective* objective_;
+  EdgeLoss* objective_;
   GradientSet* gradients_;
   std::vector<RolloutSeries> series_;
 };

@@ -12,6 +12,7 @@
 #include <span>
 #include <vector>
 
+#include "espalier/objective/edge_loss.h"
 #include "espalier/options/options.h"
 #include "espalier/program/step_plan.h"
 #include "espalier/rollout/rollout.h"
@@ -33,27 +34,27 @@ struct TokenGradient {
   double entropy = 0;  // dL / d entropy
 };
 
-class Objective {
+class Objective final : public EdgeLoss {
  public:
   // `rollouts`: of one mini-batch; `advantages`: one series for each of them. Both must outlive the object.
   // Errors: InputError, naming option and line, if a field that an option needs is missing, and the errors of
   // AggregationDivisors::from.
   Objective(std::span<const Rollout> rollouts, std::span<const std::vector<double>> advantages, const Options& options);
-  ~Objective();
+  ~Objective() override;
 
   // True if a token's derivative depends on other tokens of its rollout: gspo, vespo, --ratio-level sequence, a finite
   // --off-policy-threshold, or --rollout-is sequence with a rollout without old log-probs. Then only add_rollout may be
   // used.
-  bool needs_whole_rollout() const;
+  bool needs_whole_rollout() const override;
 
   // Adds the edges' parts to parts() and overwrites their derivatives. Masked tokens give zeros and add nothing.
   void add_edges(std::span<const LossEdge> edges, std::span<const double> logprob, std::span<const double> entropy,
-                 std::span<double> grad_logprob, std::span<double> grad_entropy);
+                 std::span<double> grad_logprob, std::span<double> grad_entropy) override;
   // The same for one token; returns its derivatives.
   TokenGradient add_token(std::int32_t rollout, std::int32_t position, double logprob, double entropy);
   // The same for all response tokens of a rollout at once; overwrites grad_logprob and grad_entropy.
   void add_rollout(std::int32_t rollout, std::span<const double> logprob, std::span<const double> entropy,
-                   std::span<double> grad_logprob, std::span<double> grad_entropy);
+                   std::span<double> grad_logprob, std::span<double> grad_entropy) override;
 
   // Sums so far, with the loss's weights and denominators.
   LossParts parts() const;

@@ -12,20 +12,29 @@ EdgeIndex::EdgeIndex(std::span<const Rollout> rollouts, bool all_logprobs, bool 
     : rollouts_(rollouts), whole_(rollouts.size()), last_row_(rollouts.size(), -1), window_(window) {
   for (std::size_t i = 0; i < rollouts.size(); ++i) {
     const Rollout& rollout = rollouts[i];
-    const std::size_t size = rollout.response_ids.size();
+    const auto size = static_cast<std::size_t>(rollout.targets());
     ESPALIER_INTERNAL_EQ(rollout.loss_mask.size(), size, "loss mask of rollout ", i);
     whole_[i] = all_logprobs || size == 0 || std::memchr(rollout.loss_mask.data(), 0, size) == nullptr;
-    std::int32_t last = static_cast<std::int32_t>(size) - 1;
-    while (last >= 0 && !whole_[i] && !rollout.loss_mask[last]) --last;
-    if (last >= 0) last_row_[i] = rollout.prompt_length() - 1 + last;
+    std::int32_t last = rollout.predicting() - 1;
+    while (last >= 0 && !has_edge(static_cast<std::int32_t>(i), last)) --last;
+    if (last >= 0) last_row_[i] = rollout.first_predicting() + last;
     temperatures_differ_ |= by_temperature && rollout.temperature != rollouts[0].temperature;
   }
 }
 
+// Whether the rollout's row `predicting`, counted from its first that predicts, has an edge.
+bool EdgeIndex::has_edge(std::int32_t index, std::int32_t predicting) const {
+  if (whole_[index]) return true;
+  const Rollout& rollout = rollouts_[index];
+  const auto columns = static_cast<std::size_t>(rollout.columns());
+  const std::uint8_t* const mask = rollout.loss_mask.data() + static_cast<std::size_t>(predicting) * columns;
+  return std::any_of(mask, mask + columns, [](std::uint8_t one) { return one != 0; });
+}
+
 void EdgeIndex::add_outputs_of_one(std::int32_t index, std::int32_t begin, std::int32_t end, Work& work) const {
   const Rollout& rollout = rollouts_[index];
-  const std::int32_t shift = rollout.prompt_length() - 1;  // row of the first response token's edge
-  const std::int32_t low = std::max(begin, shift), high = std::min(end, shift + rollout.response_length());
+  const std::int32_t shift = rollout.first_predicting();
+  const std::int32_t low = std::max(begin, shift), high = std::min(end, shift + rollout.predicting());
   if (low >= high) return;
   if (whole_[index]) {
     const Work range = work_of_depths(low, high, true, window_);
@@ -35,7 +44,7 @@ void EdgeIndex::add_outputs_of_one(std::int32_t index, std::int32_t begin, std::
   }
   std::int64_t count = 0, pairs = 0, window_pairs = 0;
   for (std::int32_t depth = low; depth < high; ++depth) {
-    const std::int64_t one = rollout.loss_mask[depth - shift] != 0;
+    const std::int64_t one = has_edge(index, depth - shift);
     count += one, pairs += one * (depth + 1), window_pairs += one * pairs_in_window(depth, window_);
   }
   work.outputs += count, work.output_pairs += pairs, work.window_output_pairs += window_pairs;
@@ -62,12 +71,12 @@ void EdgeIndex::add_outputs_of_one_temperature(std::span<const std::int32_t> rol
   std::int32_t missing = -1;  // -1: no rollout has reached the range with its response yet
   std::vector<std::uint8_t> seen;
   for (std::int32_t index : rollouts) {
-    const std::int32_t shift = rollouts_[index].prompt_length() - 1;
-    const std::int32_t low = std::max(begin, shift), high = std::min(end, shift + rollouts_[index].response_length());
+    const std::int32_t shift = rollouts_[index].first_predicting();
+    const std::int32_t low = std::max(begin, shift), high = std::min(end, shift + rollouts_[index].predicting());
     if (low >= high) continue;
     if (missing < 0) seen.assign(end - begin, 0), missing = end - begin;
     for (std::int32_t depth = low; depth < high; ++depth) {
-      if (seen[depth - begin] || !(whole_[index] || rollouts_[index].loss_mask[depth - shift])) continue;
+      if (seen[depth - begin] || !has_edge(index, depth - shift)) continue;
       seen[depth - begin] = 1, --missing;
       work.outputs += 1, work.output_pairs += depth + 1, work.window_output_pairs += pairs_in_window(depth, window_);
     }

@@ -14,12 +14,11 @@
 
 namespace espalier {
 
-// The rows of a rollout with a loss edge: the row at depth d predicts response token d + 1 - prompt_length.
+// The rows of a rollout with a loss edge: those that predict a target with loss, or all that predict.
 class EdgeIndex {
  public:
   // `by_temperature`: a row is one output for each temperature of its edges. `window`: the model's, 0 without one.
-  // The rollouts must outlive the object. Errors: InternalError if a loss mask does not have one entry per response
-  // token.
+  // The rollouts must outlive the object. Errors: InternalError if a loss mask does not have one entry per target.
   EdgeIndex(std::span<const Rollout> rollouts, bool all_logprobs, bool by_temperature, std::int64_t window);
 
   std::int64_t window() const { return window_; }
@@ -33,12 +32,13 @@ class EdgeIndex {
   void add_outputs(std::span<const std::int32_t> rollouts, std::int32_t begin, std::int32_t end, Work& work) const;
 
  private:
+  bool has_edge(std::int32_t rollout, std::int32_t predicting) const;
   void add_outputs_of_one(std::int32_t rollout, std::int32_t begin, std::int32_t end, Work& work) const;
   void add_outputs_of_one_temperature(std::span<const std::int32_t> rollouts, std::int32_t begin, std::int32_t end,
                                       Work& work) const;
 
   std::span<const Rollout> rollouts_;
-  std::vector<std::uint8_t> whole_;  // every response token has an edge
+  std::vector<std::uint8_t> whole_;  // every target has an edge
   std::vector<std::int32_t> last_row_;
   bool temperatures_differ_ = false;
   std::int64_t window_;

@@ -1,5 +1,6 @@
 // The rules of step_plan.h, checked from the outside: nothing here knows how a plan is made.
 #include <algorithm>
+#include <tuple>
 
 #include "espalier/base/error.h"
 #include "espalier/forecast/flops.h"
@@ -20,7 +21,7 @@ class Validator {
         in_set_(rollouts.size(), -1),
         expected_(rollouts.size(), 0) {
     for (std::size_t r = 0; r < rollouts.size(); ++r)
-      for (std::int32_t t = 0; t < rollouts[r].response_length(); ++t) expected_[r] += wanted(rollouts[r], t);
+      for (std::int32_t t = 0; t < rollouts[r].targets(); ++t) expected_[r] += wanted(rollouts[r], t);
   }
 
   void run() {
@@ -60,6 +61,13 @@ class Validator {
 
   bool wanted(const Rollout& rollout, std::int32_t position) const {
     return plan_.all_logprobs || rollout.loss_mask[position] != 0;
+  }
+
+  static bool predicts(const Rollout& rollout, std::int32_t depth, const LossEdge& edge) {
+    if (const GivenTargets& given = rollout.given_targets; given.columns > 0)
+      return edge.position / given.columns == depth &&
+             edge.target == given.ids[static_cast<std::size_t>(edge.position)];
+    return depth == rollout.prompt_length() + edge.position - 1 && edge.target == rollout.token_at(depth + 1);
   }
 
   void item(const PlanItem& item, PathRows path, const std::string& where) {
@@ -147,16 +155,15 @@ class Validator {
     for (std::size_t i = 0; i < edges.size(); ++i) {
       const LossEdge& edge = edges[i];
       const std::string at = text_of(where, " row ", edge.row);
-      if (i > 0 && std::pair(edges[i - 1].row, edges[i - 1].rollout) >= std::pair(edge.row, edge.rollout))
-        fail(at, "edges out of order");
+      const auto place = [](const LossEdge& e) { return std::tuple(e.row, e.rollout, e.position); };
+      if (i > 0 && place(edges[i - 1]) >= place(edge)) fail(at, "edges out of order");
       while (s + 1 < item.set.segments.size() && item.set.segments[s + 1].row <= edge.row) ++s;
       const RowSegment& segment = item.set.segments[s];
       const auto first = item.set.rollouts.begin() + segment.first, last = item.set.rollouts.begin() + segment.last;
       if (std::find(first, last, edge.rollout) == last) fail(at, "rollout ", edge.rollout, " does not pass here");
       const Rollout& rollout = rollouts_[edge.rollout];
       const std::int32_t depth = segment.begin + edge.row - segment.row;
-      if (edge.position < 0 || edge.position >= rollout.response_length() ||
-          depth != rollout.prompt_length() + edge.position - 1 || edge.target != rollout.token_at(depth + 1))
+      if (edge.position < 0 || edge.position >= rollout.targets() || !predicts(rollout, depth, edge))
         fail(at, "an edge to position ", edge.position, " of rollout ", edge.rollout);
       // Positions of a rollout come in order along its path, so a repeated one would not ascend.
       if (edge.position < seen_[edge.rollout] || !wanted(rollout, edge.position))

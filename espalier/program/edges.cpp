@@ -33,13 +33,13 @@ std::vector<RowRun> runs_of(const RowSet& set) {
 
 namespace {
 
-void add_edge(const RowSegment& segment, std::int32_t depth, std::int32_t index, const Rollout& rollout,
-              bool all_logprobs, std::vector<LossEdge>& edges) {
-  const std::int32_t position = depth + 1 - rollout.prompt_length();
-  if (position < 0 || position >= rollout.response_length()) return;
-  if (!all_logprobs && !rollout.loss_mask[position]) return;
-  const std::int32_t row = segment.row + depth - segment.begin, target = rollout.response_ids[position];
-  edges.push_back({row, target, index, position});
+void add_edges(const RowSegment& segment, std::int32_t depth, std::int32_t index, const Rollout& rollout,
+               bool all_logprobs, std::vector<LossEdge>& edges) {
+  const std::int32_t predicting = depth - rollout.first_predicting(), columns = rollout.columns();
+  if (predicting < 0 || predicting >= rollout.predicting()) return;
+  const std::int32_t row = segment.row + depth - segment.begin, first = predicting * columns;
+  for (std::int32_t position = first; position < first + columns; ++position)
+    if (all_logprobs || rollout.loss_mask[position]) edges.push_back({row, rollout.target(position), index, position});
 }
 
 }  // namespace
@@ -51,10 +51,10 @@ std::vector<LossEdge> edges_of(const RowSet& set, std::span<const Rollout> rollo
   for (const RowSegment& segment : set.segments) {
     through.assign(set.rollouts.begin() + segment.first, set.rollouts.begin() + segment.last);
     std::sort(through.begin(), through.end());
-    std::int32_t depth = segment.end;  // no row before the first that predicts a response token has edges
-    for (std::int32_t index : through) depth = std::min(depth, rollouts[index].prompt_length() - 1);
+    std::int32_t depth = segment.end;  // no row before the first that predicts has edges
+    for (std::int32_t index : through) depth = std::min(depth, rollouts[index].first_predicting());
     for (depth = std::max(depth, segment.begin); depth < segment.end; ++depth)
-      for (std::int32_t index : through) add_edge(segment, depth, index, rollouts[index], all_logprobs, edges);
+      for (std::int32_t index : through) add_edges(segment, depth, index, rollouts[index], all_logprobs, edges);
   }
   return edges;
 }

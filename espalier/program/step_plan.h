@@ -40,7 +40,7 @@ struct RowSegment {
   bool operator==(const RowSegment&) const = default;
 };
 
-// Token `position` of the response of `rollout` (id `target`) is predicted by `row`.
+// Target `position` of `rollout` (id `target`) is predicted by `row`: a token of its response, or a given target.
 struct LossEdge {
   std::int32_t row;
   std::int32_t target;
@@ -70,7 +70,7 @@ struct RowRun {
 // In the order of the rows.
 std::vector<RowRun> runs_of(const RowSet& set);
 
-// The edges of a set, ordered by (row, rollout): response tokens whose mask is 1, or all of them. They are built when
+// The edges of a set, ordered by (row, rollout, position): targets whose mask is 1, or all of them. They are built when
 // the item runs, because a step may have hundreds of millions.
 std::vector<LossEdge> edges_of(const RowSet& set, std::span<const Rollout> rollouts, bool all_logprobs);
 

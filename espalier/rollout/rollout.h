@@ -2,7 +2,8 @@
 //
 // A rollout's tokens are prompt_ids followed by response_ids; `depth` counts along that sequence from 0.
 // Series hold one value for each response token, or are empty where the record has none. Log-probs are natural
-// logarithms; entry t belongs to response_ids[t], which the row at depth prompt_length() + t - 1 predicts.
+// logarithms; entry t belongs to response_ids[t], which the row at depth prompt_length() + t - 1 predicts. A rollout
+// with given targets has series over these instead.
 #pragma once
 
 #include <cstdint>
@@ -47,6 +48,13 @@ struct PairPlace {
   double margin = 0;                  // of a pair: by which the chosen answer's score should be larger
 };
 
+// Targets that differ from the tokens: the row at depth d predicts ids[d * columns, (d + 1) * columns). Every row of the
+// rollout predicts, the last one too.
+struct GivenTargets {
+  std::vector<std::int32_t> ids;  // [length, columns]
+  std::int32_t columns = 0;       // of a row; 0: none are given, and rows predict the response's tokens
+};
+
 struct Rollout {
   std::vector<std::int32_t> prompt_ids;    // at least one
   std::vector<std::int32_t> response_ids;  // may be empty
@@ -57,6 +65,7 @@ struct Rollout {
   RecordedExperts recorded_experts;
   KeptSets kept_sets;
   std::vector<double> full_logprobs;  // the sampler's, over the whole vocabulary, where rollout_logprobs are over sets
+  GivenTargets given_targets;  // then series have one value for each target, and the response is empty
   double temperature = 1.0;
   std::optional<double> token_divisor;       // its part of what token-mean divides by; none: its loss tokens
   std::optional<double> num_items_in_batch;  // TRL's, of the whole generation batch; --token-divisor-scale times it
@@ -72,6 +81,15 @@ struct Rollout {
   std::int32_t prompt_length() const { return static_cast<std::int32_t>(prompt_ids.size()); }
   std::int32_t response_length() const { return static_cast<std::int32_t>(response_ids.size()); }
   std::int32_t length() const { return prompt_length() + response_length(); }
+  // Rows at depths [first_predicting, first_predicting + predicting) predict `columns` targets each. Position p of a
+  // series belongs to target p.
+  std::int32_t columns() const { return given_targets.columns > 0 ? given_targets.columns : 1; }
+  std::int32_t first_predicting() const { return given_targets.columns > 0 ? 0 : prompt_length() - 1; }
+  std::int32_t predicting() const { return given_targets.columns > 0 ? length() : response_length(); }
+  std::int32_t targets() const { return predicting() * columns(); }
+  std::int32_t target(std::int32_t position) const {
+    return (given_targets.columns > 0 ? given_targets.ids : response_ids)[static_cast<std::size_t>(position)];
+  }
   std::int32_t token_at(std::int32_t depth) const {
     return depth < prompt_length() ? prompt_ids[depth] : response_ids[depth - prompt_length()];
   }

@@ -40,8 +40,8 @@ PassReport run_gradient_pass(Learner& learner, std::span<const Rollout> rollouts
   PassReport report;
   const Decoder& decoder = learner.model.decoder;
   Arena& arena = learner.workspace.arena;
-  const StepKind kind =
-      step_kind_of(learner.options, decoder.local().whole(), rollouts, routers && routers->took_counts());
+  StepKind kind = step_kind_of(learner.options, decoder.local().whole(), rollouts, routers && routers->took_counts());
+  kind.whole_rollout = head.needs_whole_rollout();
   HeldState held = learner.held().state;
   held.beside_bytes = learner.workspace.held_beside(learner);
   {
