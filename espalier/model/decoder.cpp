@@ -31,6 +31,11 @@ void Decoder::reserve_positions(std::int64_t positions) {
   if (!shape_.unrotated_layer.empty()) no_rotary_ = tables(Rope{}, 0);
 }
 
+void Decoder::share_positions(const Decoder& other) {
+  rotary_ = other.rotary_, window_rotary_ = other.window_rotary_, no_rotary_ = other.no_rotary_;
+  query_rotary_ = other.query_rotary_;
+}
+
 const RotaryTables& Decoder::rotary(std::int64_t layer) const {
   if (!shape_.rotates(layer)) return no_rotary_;
   return shape_.has_window_rope && shape_.is_window_layer(layer) ? window_rotary_ : rotary_;

@@ -27,6 +27,8 @@ class Decoder {
 
   // Builds rotary tables for positions below `positions`, which must cover every row.
   void reserve_positions(std::int64_t positions);
+  // The tables of another decoder of the same model, without a copy.
+  void share_positions(const Decoder& other);
   std::int64_t positions() const { return rotary_.positions(); }
 
   const ModelShape& shape() const { return shape_; }  // of this rank

@@ -89,21 +89,21 @@ double AdamW::norm_of(const at::Tensor& gradient) const {
   return std::sqrt(sums_over_ranks(ranks_.world, {std::accumulate(sums.begin(), sums.end(), 0.0)}).front());
 }
 
-AdamW::Update AdamW::step(const at::Tensor& gradient) {
+AdamW::Update AdamW::step(const at::Tensor& gradient, const AdamWSettings& settings) {
   Update update;
   update.grad_norm = norm_of(gradient);
   if (!std::isfinite(update.grad_norm))
     throw InputError({text_of("optimizer step ", steps_done_ + 1), "a finite gradient",
                       text_of("norm ", update.grad_norm),
                       "the weights are unchanged; check rewards, log-probs and weights for extreme values"});
-  update.clip_factor = clip_factor(update.grad_norm, settings_.max_grad_norm);
-  update.lr = learning_rate(settings_, ++steps_done_);
-  AdamWStep step{update.lr,          settings_.beta1, settings_.beta2, settings_.eps, settings_.weight_decay,
+  update.clip_factor = clip_factor(update.grad_norm, settings.max_grad_norm);
+  update.lr = learning_rate(settings, ++steps_done_);
+  AdamWStep step{update.lr,          settings.beta1, settings.beta2, settings.eps, settings.weight_decay,
                  update.clip_factor, steps_done_};
   // Neighbours that decay alike are updated at once: no number depends on another.
   const Range mine = own();
   const auto update_run = [&](std::int64_t first, std::int64_t count, bool decaying) {
-    step.weight_decay = decaying ? settings_.weight_decay : 0;
+    step.weight_decay = decaying ? settings.weight_decay : 0;
     const std::int64_t begin = std::max(first, mine.begin);
     const std::int64_t own_count = std::min(first + count, mine.end) - begin;
     if (own_count <= 0) return;
@@ -113,7 +113,7 @@ AdamW::Update AdamW::step(const at::Tensor& gradient) {
                                weights_.scalar_type() == at::kBFloat16 ? whole(weights_) : at::Tensor());
   };
   for_each_run(
-      table_, [&](const Parameter& parameter) { return decays(parameter); }, update_run);
+      table_, [&](const Parameter& parameter) { return decays(parameter, settings); }, update_run);
   share_weights();
   return update;
 }
@@ -131,8 +131,8 @@ void AdamW::masters_changed() {
   share_weights();
 }
 
-bool AdamW::decays(const Parameter& parameter) const {
-  return !settings_.decay_matrices_only || parameter.shape.size() >= 2;
+bool AdamW::decays(const Parameter& parameter, const AdamWSettings& settings) {
+  return !settings.decay_matrices_only || parameter.shape.size() >= 2;
 }
 
 }  // namespace espalier

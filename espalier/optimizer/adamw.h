@@ -60,7 +60,9 @@ class AdamW {
   };
   // One update from `gradient`, in the table's layout and equal on all ranks that hold the same parameters. Every rank
   // of the world calls it. Errors: InputError, on all ranks, if the norm is not finite; nothing has changed then.
-  Update step(const at::Tensor& gradient);
+  Update step(const at::Tensor& gradient) { return step(gradient, settings_); }
+  // The same with settings of its own, for callers whose settings change from step to step.
+  Update step(const at::Tensor& gradient, const AdamWSettings& settings);
 
   std::int64_t steps_done() const { return steps_done_; }
   void set_steps_done(std::int64_t steps) { steps_done_ = steps; }
@@ -90,7 +92,7 @@ class AdamW {
  private:
   void share_weights();  // sends this rank's part to the others
   double norm_of(const at::Tensor& gradient) const;
-  bool decays(const Parameter& parameter) const;
+  static bool decays(const Parameter& parameter, const AdamWSettings& settings);
 
   const ParameterTable& table_;
   AdamWSettings settings_;

@@ -245,7 +245,7 @@ AdapterShape adapters_of(const ModelShape& shape, const AdapterChoice& choice) {
                               "adapters of linear layers, of routers, and of all experts of a layer together",
                               "one of another module", "merge it into the model (espalier merge)"});
   const auto check_rank = [&](const ProjectionShape& p, const std::string& module) {
-    if (const std::int64_t most = std::min(p.out.size, p.in.size); choice.rank > most)
+    if (const std::int64_t most = std::min(p.out.size, p.in.size); choice.rank > most && !choice.any_rank)
       throw OptionError({"--lora-rank", text_of("at most ", most, ", the smaller side of ", module),
                          text_of(choice.rank), "take a smaller rank, or leave the module out of --lora-target"});
   };

@@ -250,7 +250,7 @@ void load_weights(ModelState& state, const std::filesystem::path& directory, Val
 LocalShape local_shape(const ModelShape& shape, const Mesh& mesh) { return {shape, mesh.degrees, mesh.place()}; }
 
 ModelState::ModelState(const LocalShape& model_shape, DType model_dtype, Device& device, const Mesh& ranks,
-                       std::unique_ptr<const MappedWeights> in_files)
+                       std::unique_ptr<const MappedWeights> in_files, const ModelState* beside)
     : mesh(ranks),
       shape(model_shape.whole()),
       dtype(model_dtype),
@@ -258,18 +258,19 @@ ModelState::ModelState(const LocalShape& model_shape, DType model_dtype, Device&
       weights(device.allocate({table.kept_size()}, scalar_type(dtype))),
       rooms(device.allocate({table.units().rooms}, scalar_type(dtype))),
       held_table(model_shape, Parameters::held),
-      held_weights(device.allocate({held_table.kept_size()}, scalar_type(dtype))),
+      held_weights(beside ? beside->held_weights : device.allocate({held_table.kept_size()}, scalar_type(dtype))),
       held_rooms(device.allocate({held_table.units().rooms}, scalar_type(dtype))),
       narrow_table(model_shape, Parameters::narrow),
-      narrow_weights(device.allocate({narrow_table.kept_size()}, at::kBFloat16)),
+      narrow_weights(beside ? beside->narrow_weights : device.allocate({narrow_table.kept_size()}, at::kBFloat16)),
       mapped_table(model_shape, Parameters::mapped),
       mapped(std::move(in_files)),
       nf4_table(model_shape, Parameters::nf4),
-      nf4_weights(device.allocate({nf4_table.size()}, at::kByte)),
-      corrections_LE(room_for_corrections(model_shape, dtype, device)),
+      nf4_weights(beside ? beside->nf4_weights : device.allocate({nf4_table.size()}, at::kByte)),
+      corrections_LE(beside ? beside->corrections_LE : room_for_corrections(model_shape, dtype, device)),
       gathered({{table, weights, rooms}, {held_table, held_weights, held_rooms}}, ranks),
       decoder(model_shape, weight_views(*this, model_shape), device, ranks, table.divided() ? &gathered : nullptr) {
   if (has_padding(table)) device.operations().zero(weights);
+  if (beside) return;
   if (has_padding(held_table)) device.operations().zero(held_weights);
   if (has_padding(narrow_table)) device.operations().zero(narrow_weights);
   if (has_padding(nf4_table)) device.operations().zero(nf4_weights);
@@ -341,6 +342,57 @@ std::unique_ptr<ModelState> load_value_model(const std::filesystem::path& direct
                                              Progress& progress, const Mesh& mesh, const TrainedChoice& train) {
   return load_with_value_head(directory, read_critic_shape(directory), dtype, seed, progress, mesh, train,
                               "its critic gets a new value head");
+}
+
+namespace {
+
+// The same parameters in the same places.
+void require_same_layout(const ParameterTable& a, const ParameterTable& b) {
+  ESPALIER_INTERNAL_EQ(a.parameters().size(), b.parameters().size());
+  for (std::size_t i = 0; i < a.parameters().size(); ++i) {
+    const Parameter &one = a.parameters()[i], &other = b.parameters()[i];
+    ESPALIER_INTERNAL(one.name == other.name && one.offset == other.offset && one.count == other.count, one.name,
+                      " against ", other.name);
+  }
+}
+
+std::unique_ptr<ModelState> model_beside(const ModelState& base, const ModelShape& given) {
+  ModelShape shape = given;
+  ESPALIER_INTERNAL_EQ(base.mesh.world.size(), 1, "adapters beside each other");
+  std::unique_ptr<const MappedWeights> mapped;
+  if (shape.trained.narrow) {
+    mapped = std::make_unique<const MappedWeights>(base.source, local_shape(shape, base.mesh), ValueHead::stored);
+    shape.trained.mapped_parameters = mapped->parameters();
+  }
+  auto model = std::make_unique<ModelState>(local_shape(shape, base.mesh), base.dtype, base.decoder.device(), base.mesh,
+                                            std::move(mapped), &base);
+  require_same_layout(model->held_table, base.held_table);
+  require_same_layout(model->narrow_table, base.narrow_table);
+  require_same_layout(model->nf4_table, base.nf4_table);
+  model->source = base.source;
+  return model;
+}
+
+}  // namespace
+
+std::unique_ptr<ModelState> adapted_model(const ModelState& base, const AdapterChoice& adapter) {
+  TrainedChoice choice("all", adapter);
+  choice.narrow = base.shape.trained.narrow;
+  choice.nf4 = base.shape.trained.nf4_parameters != nullptr;
+  ModelShape shape = base.shape;
+  shape.trained = {};
+  auto model = model_beside(base, train_only(std::move(shape), choice));
+  const at::Tensor host = room_for_weights(*model, model->table, model->weights);
+  fill_adapters(*model, adapter, host, {});
+  base.decoder.device().to_device(host, model->weights);
+  return model;
+}
+
+std::unique_ptr<ModelState> snapshot_of(const ModelState& model) {
+  auto copy = model_beside(model, model.shape);
+  model.decoder.device().operations().convert(model.weights, copy->weights);
+  copy->updates = model.updates;
+  return copy;
 }
 
 std::unique_ptr<Decoder> decoder_without_adapters(const ModelState& model) {

@@ -18,9 +18,11 @@ namespace espalier {
 
 struct ModelState {
   // Weights are uninitialised, except for padding, which is 0. With one rank the shape is the whole model.
-  // `in_files`: the shape's mapped parameters; null if it has none.
+  // `in_files`: the shape's mapped parameters; null if it has none. `beside`: a model whose held weights are used, too,
+  // without a copy; null: the model has its own.
   ModelState(const LocalShape& model_shape, DType model_dtype, Device& device = bound_device(),
-             const Mesh& ranks = mesh_of_one(), std::unique_ptr<const MappedWeights> in_files = nullptr);
+             const Mesh& ranks = mesh_of_one(), std::unique_ptr<const MappedWeights> in_files = nullptr,
+             const ModelState* beside = nullptr);
 
   const Mesh& mesh;  // must outlive the object
   ModelShape shape;  // of the whole model
@@ -61,6 +63,12 @@ std::unique_ptr<ModelState> load_model(const std::filesystem::path& directory, D
 std::unique_ptr<ModelState> load_value_model(const std::filesystem::path& directory, DType dtype, std::uint64_t seed,
                                              Progress& progress, const Mesh& mesh = mesh_of_one(),
                                              const TrainedChoice& train = {});
+
+// A model with an adapter of its own over the held weights of `base`, a frozen model (TrainedChoice::frozen) on one
+// rank, whose tensors it shares. Many such models train beside each other. Errors: as train_only and Adapter.
+std::unique_ptr<ModelState> adapted_model(const ModelState& base, const AdapterChoice& adapter);
+// The same with the values that the adapter has now, which later updates of `model` do not change.
+std::unique_ptr<ModelState> snapshot_of(const ModelState& model);
 
 // A decoder with the same weights and without the adapters. The model must outlive it.
 std::unique_ptr<Decoder> decoder_without_adapters(const ModelState& model);
