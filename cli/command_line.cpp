@@ -103,7 +103,7 @@ class VerbParser {
     app_.set_help_flag();
     app_.allow_extras();
     for (const OptionRow& row : option_rows())
-      if (row.taken_by(verb.letter)) add(row.name, row.type);
+      if (row.taken_by(verb.letter)) add(row.name, row.type, path_role(row, verb.letter) == PathRole::models);
     for (const std::string& alias : alias_names())
       if (takes_alias(verb, alias)) add(alias, OptionType::text);
     app_.add_flag("--json", line_.json);
@@ -121,8 +121,8 @@ class VerbParser {
       refuse(error.what());
     }
     for (const Known& known : options_)
-      if (known.option->count() > 0) line_.settings.push_back({known.name, value_of(*known.option, known.type), ""});
-    if (config_->count() > 0) line_.config = value_of(*config_, OptionType::text);
+      if (known.option->count() > 0) line_.settings.push_back({known.name, value_of(known), ""});
+    if (config_->count() > 0) line_.config = value_of({"config", OptionType::text, false, config_});
     line_.arguments = arguments_among(verb_, app_.remaining());
     if (!line_.print_config) check_arguments(verb_, line_.arguments);
   }
@@ -131,30 +131,33 @@ class VerbParser {
   struct Known {
     std::string name;
     OptionType type;
+    bool named;  // values with names, each given by itself
     CLI::Option* option;
   };
 
-  void add(const std::string& name, OptionType type) {
+  void add(const std::string& name, OptionType type, bool named = false) {
     const bool flag = type == OptionType::flag;
     CLI::Option* option = flag ? app_.add_flag(both_spellings(name)) : app_.add_option(both_spellings(name));
     if (type == OptionType::paths)
       option->expected(1, CLI::detail::expected_max_vector_size)->allow_extra_args();
     else if (!flag)
       option->expected(1);
-    options_.push_back({name, type, option->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)});
+    options_.push_back({name, type, named, option->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)});
   }
 
   // All values of a list or of paths, the one value of any other. An option followed by another one has lost its value.
-  std::string value_of(const CLI::Option& option, OptionType type) const {
+  std::string value_of(const Known& known) const {
+    const CLI::Option& option = *known.option;
     const std::vector<std::string> values = option.reduced_results();
-    const bool several = type == OptionType::list || type == OptionType::paths;
+    const bool paths = known.type == OptionType::paths || known.named;
+    const bool several = known.type == OptionType::list || paths;
     if (values.size() > 1 && !several)
       throw OptionError({option.get_name(), "one value", "\"" + values[0] + "\" and \"" + values[1] + '"',
                          "give it once; only list options may be repeated"});
     std::string out;
     for (const std::string& value : values) {
       if (value.rfind("--", 0) == 0) refuse(option.get_name() + ": followed by " + value);
-      if (!out.empty()) out += type == OptionType::paths ? kBetweenPaths : ',';
+      if (!out.empty()) out += paths ? kBetweenPaths : ',';
       out += value;
     }
     return out;

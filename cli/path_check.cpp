@@ -47,8 +47,12 @@ std::vector<NamedPath> named_paths(const Verb& verb, const Options& options, con
   for (const OptionRow& row : option_rows()) {
     const PathRole role = row.taken_by(verb.letter) ? path_role(row, verb.letter) : PathRole::none;
     if (role == PathRole::none) continue;
-    for (const std::string& path : split_paths(option_text(options, row.name)))
-      out.push_back(named_path(std::string("--") + row.name, path, role));
+    for (const std::string& path : split_paths(option_text(options, row.name))) {
+      const bool named = role == PathRole::models;
+      const std::size_t sign = named ? path.find('=') : path.npos;
+      out.push_back(named_path(std::string("--") + row.name, sign == path.npos ? path : path.substr(sign + 1),
+                               named ? PathRole::input : role));
+    }
   }
   std::istringstream usage(verb.arguments);
   std::string word;  // the last one stands for all that follow
@@ -134,6 +138,7 @@ void check_writable(const NamedPath& output) {
       return check_output_directory(output.path);
     case PathRole::output_run:  // the run's own lock is there as well, so that looks at it later
     case PathRole::input:
+    case PathRole::models:
     case PathRole::none:
       return;
   }

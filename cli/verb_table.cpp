@@ -20,6 +20,7 @@ const std::vector<Verb>& verbs() {
       {'r', "replay", "TRACE_DIR|ROLLOUTS", 1, 1, {}, "run recorded updates again and compare with the record", run_replay},
       {'g', "generate", "", 0, 0, {"model", "prompts", "out"}, "responses to prompts, each prompt computed once", run_generate},
       {'l', "grpo", "", 0, 0, {"out|resume"}, "the closed loop: generate, reward, update, evaluate", run_grpo},
+      {'e', "serve", "", 0, 0, {"model"}, "a training server for clients of the tinker SDK", run_serve},
       {'o', "report", "RUN_DIR", 1, 1, {}, "a run as one HTML file: curves, time, memory, schedule, samples", run_report},
       {'a', "merge", "[ADAPTER]", 0, 1, {"model", "out"}, "a model and a LoRA adapter as one model", run_merge},
       {'b', "bench", "", 0, 0, {}, "dense, packed, phased and auto against each other", run_bench},

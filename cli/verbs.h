@@ -40,6 +40,7 @@ int run_generate(Context& context);
 int run_replay(Context& context);
 int run_report(Context& context);
 int run_merge(Context& context);
+int run_serve(Context& context);
 int run_selftest(Context& context);
 int run_completion(Context& context);
 

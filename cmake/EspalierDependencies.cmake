@@ -19,7 +19,8 @@ mark_as_advanced(ESPALIER_ZSTD_INCLUDE ESPALIER_ZSTD_LIBRARY)
 find_path(ESPALIER_JSON_INCLUDE nlohmann/json.hpp)
 find_path(ESPALIER_CLI11_INCLUDE CLI/CLI.hpp)
 find_path(ESPALIER_TOMLPP_INCLUDE toml++/toml.h)
-mark_as_advanced(ESPALIER_JSON_INCLUDE ESPALIER_CLI11_INCLUDE ESPALIER_TOMLPP_INCLUDE)
+find_path(ESPALIER_BOOST_INCLUDE boost/beast/http.hpp)
+mark_as_advanced(ESPALIER_JSON_INCLUDE ESPALIER_CLI11_INCLUDE ESPALIER_TOMLPP_INCLUDE ESPALIER_BOOST_INCLUDE)
 
 set(missing "")
 if(NOT EspalierTorch_FOUND)
@@ -38,7 +39,7 @@ if(NOT OpenMP_CXX_FOUND)
 endif()
 foreach(need "ZLIB_FOUND|zlib|zlib1g-dev" "ESPALIER_ZSTD_LIBRARY|zstd|libzstd-dev" "simdjson_FOUND|simdjson|libsimdjson-dev"
     "ESPALIER_JSON_INCLUDE|nlohmann/json.hpp|nlohmann-json3-dev" "ESPALIER_CLI11_INCLUDE|CLI/CLI.hpp|libcli11-dev"
-    "ESPALIER_TOMLPP_INCLUDE|toml++/toml.h|libtomlplusplus-dev")
+    "ESPALIER_TOMLPP_INCLUDE|toml++/toml.h|libtomlplusplus-dev" "ESPALIER_BOOST_INCLUDE|boost/beast/http.hpp|libboost-dev")
   string(REPLACE "|" ";" need "${need}")
   list(GET need 0 variable)
   list(GET need 1 name)

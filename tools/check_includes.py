@@ -13,13 +13,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 ORDER = (
     "base options observe device parallel rollout text grouping shape program forecast plan ops moe model saved objective gradient execute optimizer checkpoint "
-    "measure step train prove generate replay report loop binding"
+    "measure step train prove generate replay report loop serve hosting binding"
 ).split()
 # These are pure functions of tokens, shapes and options: no tensor may enter.
-TORCH_FREE = {"base", "options", "rollout", "text", "grouping", "shape", "program", "forecast", "plan"}
+TORCH_FREE = {"base", "options", "rollout", "text", "grouping", "shape", "program", "forecast", "plan", "serve"}
 # What calls operations: a pointer, a number type, a thread or an ATen kernel here would be the CPU's alone.
-# binding hands memory of a caller on the host to the kernels.
-ABOVE_OPERATIONS = set(ORDER[ORDER.index("ops") + 1:]) - {"checkpoint", "report", "binding"}
+# binding hands memory of a caller on the host to the kernels; serve reads messages, and knows no tensors.
+ABOVE_OPERATIONS = set(ORDER[ORDER.index("ops") + 1:]) - {"checkpoint", "report", "serve", "binding"}
 BELOW = re.compile(r"\b(data_ptr|pointer<|dispatch\(|memcpy|memmove|memset|omp\.h|omp_get\w+|espalier/ops/cpu/[\w/.]+)|#pragma omp")
 # Of those, what runs in a step: its tensors are a device's throughout.
 IN_A_STEP = {"model", "moe", "objective", "gradient", "execute", "optimizer", "generate"}

@@ -78,7 +78,8 @@ CLI/CLI.hpp libcli11-dev
 toml++/toml.h libtomlplusplus-dev
 zlib.h zlib1g-dev
 zstd.h libzstd-dev
-simdjson.h libsimdjson-dev"
+simdjson.h libsimdjson-dev
+boost/beast/http.hpp libboost-dev"  # sockets of espalier serve: headers alone, one thread for thousands of waiting clients
   local test_headers="gtest/gtest.h libgtest-dev
 gmock/gmock.h libgmock-dev"
   if have g++; then

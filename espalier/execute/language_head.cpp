@@ -6,8 +6,8 @@
 
 namespace espalier {
 
-LanguageHead::LanguageHead(const Decoder& decoder, std::span<const Rollout> rollouts, Arena& arena,
-                           EdgeLoss* objective, GradientSet* gradients)
+LanguageHead::LanguageHead(const Decoder& decoder, std::span<const Rollout> rollouts, Arena& arena, EdgeLoss* objective,
+                           GradientSet* gradients)
     : decoder_(decoder), rollouts_(rollouts), arena_(arena), objective_(objective), gradients_(gradients) {
   for (const Rollout& rollout : rollouts) {
     RolloutSeries series;

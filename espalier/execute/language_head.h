@@ -8,8 +8,8 @@
 #include "espalier/execute/head.h"
 #include "espalier/gradient/gradient_set.h"
 #include "espalier/model/decoder.h"
-#include "espalier/objective/fused_head.h"
 #include "espalier/objective/edge_loss.h"
+#include "espalier/objective/fused_head.h"
 #include "espalier/rollout/rollout.h"
 
 namespace espalier {

@@ -26,11 +26,11 @@ enum class DatumLossKind { cross_entropy, importance_sampling, ppo, cispo, dro, 
 // One datum, which is one rollout. Series hold one number for each target.
 struct DatumTerms {
   DatumLossKind kind = DatumLossKind::cross_entropy;
-  std::vector<double> weight;         // w, or A
-  std::vector<double> old_logprob;    // q; empty for cross_entropy
-  std::vector<std::uint8_t> in_mean;  // gspo: the targets of the mean
+  std::vector<double> weight;                 // w, or A
+  std::vector<double> old_logprob;            // q; empty for cross_entropy
+  std::vector<std::uint8_t> in_mean;          // gspo: the targets of the mean
   std::vector<double> ratio_low, ratio_high;  // of each target, or one number for all
-  double beta = 0;                    // dro
+  double beta = 0;                            // dro
 };
 
 class DatumLoss final : public EdgeLoss {
@@ -44,7 +44,7 @@ class DatumLoss final : public EdgeLoss {
   void add_rollout(std::int32_t rollout, std::span<const double> logprob, std::span<const double> entropy,
                    std::span<double> grad_logprob, std::span<double> grad_entropy) override;
 
-  // Of one rollout, once all of its targets were added.
+  // The sums of one rollout, once all of its targets were added.
   double loss(std::int32_t rollout) const { return sums_[static_cast<std::size_t>(rollout)].loss.value(); }
   std::int64_t clipped(std::int32_t rollout) const { return sums_[static_cast<std::size_t>(rollout)].clipped; }
 

@@ -246,7 +246,8 @@ std::string option_search(char verb, const std::string& word, std::size_t width)
 const std::vector<VerbName>& verb_names() {
   static const std::vector<VerbName> names = {{'i', "inspect"},  {'c', "convert"}, {'p', "plan"},   {'t', "train"},
                                               {'s', "score"},    {'v', "verify"},  {'b', "bench"},  {'r', "replay"},
-                                              {'g', "generate"}, {'l', "grpo"},    {'o', "report"}, {'a', "merge"}};
+                                              {'g', "generate"}, {'l', "grpo"},    {'o', "report"}, {'a', "merge"},
+                                              {'e', "serve"}};
   return names;
 }
 

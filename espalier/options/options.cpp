@@ -122,6 +122,7 @@ bool OptionRow::is_path() const {
 
 PathRole path_role(const OptionRow& row, char verb) {
   constexpr std::pair<std::string_view, PathRole> kRoles[] = {{"input", PathRole::input},
+                                                              {"models", PathRole::models},
                                                               {"output file", PathRole::output_file},
                                                               {"output records", PathRole::output_records},
                                                               {"output folder", PathRole::output_folder},

@@ -58,9 +58,10 @@ struct OptionRow {
   bool is_path() const;                    // of something that is read or written, by the `unit` column
 };
 
-// How a verb uses the path that an option names. `records`: a file that is replaced only with --overwrite;
-// `folder`: one that is replaced as a whole; `run`: a folder that grows and is continued in place.
-enum class PathRole { none, input, output_file, output_records, output_folder, output_run };
+// How a verb uses the path that an option names. `models`: inputs with names (NAME=DIR), each given by itself;
+// `records`: a file that is replaced only with --overwrite; `folder`: one that is replaced as a whole; `run`: a folder
+// that grows and is continued in place.
+enum class PathRole { none, input, models, output_file, output_records, output_folder, output_run };
 PathRole path_role(const OptionRow& row, char verb);
 
 const std::vector<OptionRow>& option_rows();

@@ -38,8 +38,11 @@ void add_edges(const RowSegment& segment, std::int32_t depth, std::int32_t index
   const std::int32_t predicting = depth - rollout.first_predicting(), columns = rollout.columns();
   if (predicting < 0 || predicting >= rollout.predicting()) return;
   const std::int32_t row = segment.row + depth - segment.begin, first = predicting * columns;
-  for (std::int32_t position = first; position < first + columns; ++position)
-    if (all_logprobs || rollout.loss_mask[position]) edges.push_back({row, rollout.target(position), index, position});
+  for (std::int32_t position = first; position < first + columns; ++position) {
+    if (!all_logprobs && !rollout.loss_mask[position]) continue;
+    const std::int32_t target = rollout.target(position);
+    edges.push_back({row, target, index, position});
+  }
 }
 
 }  // namespace

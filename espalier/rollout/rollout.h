@@ -48,8 +48,8 @@ struct PairPlace {
   double margin = 0;                  // of a pair: by which the chosen answer's score should be larger
 };
 
-// Targets that differ from the tokens: the row at depth d predicts ids[d * columns, (d + 1) * columns). Every row of the
-// rollout predicts, the last one too.
+// Targets that differ from the tokens: the row at depth d predicts ids[d * columns, (d + 1) * columns). Every row of
+// the rollout predicts, the last one too.
 struct GivenTargets {
   std::vector<std::int32_t> ids;  // [length, columns]
   std::int32_t columns = 0;       // of a row; 0: none are given, and rows predict the response's tokens
@@ -65,7 +65,7 @@ struct Rollout {
   RecordedExperts recorded_experts;
   KeptSets kept_sets;
   std::vector<double> full_logprobs;  // the sampler's, over the whole vocabulary, where rollout_logprobs are over sets
-  GivenTargets given_targets;  // then series have one value for each target, and the response is empty
+  GivenTargets given_targets;         // then series have one value for each target, and the response is empty
   double temperature = 1.0;
   std::optional<double> token_divisor;       // its part of what token-mean divides by; none: its loss tokens
   std::optional<double> num_items_in_batch;  // TRL's, of the whole generation batch; --token-divisor-scale times it

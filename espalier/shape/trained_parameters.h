@@ -76,9 +76,9 @@ bool trains_adapters_alone(const ModelShape& shape);
 // The shape with its `trained` set. Errors: OptionError for a damaged expression; for an item that matches nothing (a
 // critic may lack what an item names); for some but not all parameters that one product reads (keys and values; gate
 // and up; a matrix of all experts of a layer); for a target of adapters that matches nothing, names the embedding, or
-// trains besides; for a rank above the smaller side of a target, unless any_rank is set; and for choice.nf4 without adapters, unless nothing
-// trains. UnsupportedError for adapters in a model that takes none (takes_adapters, or beside a vision tower), for an
-// adapter of a module that cannot have one, and for NF4 with rows that are no whole blocks.
+// trains besides; for a rank above the smaller side of a target, unless any_rank is set; and for choice.nf4 without
+// adapters, unless nothing trains. UnsupportedError for adapters in a model that takes none (takes_adapters, or beside
+// a vision tower), for an adapter of a module that cannot have one, and for NF4 with rows that are no whole blocks.
 ModelShape train_only(ModelShape shape, const TrainedChoice& choice);
 // The same from a model directory or its config.json, read as a reward model's with choice.scores; and as a critic's.
 ModelShape read_trained_shape(const std::filesystem::path& directory, const TrainedChoice& choice);

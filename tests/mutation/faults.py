@@ -317,7 +317,7 @@ CRITIC = [
 # The optimizer and its continuation.
 OPTIMIZER = [
     Fault("clip_factor_ignored", "the gradient's norm is not clipped", "optimizer/adamw.cpp",
-          "update.clip_factor = clip_factor(update.grad_norm, settings_.max_grad_norm);",
+          "update.clip_factor = clip_factor(update.grad_norm, settings.max_grad_norm);",
           "TEXT if (ON) update.clip_factor = 1;", **DENSE_TOO),
     Fault("bias_correction_off_by_one", "bias corrections are those of the next step", "optimizer/adamw.cpp",
           "steps_done_};",

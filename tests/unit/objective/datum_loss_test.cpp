@@ -69,7 +69,8 @@ void expect_formula(const DatumTerms& terms) {
   for (std::size_t i = 0; i < kLogprob.size(); ++i) {
     std::vector<double> more = kLogprob, less = kLogprob;
     more[i] += kStep, less[i] -= kStep;
-    EXPECT_NEAR(gradient[i], (formula(terms, more, kLogprob) - formula(terms, less, kLogprob)) / (2 * kStep), kDifference)
+    EXPECT_NEAR(gradient[i], (formula(terms, more, kLogprob) - formula(terms, less, kLogprob)) / (2 * kStep),
+                kDifference)
         << i;
     EXPECT_EQ(entropy[i], 0) << i;
   }
@@ -86,8 +87,9 @@ void expect_formula(const DatumTerms& terms) {
   EXPECT_NEAR(apart.loss(0), loss.loss(0), 1e-15);
 }
 
-constexpr DatumLossKind kKinds[] = {DatumLossKind::cross_entropy, DatumLossKind::importance_sampling, DatumLossKind::ppo,
-                                    DatumLossKind::cispo,         DatumLossKind::dro,                 DatumLossKind::gspo};
+constexpr DatumLossKind kKinds[] = {DatumLossKind::cross_entropy, DatumLossKind::importance_sampling,
+                                    DatumLossKind::ppo,           DatumLossKind::cispo,
+                                    DatumLossKind::dro,           DatumLossKind::gspo};
 
 TEST(DatumLoss, EveryLossIsItsFormula) {
   for (const DatumLossKind kind : kKinds) {

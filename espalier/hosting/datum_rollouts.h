@@ -1,0 +1,20 @@
+// A client's data as the engine's rollouts, and the terms of their losses.
+#pragma once
+
+#include <vector>
+
+#include "espalier/objective/datum_loss.h"
+#include "espalier/rollout/rollout.h"
+#include "espalier/serve/calls.h"
+
+namespace espalier {
+
+// One rollout for each datum, with given targets.
+struct DatumRollouts {
+  explicit DatumRollouts(const serve::TrainingCall& call);
+
+  std::vector<Rollout> rollouts;
+  std::vector<DatumTerms> terms;
+};
+
+}  // namespace espalier
