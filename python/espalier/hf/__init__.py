@@ -182,7 +182,7 @@ def _check_arguments(model, loss, schedule, router_aux_loss_coef):
     arguments.model(model)
     arguments.gradients_wanted(model)
     checked.loss(loss)
-    checked.choice("schedule", schedule, arguments.SCHEDULES)
+    checked.choice("schedule", schedule, checked.SCHEDULES)
     arguments.coefficient(router_aux_loss_coef)
 
 

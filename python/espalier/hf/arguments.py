@@ -11,7 +11,6 @@ from espalier.hf.checks import base_model, unwrapped
 from espalier.rows.arguments import refuse
 
 TRUNK_STATES = ("keep", "recompute", "offload")
-SCHEDULES = ("auto", "shared", "dense")
 
 
 def coefficient(value: Any) -> Any:

@@ -52,15 +52,21 @@ def phased_step(chunks: Any, rollouts: Iterable[Mapping[str, Any]], loss: Callab
     """
     arguments.loss(loss)
     temperature, wave_tokens = arguments.temperature(temperature), arguments.wave_tokens(wave_tokens)
-    prepared = Prepared(chunks, rollouts, wave_tokens, gradients=True, micro_batches=micro_batches)
-    table = prepared.verified(loss, temperature)
+    return stepped(Prepared(chunks, rollouts, wave_tokens, gradients=True, micro_batches=micro_batches), loss, temperature)
+
+
+def stepped(prepared: Prepared, loss: Callable[[Wave], torch.Tensor], temperature: float, tokens: Callable[[Wave], int] | None = None,
+            plain: Callable[[], float] | None = None, again: Callable[[], float] | None = None) -> Result:
+    """`phased_step` of a step that is prepared. `tokens(wave)`: the tokens by which Megatron divides with calculate_per_token_loss. `plain` and `again`: a
+    trainer's own step, densely, for a comparison."""
+    table = prepared.verified(loss, temperature, tokens, plain, again)
     with measure.Peak() as peak:
         start = time.perf_counter()
-        step = prepared.step(loss, temperature=temperature)
+        step = prepared.step(loss, temperature=temperature, tokens=tokens)
         total = prepared.from_last_stage(float(step.losses))
         seconds = time.perf_counter() - start
     return Result(total, step.rows, int(prepared.rollouts.lengths.sum()), sum(not item.trunk for item in prepared.plan.items), seconds, peak.bytes, table,
-                  schedule=prepared.schedule, verified=table is not None or prepared.was_verified())
+                  schedule=prepared.schedule, verified=prepared.was_verified())
 
 
 @torch.no_grad()

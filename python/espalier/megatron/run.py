@@ -19,6 +19,9 @@ from espalier.megatron.step import Step, inner_of
 from espalier.rows.rollouts import Rollouts
 
 
+_FEWER = .95  # rows of a shared step over all rows: a step that saves less may lose it to its further micro-batches
+
+
 class Prepared:
     """A step's rollouts, their plan and this rank's program. All tensor, context and pipeline parallel ranks of a data parallel rank make the same."""
 
@@ -46,8 +49,8 @@ class Prepared:
 
     @property
     def shares(self):
-        """True if the plan runs fewer rows than rollouts have."""
-        return sum(item.rows for item in self.plan.items) < int(self.rollouts.lengths.sum())
+        """True if the plan runs so few rows that a trainer's own path would be slower."""
+        return sum(item.rows for item in self.plan.items) <= _FEWER * int(self.rollouts.lengths.sum())
 
     def _batches(self, given):
         batches = [[i] for i in range(len(self.rollouts))] if given is None else [list(batch) for batch in given]

@@ -10,6 +10,8 @@ import torch
 
 from espalier.errors import Error
 
+SCHEDULES = ("auto", "shared", "dense")
+
 _Word = TypeVar("_Word", bound=str)
 
 

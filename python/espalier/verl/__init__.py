@@ -1,4 +1,4 @@
-"""verl's FSDP engine with prompts computed once: actor updates, old and reference log-probs.
+"""verl's FSDP and Megatron engines with prompts computed once: actor updates, old and reference log-probs.
 
     export VERL_ENGINE_VENDOR=espalier        the rest of the command stays as it was
 
@@ -24,8 +24,8 @@ def register(*, verify: bool | None = None, trunk_state: Literal["keep", "recomp
 
     `verify` (ESPALIER_VERIFY, else False): every gradient of the first update is compared with verl's own path, and the run stops if they
     differ by more than rounding. `trunk_state` (ESPALIER_TRUNK_STATE, else "keep"): "recompute" saves memory by dropping a prompt's activations
-    until its backward; FSDP1 (strategy=fsdp) always does so. `schedule` (ESPALIER_SCHEDULE, else "auto"): "shared" or "dense" overrides
-    the plan's choice.
+    until its backward; FSDP1 (strategy=fsdp) always does so, and Megatron by its own recompute_granularity. `schedule` (ESPALIER_SCHEDULE,
+    else "auto"): "shared" or "dense" overrides the plan's choice.
     """
     from espalier.verl import engine, options
     engine.register(VENDOR, options.resolved(verify, trunk_state, schedule))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from espalier.errors import Error
-from espalier.hf.arguments import SCHEDULES
+from espalier.rows.arguments import SCHEDULES
 
 _TRUTH = {"": False, "0": False, "false": False, "1": True, "true": True}
 

@@ -35,24 +35,34 @@ class Norm(torch.nn.Module):
 
 
 class Causal(torch.nn.Module):
-    """Causal attention, for models whose own core is Transformer Engine's alone: Megatron's local one takes no latent heads, and no context parallelism."""
+    """Causal attention, for models whose own core is Transformer Engine's alone: Megatron's local one takes no latent heads, no context parallelism and
+    no packed rows."""
     espalier_plain_attention = True
 
     def __init__(self, config, softmax_scale=None, **_):
         super().__init__()
         self.scale = softmax_scale or config.kv_channels ** -.5
 
-    def forward(self, q, k, v, attention_mask, **_):
+    def forward(self, q, k, v, attention_mask, packed_seq_params=None, **_):
+        if packed_seq_params is not None:
+            ends = packed_seq_params.cu_seqlens_q_padded
+            ends = packed_seq_params.cu_seqlens_q if ends is None else ends
+            which = torch.bucketize(torch.arange(len(q)), ends[1:].long(), right=True)
+            return self.attend(q[:, None], k[:, None], v[:, None], torch.arange(len(q))[:, None], which[:, None] != which)[:, 0]
         place, ranks = torch.arange(len(q)), parallel_state.get_context_parallel_world_size()
         if ranks > 1:  # rank r has pieces r and 2 cp - 1 - r of the rows
             k, v = (torch.cat(all_gather(x, group=parallel_state.get_context_parallel_group())) for x in (k, v))
             pieces = torch.arange(len(k)).chunk(2 * ranks)
             places = [torch.cat([pieces[r], pieces[-1 - r]]) for r in range(ranks)]
             place, k, v = places[parallel_state.get_context_parallel_rank()], *(x[torch.cat(places).argsort()] for x in (k, v))
+        return self.attend(q, k, v, place[:, None])
+
+    def attend(self, q, k, v, place, hidden=False):
+        """`place` [rows, 1]: of each row among the keys. `hidden`: keys that a row does not see besides later ones."""
         if k.shape[2] != q.shape[2]:
             k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
         scores = torch.einsum("sbhd,tbhd->bhst", q, k) * self.scale
-        scores = scores.masked_fill(torch.arange(len(k)) > place[:, None], float("-inf"))
+        scores = scores.masked_fill((torch.arange(len(k)) > place) | hidden, float("-inf"))
         return torch.einsum("bhst,tbhd->sbhd", scores.softmax(-1), v).flatten(2)
 
 
