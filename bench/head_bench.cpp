@@ -14,8 +14,8 @@
 
 #include "bench/spread.h"
 #include "espalier/device/scalar_type.h"
-#include "espalier/forecast/block_buffers.h"
 #include "espalier/objective/fused_head.h"
+#include "espalier/objective/head_buffers.h"
 
 namespace {
 

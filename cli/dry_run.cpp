@@ -5,6 +5,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/base/units.h"
+#include "espalier/config/model_config.h"
 #include "espalier/generate/generate_records.h"
 #include "espalier/generate/prompts_file.h"
 #include "espalier/loop/run_start.h"

@@ -12,6 +12,7 @@
 #include "cli/reading.h"
 #include "espalier/base/error.h"
 #include "espalier/base/units.h"
+#include "espalier/config/model_config.h"
 #include "espalier/forecast/planned_machine.h"
 #include "espalier/measure/machine.h"
 #include "espalier/objective/score_loss.h"

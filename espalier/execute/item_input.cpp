@@ -3,7 +3,8 @@
 #include <algorithm>
 #include <numeric>
 
-#include "espalier/forecast/memory_model.h"
+#include "espalier/program/window_rows.h"
+#include "espalier/shape/path_leaves.h"
 
 namespace espalier {
 namespace {
@@ -81,7 +82,7 @@ void add_given(ModelInput& input, const RowSet& set, std::span<const Rollout> ro
 
 // Those of the output rows in the last layer of experts, which are all that run there in a narrow last block.
 void add_given_of_outputs(ModelInput& input, const ModelShape& shape) {
-  if (input.given.empty() || input.all_rows_choose || !shape.has_experts(shape.layers - 1)) return;
+  if (input.given.empty() || input.all_rows_choose || !shape.has_experts(shape.layers() - 1)) return;
   const std::int64_t k = shape.experts_per_token;
   const auto last = input.given.end() - input.rows() * k;
   for (const std::int32_t row : input.output_row)
@@ -143,8 +144,8 @@ ItemInput::ItemInput(const PlanItem& item, std::span<const Rollout> rollouts, co
   ControlBlock block;
   model.add_to(block);
   block.add(subtree_ends(item.set), subtree_end_S);
-  const std::int64_t first_row = keeps_windows(shape, cp.size()) ? first_window_row(item.path_rows, shape.window) : 0;
-  if (shape.window > 0) block.add(depths(item.set, first_row), depth_S);
+  const std::int64_t first_row = keeps_windows(shape, cp.size()) ? first_window_row(item.path_rows, shape.window()) : 0;
+  if (shape.window() > 0) block.add(depths(item.set, first_row), depth_S);
   if (shares) add_divided(block, *shares, cp.rank(), model.output_row, divided);
   head_edges.add_to(block, temperatures, of_head, shape.vocabulary);
   block.hand_over(device);

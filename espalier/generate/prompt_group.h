@@ -42,13 +42,13 @@ class PromptGroup {
  private:
   std::int64_t layers_, prompt_rows_;
   RowPacking packing_;
-  std::int64_t states_;  // layers whose rows carry a state
+  std::int64_t states_;  // numbers of states
   Arena memory_;
   at::Tensor last_hidden_M_;
   KvPath prompt_, responses_;
   // States of recurrent layers: the prompt's, and one for each live response; a response has one of the places.
-  at::Tensor prompt_LN_;
-  std::vector<at::Tensor> response_LN_;
+  at::Tensor prompt_N_;
+  std::vector<at::Tensor> response_N_;
   std::vector<std::size_t> free_;
   std::map<std::int64_t, std::size_t> place_of_;
   std::vector<std::int32_t> prompt_end_;  // [P], all P

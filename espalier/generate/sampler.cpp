@@ -18,7 +18,6 @@
 #include "espalier/base/units.h"
 #include "espalier/device/control_block.h"
 #include "espalier/device/host_values.h"
-#include "espalier/forecast/memory_model.h"
 #include "espalier/generate/prompt_group.h"
 #include "espalier/model/decoder_pass.h"
 #include "espalier/model/joined_experts.h"
@@ -27,6 +26,7 @@
 #include "espalier/ops/operations.h"
 #include "espalier/plan/dealing.h"
 #include "espalier/rollout/json_text.h"
+#include "espalier/shape/path_leaves.h"
 
 namespace espalier {
 namespace {
@@ -197,7 +197,7 @@ Generation::Generation(const Decoder& decoder, std::span<const Prompt> prompts, 
       arena_(arena),
       progress_(progress),
       kv_bytes_(kv_bytes_per_token(decoder.shape(), dtype_of(decoder.dtype()))),
-      state_bytes_(StateBuffers(decoder.block(), false).peak()),
+      state_bytes_(StateBuffers(decoder.sizes(), false).peak()),
       kv_limit_(least_of_all(
           decoder.mesh(), settings.kv_limit_bytes > 0 ? settings.kv_limit_bytes : decoder.device().free_bytes() / 2)),
       most_at_once_(settings.max_num_seqs > 0 ? settings.max_num_seqs : kMostDecoded) {
@@ -344,10 +344,7 @@ std::shared_ptr<void> hold_weights(const Decoder& decoder) {
   const ModelViews& views = decoder.weights();
   std::vector<at::Tensor> weights{views.head_VM};
   for (const LayerViews& layer : views.layers)
-    for (const Projection* projection :
-         {&layer.query, &layer.key_value, &layer.output, &layer.projected, &layer.query_latent, &layer.key_value_latent,
-          &layer.rotary_key, &layer.gate_up, &layer.down, &layer.router, &layer.shared_expert_gate})
-      weights.push_back(projection->weight);
+    for_each_projection(layer, [&](const Projection& projection) { weights.push_back(projection.weight); });
   return decoder.device().operations().hold_weights(weights, decoder.dtype(), decoder.device().free_bytes() / 4);
 }
 
@@ -734,12 +731,6 @@ std::int64_t positions_needed(const ModelShape& shape, std::span<const Prompt> p
     longest =
         std::max(longest, static_cast<std::int64_t>(prompt.ids.size()) + longest_response(shape, prompt, settings));
   return longest;
-}
-
-std::int64_t sampling_bytes(const LocalShape& shape, DType dtype, std::int64_t rows) {
-  const ActivationBytes bytes(shape, dtype, kForwardOnly);
-  return bytes.forward_peak({.rows = rows, .outputs = rows}, SavedState::keep, true) +
-         bytes.scratch(rows, 0, at::get_num_threads());
 }
 
 Generated generate(const Decoder& decoder, std::span<const Prompt> prompts, const SamplingSettings& settings,

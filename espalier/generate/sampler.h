@@ -76,9 +76,6 @@ struct Generated {
 std::int64_t positions_needed(const ModelShape& shape, std::span<const Prompt> prompts,
                               const SamplingSettings& settings);
 
-// Bytes of activations for `rows` rows at once.
-std::int64_t sampling_bytes(const LocalShape& shape, DType dtype, std::int64_t rows);
-
 // Responses in prompt order, n for each prompt: prompt_ids, response_ids (the stop token included), loss_mask all 1,
 // rollout_logprobs, temperature, group (the prompt's own, else its ordinal), carried (the prompt's, and
 // "finish_reason": "stop" or "length"), index, where (the prompt's).

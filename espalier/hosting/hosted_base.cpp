@@ -4,6 +4,7 @@
 #include <bit>
 #include <utility>
 
+#include "espalier/config/rope_config.h"
 #include "espalier/step/trained_choice.h"
 
 namespace espalier {
@@ -27,8 +28,7 @@ HostedBase::HostedBase(std::string name, const std::filesystem::path& folder, co
 void HostedBase::reserve_positions(Decoder& decoder, std::int64_t positions) {
   if (positions <= decoder.positions()) return;
   const ModelShape& shape = model_->shape;
-  const Rope& rope = shape.rope();
-  const bool whole = rope.has_scaling && rope.scaling.type == RopeType::longrope;
+  const bool whole = longrope_of(shape).has_value();
   const auto reserved = static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(positions)));
   model_->decoder.reserve_positions(whole ? shape.max_positions : std::min(reserved, shape.max_positions));
   if (&decoder != &model_->decoder) decoder.share_positions(model_->decoder);

@@ -5,13 +5,14 @@
 
 #include "espalier/base/error.h"
 #include "espalier/base/units.h"
-#include "espalier/forecast/memory_model.h"
 #include "espalier/generate/environment_turns.h"
 #include "espalier/generate/generate_records.h"
 #include "espalier/loop/random_streams.h"
 #include "espalier/loop/shaping.h"
 #include "espalier/observe/timer.h"
 #include "espalier/rollout/json_text.h"
+#include "espalier/shape/path_leaves.h"
+#include "espalier/step/planning.h"
 #include "espalier/text/rollout_text.h"
 
 namespace espalier {
@@ -198,7 +199,7 @@ std::int64_t Sampling::most_kv_bytes() const {
   const std::int64_t token = kv_bytes_per_token(decoder_.shape(), options_.dtype);
   const std::int64_t states = std::max(options_.train_batch_size * (1 + sampled_.n), 2 * std::ssize(held_out_));
   return std::min(sampled_.kv_limit_bytes,
-                  std::max(batch, held_out) * token + states * StateBuffers(decoder_.block(), false).peak());
+                  std::max(batch, held_out) * token + states * StateBuffers(decoder_.sizes(), false).peak());
 }
 
 }  // namespace espalier

@@ -20,7 +20,7 @@
 #include "espalier/device/held_buffers.h"
 #include "espalier/device/host_values.h"
 #include "espalier/device/scalar_type.h"
-#include "espalier/forecast/block_buffers.h"
+#include "espalier/objective/head_buffers.h"
 #include "espalier/ops/operations.h"
 
 namespace espalier {

@@ -45,11 +45,11 @@ void fit_recorded_experts(std::vector<Rollout>& rollouts, const ModelShape& shap
     RecordedExperts& experts = rollout.recorded_experts;
     if (experts.tokens == 0) continue;
     if (shape.experts == 0) refuse(rollout, "no experts, because the model has none", "some");
-    if (experts.layers != expert_layers && experts.layers != shape.layers)
+    if (experts.layers != expert_layers && experts.layers != shape.layers())
       refuse(rollout,
-             expert_layers == shape.layers
-                 ? text_of(shape.layers, " layers per token")
-                 : text_of(expert_layers, " layers per token (those with experts) or ", shape.layers, " (all)"),
+             expert_layers == shape.layers()
+                 ? text_of(shape.layers(), " layers per token")
+                 : text_of(expert_layers, " layers per token (those with experts) or ", shape.layers(), " (all)"),
              text_of(experts.layers));
     if (experts.chosen != shape.experts_per_token)
       refuse(rollout, text_of(shape.experts_per_token, " experts per token and layer"), text_of(experts.chosen));

@@ -15,6 +15,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/checkpoint/model_directory.h"
+#include "espalier/config/model_config.h"
 #include "espalier/device/scalar_type.h"
 #include "espalier/grouping/prefix_tree.h"
 #include "espalier/measure/machine.h"

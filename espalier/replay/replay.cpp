@@ -7,6 +7,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/checkpoint/model_directory.h"
+#include "espalier/config/model_config.h"
 #include "espalier/device/host_values.h"
 #include "espalier/measure/machine.h"
 #include "espalier/options/products.h"

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "espalier/config/model_config.h"
 #include "espalier/device/device.h"
 #include "espalier/measure/machine.h"
 #include "espalier/objective/score_loss.h"

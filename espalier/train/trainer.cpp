@@ -13,6 +13,7 @@
 #include "espalier/checkpoint/adapter.h"
 #include "espalier/checkpoint/atomic_output.h"
 #include "espalier/checkpoint/model_directory.h"
+#include "espalier/config/model_config.h"
 #include "espalier/device/host_values.h"
 #include "espalier/measure/machine.h"
 #include "espalier/observe/timer.h"

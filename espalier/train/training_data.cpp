@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "espalier/base/error.h"
+#include "espalier/config/rope_config.h"
 #include "espalier/objective/objective.h"
 #include "espalier/objective/score_loss.h"
 #include "espalier/objective/value_loss.h"
@@ -16,7 +17,6 @@
 #include "espalier/rollout/mini_batches.h"
 #include "espalier/rollout/reader.h"
 #include "espalier/rollout/trajectories.h"
-#include "espalier/shape/rope_config.h"
 #include "espalier/step/trained_choice.h"
 
 namespace espalier {

@@ -6,6 +6,7 @@
 
 #include "espalier/base/error.h"
 #include "tests/equivalence/fixture.h"
+#include "tests/support/layers.h"
 #include "tests/with_products.h"
 
 namespace espalier::testing {
@@ -97,12 +98,16 @@ TEST_P(PathLatents, AreWhatTheStoreHolds) {
     const StepPlan plan = run_case(c, DType::float32).report.plan;
     EXPECT_EQ(plan.path.state(), c.options.path_state);
     const ModelShape shape = tiny_shape(GetParam());
-    const PathWidths widths = path_widths(shape, plan.path.latents);
-    std::int64_t pages = 0;  // values and sums in 4 bytes each, every buffer begins at a page
-    for (const std::int64_t width : {widths.first, widths.second})
-      pages += 2 * ((plan.max_path_rows * width * 4 + 4095) / 4096);
-    EXPECT_EQ(plan.chosen.path_stored_bytes, (shape.layers - shape.states_in(0, shape.layers)) * pages * 4096) << path;
-    return widths.sum();
+    const LayerShape& layer =
+        *std::ranges::find_if(shape.layer, [](const LayerShape& l) { return l.mixer->narrows_path(); });
+    std::int64_t pages = 0, widths = 0;  // values and sums in 4 bytes each, every buffer begins at a page
+    for (const PathKind& kind : layer.mixer->path_kinds(plan.path.latents)) {
+      pages += 2 * ((plan.max_path_rows * kind.width * 4 + 4095) / 4096);
+      widths += kind.width;
+    }
+    EXPECT_EQ(plan.chosen.path_stored_bytes, (shape.layers() - recurrent_before(shape, shape.layers())) * pages * 4096)
+        << path;
+    return widths;
   };
   EXPECT_LT(stored("latents-offload"), stored("offload"));
 }

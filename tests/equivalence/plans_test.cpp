@@ -84,6 +84,16 @@ INSTANTIATE_TEST_SUITE_P(Models, Families,
                                            "llama-bias-window-sinks"),
                          [](const auto& info) { return name_of_family(info.param); });
 
+// One skeleton of a block has all places of norms, whatever mixes its rows: behind the halves, or before and behind.
+TEST(NormPlaces, OfHybridsEqualAutograd) {
+  for (const char* family : {"qwen3-next-after", "qwen3-next-both"}) {
+    Case c;
+    c.family = family;
+    c.rollouts = ragged_rollouts();
+    expect_all_plans(c, {7});
+  }
+}
+
 // Each row of the table of families, with properties that its own sizes would hide (fixture.cpp).
 class Table : public ::testing::TestWithParam<std::string> {};
 

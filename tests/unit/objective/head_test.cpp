@@ -12,8 +12,8 @@
 #include "espalier/base/error.h"
 #include "espalier/base/instruction_set.h"
 #include "espalier/device/scalar_type.h"
-#include "espalier/forecast/block_buffers.h"
 #include "espalier/objective/fused_head.h"
+#include "espalier/objective/head_buffers.h"
 #include "espalier/ops/cpu/head_kernels.h"
 
 namespace espalier {
