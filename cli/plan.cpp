@@ -14,6 +14,7 @@
 #include "espalier/base/units.h"
 #include "espalier/config/model_config.h"
 #include "espalier/forecast/planned_machine.h"
+#include "espalier/grouping/shared_tokens.h"
 #include "espalier/measure/machine.h"
 #include "espalier/objective/score_loss.h"
 #include "espalier/plan/layout_search.h"
@@ -358,6 +359,8 @@ int run_plan(Context& context) {
   for (const std::string& note : position_notes(file.rollouts, shape)) context.progress.note("note: " + note);
   fit_recorded_experts(file.rollouts, shape);
   if (options.objective == ObjectiveKind::reward) end_with_scores(file.rollouts);
+  for (const std::string& note : settle_shared_tokens(file.rollouts, options.shared_tokens))
+    context.progress.note("note: " + note);
   const MachineProfile profile = machine_of(context, plan_options);
   const std::int64_t budget = plan_options.memory_budget;
   const auto cut = cut_mini_batches(file.rollouts, options.mini_batch_size);

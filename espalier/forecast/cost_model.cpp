@@ -366,7 +366,8 @@ CostParts CostModel::variable_parts(const Work& work, ItemState state, std::int6
 
 // One forward; a backward is worth two.
 double CostModel::passes_of(double again) const {
-  return (kind_.gradients ? 3 + again - (1 - backward_share_) * (2 + again) : 1) + (kind_.counting_pass ? 1 : 0);
+  return (kind_.gradients ? 3 + again - (1 - backward_share_) * (2 + again) : 1) + (kind_.counting_pass ? 1 : 0) +
+         (kind_.sequence_pass ? 1 : 0);
 }
 
 CostParts CostModel::parts(const Work& work, ItemState state) const {

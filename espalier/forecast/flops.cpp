@@ -127,6 +127,7 @@ Flops step_flops(const ModelShape& shape, const Work& work, const StepKind& kind
   Flops flops = forward_flops(shape, work, kind.all_rows_choose);
   if (!kind.gradients) return flops;
   const double head = flops.head;
+  if (kind.sequence_pass) flops += forward_flops(shape, work, false);
   flops += backward_flops(shape, work, kind.all_rows_choose);
   if (kind.whole_rollout) flops.head += head;
   if (state.recomputes_attention())

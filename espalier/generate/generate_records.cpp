@@ -177,6 +177,8 @@ GeneratedRecords generate_records(const Options& options, Progress& progress, co
       const std::vector<Score> scores = reward->of(rollouts, progress);
       add_scores(rollouts, scores);
       out.reward = mean_score(scores);
+      const auto unjudged = std::ranges::count_if(scores, [](const Score& score) { return !score.score; });
+      if (const std::string note = unjudged_note(unjudged, std::ssize(scores)); !note.empty()) progress.note(note);
     } catch (const InputError& error) {
       unrewarded = error.text();
     }

@@ -69,7 +69,11 @@ std::vector<Judgement> FileQuestions::judge(std::vector<Rollout>& rollouts, Prog
   const std::vector<Score> scores = reward_->of(rollouts, progress);
   add_scores(rollouts, scores);
   std::vector<Judgement> out;
-  for (const Score& score : scores) out.push_back({score.score, score.accuracy.value_or(score.score == 1 ? 1.0 : 0.0)});
+  for (const Score& score : scores) {
+    Judgement judgement{score.score, score.accuracy};
+    if (!judgement.right && score.score) judgement.right = *score.score == 1 ? 1.0 : 0.0;
+    out.push_back(judgement);
+  }
   return out;
 }
 

@@ -304,6 +304,7 @@ bool Loop::run_batch() {
   batch["accuracy"] = sampled.accuracy;
   batch["length"] = {{"mean", sampled.mean_length}, {"max", sampled.longest}};
   if (sampled.mean_turns) batch["turns"] = *sampled.mean_turns;
+  if (sampled.unjudged > 0) batch["unjudged"] = sampled.unjudged;
   batch["groups_dropped"] = sampled.groups_dropped;
   batch["samplings"] = sampled.samplings;
   batch["tokens_saved"] = sampled.tokens_saved;
@@ -336,7 +337,7 @@ void Loop::add_logprobs(std::vector<Rollout>& rollouts, std::int64_t steps, std:
   // Ranks of dp count their own rollouts alone: they count again.
   const bool count = mesh_.dp.size() == 1 && model_->shape.experts > 0 && options_.router_aux_loss_coef != 0 &&
                      options_.router_aux_loss_scope == AuxScope::minibatch;
-  const bool needed = steps > 1 || options_.rollout_is != RolloutCorrection::none;
+  const bool needed = steps > 1 || options_.rollout_is != RolloutCorrection::none || !options_.rollout_rs.empty();
   if (needed && !count && sampler_has_bits_of_training()) {
     if (!std::exchange(told_of_bits_, true))
       progress_.note(
@@ -415,7 +416,7 @@ void Loop::write_samples(std::span<const Answer> answers) {
                 {"prompt", answer.prompt},
                 {"response", answer.response},
                 {"expected", answer.expected},
-                {"reward", answer.reward}});
+                {"reward", answer.reward ? Json(*answer.reward) : Json()}});
 }
 
 void Loop::save() {

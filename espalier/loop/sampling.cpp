@@ -1,6 +1,8 @@
 #include "espalier/loop/sampling.h"
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <utility>
 
 #include "espalier/base/error.h"
@@ -13,6 +15,7 @@
 #include "espalier/rollout/json_text.h"
 #include "espalier/shape/path_leaves.h"
 #include "espalier/step/planning.h"
+#include "espalier/text/reward_function.h"
 #include "espalier/text/rollout_text.h"
 
 namespace espalier {
@@ -119,10 +122,14 @@ std::vector<Judgement> Sampling::judge(std::vector<Rollout>& rollouts) {
     return judgements;
   }
   if (mesh.writes()) judgements = questions_.judge(rollouts, progress_);
-  std::vector<double> numbers;
-  for (const Judgement& one : judgements) numbers.push_back(one.reward), numbers.push_back(one.right);
+  std::vector<double> numbers;  // NaN stands for none
+  const double absent = mesh.writes() ? std::numeric_limits<double>::quiet_NaN() : 0.0;
+  for (const Judgement& one : judgements)
+    numbers.push_back(one.reward.value_or(absent)), numbers.push_back(one.right.value_or(absent));
   numbers = sums_over_ranks(mesh.world, std::move(numbers));  // the others add 0
-  for (std::size_t i = 0; i < judgements.size(); ++i) judgements[i] = {numbers[2 * i], numbers[2 * i + 1]};
+  const auto known = [](double number) { return std::isnan(number) ? std::nullopt : std::optional(number); };
+  for (std::size_t i = 0; i < judgements.size(); ++i)
+    judgements[i] = {known(numbers[2 * i]), known(numbers[2 * i + 1])};
   return judgements;
 }
 
@@ -130,7 +137,7 @@ SampledBatch Sampling::batch(std::int64_t index, std::int64_t drawn) {
   const Timer timer;
   SampledBatch out;
   GenerateReport generated;
-  double responses = 0;
+  double responses = 0, judged = 0, marked = 0;
   const Random samples = random_of(options_.seed, Stream::sampling).fork(static_cast<std::uint64_t>(index));
   const std::int64_t most = options_.filter_groups ? options_.max_num_gen_batches : 1;
   while (out.samplings < most && count_groups(out.rollouts) < options_.train_batch_size) {
@@ -144,11 +151,13 @@ SampledBatch Sampling::batch(std::int64_t index, std::int64_t drawn) {
     for (std::size_t i = 0; i < scored.rollouts.size(); ++i) {
       Rollout& rollout = scored.rollouts[i];
       const Judgement& judgement = scored.judgements[i];
-      rollout.reward =
-          judgement.reward + overlong_penalty(rollout.response_length(), options_.max_response_length,
-                                              options_.overlong_buffer_len, options_.overlong_penalty_factor);
-      out.reward += *rollout.reward;
-      out.accuracy += judgement.right;
+      rollout.reward = judgement.reward;
+      if (rollout.reward) {
+        *rollout.reward += overlong_penalty(rollout.response_length(), options_.max_response_length,
+                                            options_.overlong_buffer_len, options_.overlong_penalty_factor);
+        out.reward += *rollout.reward, judged += 1;
+      }
+      if (judgement.right) out.accuracy += *judgement.right, marked += 1;
       out.mean_length += rollout.response_length();
       out.longest = std::max<std::int64_t>(out.longest, rollout.response_length());
       responses += 1;
@@ -159,7 +168,13 @@ SampledBatch Sampling::batch(std::int64_t index, std::int64_t drawn) {
     else
       out.rollouts = std::move(scored.rollouts);
   }
-  out.reward /= responses, out.accuracy /= responses, out.mean_length /= responses;
+  if (judged == 0)
+    throw InputError({options_.reward, "compute_score to judge a response of the batch", "None for every response",
+                      "return a number where the answer can be judged"});
+  out.reward /= judged, out.accuracy /= std::max(marked, 1.0), out.mean_length /= responses;
+  out.unjudged = std::llround(responses - judged);
+  if (const std::string note = unjudged_note(out.unjudged, std::llround(responses)); !note.empty())
+    progress_.note(note);
   for (std::size_t i = 0; i < out.rollouts.size(); ++i) out.rollouts[i].index = static_cast<std::int64_t>(i);
   if (questions_.environment()) out.mean_turns = static_cast<double>(generated.turns) / responses;
   out.generated = report_json(generated);
@@ -174,16 +189,18 @@ std::optional<Evaluation> Sampling::evaluate() {
   greedy.n = 1, greedy.temperature = 0, greedy.seed = 0;
   const Scored scored = answer(held_out_, "held out", greedy);
   Evaluation out;
+  double judged = 0, marked = 0;
   if (questions_.environment())
     out.mean_turns = static_cast<double>(scored.report.turns) / static_cast<double>(scored.rollouts.size());
   for (std::size_t i = 0; i < scored.rollouts.size(); ++i) {
-    out.accuracy += scored.judgements[i].right;
-    out.reward += scored.judgements[i].reward;
+    const Judgement& judgement = scored.judgements[i];
+    if (judgement.right) out.accuracy += *judgement.right, marked += 1;
+    if (judgement.reward) out.reward += *judgement.reward, judged += 1;
     out.mean_length += scored.rollouts[i].response_length();
     out.answers.push_back(answer_of(scored.rollouts[i], scored.judgements[i]));
   }
-  const auto count = static_cast<double>(scored.rollouts.size());
-  out.accuracy /= count, out.reward /= count, out.mean_length /= count;
+  out.accuracy /= std::max(marked, 1.0), out.reward /= std::max(judged, 1.0);
+  out.mean_length /= static_cast<double>(scored.rollouts.size());
   return out;
 }
 

@@ -1,5 +1,6 @@
 // The neutral record: one response a line, fields in any order.
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 #include "espalier/rollout/json_text.h"
@@ -37,6 +38,8 @@ constexpr std::string_view kFields[] = {"prompt_ids",
                                         "answers",
                                         "trajectory",
                                         "turn",
+                                        "branch",
+                                        "loss_unit",
                                         "turns",
                                         "turn_rewards",
                                         "id",
@@ -125,6 +128,9 @@ void check_record(Rollout& rollout, Seen&& seen, const RecordPlace& place, std::
                       text_of(recorded));
   if (rollout.turn && rollout.trajectory.empty())
     throw place.wrong("turn", "a field trajectory in the same record", "none");
+  if (!rollout.branch.empty() && rollout.trajectory.empty())
+    throw place.wrong("branch", "a field trajectory in the same record", "none",
+                      "Give all branches of one run the same trajectory");
   if (seen.mask)
     check_length(rollout.loss_mask.size(), rollout, place, "loss_mask");
   else
@@ -132,6 +138,7 @@ void check_record(Rollout& rollout, Seen&& seen, const RecordPlace& place, std::
   for (const auto& [name, series] : kSeries)
     if (std::find(seen.series.begin(), seen.series.end(), name) != seen.series.end())
       check_length((rollout.*series).size(), rollout, place, name);
+  if (!rollout.token_rewards.empty()) check_length(rollout.token_rewards.size(), rollout, place, "reward");
   if (seen.token_advantages) check_length(rollout.advantages.size(), rollout, place, "advantage");
   if (seen.scalar_advantage) rollout.advantages.assign(rollout.response_ids.size(), *seen.scalar_advantage);
   give_kept_sets(std::move(seen.kept), place, kept_field, rollout);
@@ -187,6 +194,23 @@ void add_list(const Rollout& common, const Seen& seen, std::vector<ScoredAnswer>
   for (ScoredAnswer& answer : answers)
     add_answer(common, seen, std::move(answer.ids), {reader.pairs, false, {}, answer.score, 0}, place, out);
   ++reader.pairs;
+}
+
+// A number, or one per response token, whose sum is the reward.
+void read_reward(JsonValue value, const RecordPlace& place, std::string_view field, Rollout& out) {
+  if (!is_list(value, place, field)) {
+    out.reward = read_number(value, place, field);
+    return;
+  }
+  read_numbers(value, place, field, ListShape::flat, out.token_rewards);
+  out.reward = std::accumulate(out.token_rewards.begin(), out.token_rewards.end(), 0.0);
+}
+
+LossUnit read_loss_unit(JsonValue value, const RecordPlace& place, std::string_view field) {
+  const std::string text = read_scalar_text(value, place, field);
+  for (const LossUnit unit : {LossUnit::record, LossUnit::trajectory})
+    if (text == text_of('"', name_of(unit), '"')) return unit;
+  throw place.wrong(field, "\"record\" or \"trajectory\"", text);
 }
 
 std::vector<ScoredAnswer> read_answers(JsonValue value, const RecordPlace& place, std::int64_t vocabulary) {
@@ -274,7 +298,7 @@ void read_neutral_record(RecordReader& reader, std::string_view line, const Reco
       read_mask(value, place, key, kFlat, rollout.loss_mask);
       seen.mask = true;
     } else if (key == "reward") {
-      rollout.reward = read_number(value, place, key);
+      read_reward(value, place, key, rollout);
     } else if (key == "routed_experts") {
       read_recorded_experts(value, place, key, rollout.recorded_experts);
     } else if (key == "kept_ids") {
@@ -285,6 +309,10 @@ void read_neutral_record(RecordReader& reader, std::string_view line, const Reco
       rollout.trajectory = read_scalar_text(value, place, key);
     } else if (key == "turn") {
       rollout.turn = read_integer(value, place, key);
+    } else if (key == "branch") {
+      rollout.branch = read_scalar_text(value, place, key);
+    } else if (key == "loss_unit") {
+      rollout.loss_unit = read_loss_unit(value, place, key);
     } else if (key == "temperature") {
       rollout.temperature = read_number(value, place, key);
       if (!(rollout.temperature > 0)) throw place.wrong(key, "a number above 0", text_of(rollout.temperature));

@@ -91,6 +91,8 @@ void add_begin(RecordText& record, const Rollout& rollout) {
   if (rollout.step) record.add_integer("step", *rollout.step);
   if (!rollout.trajectory.empty()) record.add_raw("\"trajectory\"", rollout.trajectory);
   if (rollout.turn) record.add_integer("turn", *rollout.turn);
+  if (!rollout.branch.empty()) record.add_raw("\"branch\"", rollout.branch);
+  if (rollout.loss_unit) record.add_raw("\"loss_unit\"", json_quoted(name_of(*rollout.loss_unit)));
   record.add_integers("prompt_ids", rollout.prompt_ids);
 }
 
@@ -107,9 +109,14 @@ std::string rollout_json(const Rollout& rollout, const std::vector<ExtraSeries>&
   RecordText record(extras);
   add_begin(record, rollout);
   record.add_integers("response_ids", rollout.response_ids);
-  if (std::count(rollout.loss_mask.begin(), rollout.loss_mask.end(), 1) != rollout.response_length())
-    record.add_integers("loss_mask", rollout.loss_mask);
-  if (rollout.reward) record.add_double("reward", *rollout.reward);
+  std::vector<std::uint8_t> mask = rollout.loss_mask;  // as the record gives it
+  for (std::size_t t = 0; t < mask.size(); ++t)
+    if (rollout.silence_of(t) != Silenced::no) mask[t] = 1;
+  if (std::ranges::count(mask, 1) != rollout.response_length()) record.add_integers("loss_mask", mask);
+  if (!rollout.token_rewards.empty())
+    record.add_doubles("reward", rollout.token_rewards);
+  else if (rollout.reward)
+    record.add_double("reward", *rollout.reward);
   if (!rollout.advantages.empty()) {
     if (all_equal(rollout.advantages))
       record.add_double("advantage", rollout.advantages.front());

@@ -5,6 +5,7 @@
 
 #include "espalier/config/model_config.h"
 #include "espalier/device/device.h"
+#include "espalier/grouping/shared_tokens.h"
 #include "espalier/measure/machine.h"
 #include "espalier/objective/score_loss.h"
 #include "espalier/plan/layout_search.h"
@@ -45,6 +46,7 @@ FoundDegrees find_degrees(const Options& options, char verb, std::int64_t proces
   std::vector<Rollout> read = read_for_model(options.rollouts, shape, silent, options.temperature, nullptr,
                                              trains ? text_rows_of(options) : scored_rows(options));
   if (shape.value_head) end_with_scores(read);
+  if (trains) settle_shared_tokens(read, options.shared_tokens);
   const std::vector<Rollout> rollouts = longest_mini_batch(std::move(read), trains ? options.mini_batch_size : 0);
   PlanOptions plan_options = plan_options_of(options);
   plan_options.must_fit = false;

@@ -10,7 +10,9 @@
 
 #include "espalier/base/error.h"
 #include "espalier/config/rope_config.h"
+#include "espalier/grouping/shared_tokens.h"
 #include "espalier/objective/objective.h"
+#include "espalier/objective/rejection.h"
 #include "espalier/objective/score_loss.h"
 #include "espalier/objective/value_loss.h"
 #include "espalier/plan/recorded_experts_fit.h"
@@ -34,6 +36,10 @@ class TokenFingerprint {
     add(static_cast<std::uint32_t>(values.size()));
     for (const double value : values) add(value);
   }
+  void add(const std::string& text) {
+    add(static_cast<std::uint32_t>(text.size()));
+    for (const char byte : text) add(std::uint32_t{static_cast<unsigned char>(byte)});
+  }
   void add(double value) {
     const auto bits = std::bit_cast<std::uint64_t>(value);
     add(static_cast<std::uint32_t>(bits));
@@ -56,7 +62,10 @@ std::map<std::string, std::string> fingerprints_of(const std::vector<Rollout>& r
       if (rollout.pair.score) fields["score"].add(*rollout.pair.score);
       if (rollout.pair.margin != 0) fields["margin"].add(rollout.pair.margin);
     }
-    for (const std::uint8_t one : rollout.loss_mask) fields["loss_mask"].add(std::uint32_t{one});
+    for (std::size_t t = 0; t < rollout.loss_mask.size(); ++t)
+      fields["loss_mask"].add(std::uint32_t{rollout.loss_mask[t] != 0 || rollout.silence_of(t) != Silenced::no});
+    if (!rollout.token_rewards.empty()) fields["reward"].add(rollout.token_rewards);
+    if (!rollout.branch.empty()) fields["branch"].add(rollout.branch);
     fields["temperature"].add(rollout.temperature);
     if (rollout.token_divisor) fields["token_divisor"].add(*rollout.token_divisor);
     if (rollout.num_items_in_batch) fields["num_items_in_batch"].add(*rollout.num_items_in_batch);
@@ -147,9 +156,12 @@ std::vector<std::string> notes_on_sets(std::span<const Rollout> rollouts, const 
 TrainingData::TrainingData(std::vector<Rollout> rollouts, const Options& options, bool with_critic)
     : options_(options) {
   const auto batches = cut_mini_batches(rollouts, options.mini_batch_size);
-  for (std::string note : {settle_turn_rewards(rollouts, options.turn_rewards),
-                           mini_batch_note(rollouts, batches, options.mini_batch_size)})
+  for (std::string note :
+       {settle_turn_rewards(rollouts, options.turn_rewards), settle_loss_unit(rollouts, options.loss_unit),
+        mini_batch_note(rollouts, batches, options.mini_batch_size)})
     if (!note.empty()) notes_.push_back(std::move(note));
+  std::ranges::move(settle_shared_tokens(rollouts, options.shared_tokens), std::back_inserter(notes_));
+  if (std::string note = reject_tokens(rollouts, options); !note.empty()) notes_.push_back(std::move(note));
   check_pairs(rollouts, options);
   for (std::string& note : notes_on_sets(rollouts, options)) notes_.push_back(std::move(note));
   if (options.objective == ObjectiveKind::reward) end_with_scores(rollouts);
@@ -162,6 +174,12 @@ TrainingData::TrainingData(std::vector<Rollout> rollouts, const Options& options
   fields_ = fingerprints_of(rollouts_);
   if (!with_critic) {
     advantages_ = advantages_of(rollouts_, begins_, options);
+    const std::int64_t unjudged = options.objective == ObjectiveKind::grpo ? count_unjudged(rollouts_) : 0;
+    if (unjudged > 0)
+      notes_.push_back(
+          text_of(unjudged, " of ", rollouts_.size(),
+                  " records have neither reward nor advantage: their advantage is 0, and they have no part "
+                  "in their group's statistics"));
     return;
   }
   check_value_targets(rollouts_);  // before the first step, not when its turn comes

@@ -73,6 +73,7 @@ def phased_step(model: torch.nn.Module, rollouts: Iterable[Mapping[str, Any]], l
                               "text alone, or a model whose parameters are whole on every rank", "images in a sharded model")
         schedule = "shared"
     sets = coupled.checked(sets, len(prepared))
+    coupled.refuse_branches(prepared.records)
     if trunk_state == "keep" and ranks.alternating(model):
         trunk_state = "recompute"
     if trunk_state == "offload":
