@@ -89,12 +89,20 @@ void add_given_of_outputs(ModelInput& input, const ModelShape& shape) {
     input.given_output.insert(input.given_output.end(), last + row * k, last + (row + 1) * k);
 }
 
-// One output row per (row, temperature) among the edges, which are ordered that way first.
+// The tokens that an edge's token was drawn from; empty: the whole vocabulary.
+std::span<const std::int32_t> kept_of(const LossEdge& edge, std::span<const Rollout> rollouts) {
+  return rollouts[edge.rollout].kept_sets.at(static_cast<std::size_t>(edge.position));
+}
+
+// One output row per (row, temperature) among the edges, which are ordered that way first, then by kept set.
 std::vector<double> add_outputs(ItemInput& out, std::span<const Rollout> rollouts, bool critic) {
   std::vector<double> temperatures;
   auto temperature_of = [&](const LossEdge& edge) { return critic ? 1.0 : rollouts[edge.rollout].temperature; };
   std::stable_sort(out.edges.begin(), out.edges.end(), [&](const LossEdge& a, const LossEdge& b) {
-    return a.row != b.row ? a.row < b.row : temperature_of(a) < temperature_of(b);
+    if (a.row != b.row) return a.row < b.row;
+    const double of_a = temperature_of(a), of_b = temperature_of(b);
+    if (of_a != of_b || critic) return of_a < of_b;
+    return std::ranges::lexicographical_compare(kept_of(a, rollouts), kept_of(b, rollouts));
   });
   for (const LossEdge& edge : out.edges) {
     const double temperature = temperature_of(edge);
@@ -140,7 +148,9 @@ ItemInput::ItemInput(const PlanItem& item, std::span<const Rollout> rollouts, co
   add_given(model, rows, rollouts, local, choices.given);
   add_given_of_outputs(model, local.own());
   std::vector<HeadEdge> of_head;
-  for (std::size_t e = 0; e < edges.size(); ++e) of_head.push_back({output[e], edges[e].target});
+  for (std::size_t e = 0; e < edges.size(); ++e)
+    of_head.push_back(
+        {output[e], edges[e].target, shape.value_head ? std::span<const std::int32_t>{} : kept_of(edges[e], rollouts)});
   ControlBlock block;
   model.add_to(block);
   block.add(subtree_ends(item.set), subtree_end_S);

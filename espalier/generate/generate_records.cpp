@@ -70,6 +70,7 @@ SamplingSettings sampling_settings(const Options& options) {
   settings.temperature = options.temperature;
   settings.top_p = options.top_p;
   settings.top_k = options.top_k;
+  settings.kept_sets = options.kept_sets == KeptSetsUse::automatic;
   settings.max_response_length = options.max_response_length;
   settings.max_num_seqs = options.max_num_seqs;
   settings.token_budget = options.token_budget;

@@ -18,6 +18,7 @@
 #include "espalier/base/units.h"
 #include "espalier/device/control_block.h"
 #include "espalier/device/host_values.h"
+#include "espalier/generate/kept_draws.h"
 #include "espalier/generate/prompt_group.h"
 #include "espalier/model/decoder_pass.h"
 #include "espalier/model/joined_experts.h"
@@ -27,6 +28,7 @@
 #include "espalier/plan/dealing.h"
 #include "espalier/rollout/json_text.h"
 #include "espalier/shape/path_leaves.h"
+#include "espalier/rollout/kept_sets.h"
 
 namespace espalier {
 namespace {
@@ -87,10 +89,12 @@ struct PromptState {
   std::int64_t live() const { return static_cast<std::int64_t>(admitted - finished); }
 };
 
-// A token and its log-prob.
+// A token with its log-prob over the whole vocabulary, and over what it was drawn from; `kept` empty: they are the
+// same.
 struct TokenChoice {
   std::int32_t token;
-  double logprob;
+  double full_logprob, logprob;
+  std::span<const std::int32_t> kept;
 };
 
 // A set of rows and the sequences that they append to.
@@ -167,6 +171,7 @@ class Generation {
   const Decoder& decoder_;
   const SamplingSettings& settings_;
   const ChoiceRule rule_;
+  const bool keeps_sets_;
   Arena& arena_;
   Progress& progress_;
   std::int64_t kv_bytes_, state_bytes_;  // of one row; of a prompt, and of each response that lives
@@ -185,6 +190,7 @@ class Generation {
   std::int64_t live_ = 0, waiting_ = 0;
   std::int64_t prompt_rows_ = 0;  // of all prompts, each once
   std::int64_t done_ = 0;         // of the progress: rows of prompts and tokens of responses, each at its longest
+  KeptDraws kept_;                // of the step
   GenerateReport report_;
   std::optional<ErrorText> failure_;
 };
@@ -194,6 +200,8 @@ Generation::Generation(const Decoder& decoder, std::span<const Prompt> prompts, 
     : decoder_(decoder),
       settings_(settings),
       rule_{settings.temperature, settings.top_k, settings.top_p},
+      keeps_sets_(settings.kept_sets && settings.temperature > 0 &&
+                  !rule_.keeps_all(decoder.local().whole().vocabulary)),
       arena_(arena),
       progress_(progress),
       kv_bytes_(kv_bytes_per_token(decoder.shape(), dtype_of(decoder.dtype()))),
@@ -256,6 +264,7 @@ void Generation::gather_results() {
       rollout.loss_mask[t] = static_cast<std::uint8_t>(tokens[next] % 2);
       rollout.rollout_logprobs[t] = logprobs[next];
     }
+  if (keeps_sets_) gather_kept_sets(dp, results_);
   gather_ends();
   gather_report();
 }
@@ -279,10 +288,10 @@ void Generation::gather_ends() {
 void Generation::gather_report() {
   Group& dp = decoder_.mesh().dp;
   std::vector<std::int64_t> counts{report_.prompt_rows_physical, report_.response_tokens, report_.turns,
-                                   report_.observation_tokens};
+                                   report_.observation_tokens, report_.kept_ids};
   add_over_ranks(dp, counts);
   report_.prompt_rows_physical = counts[0], report_.response_tokens = counts[1];
-  report_.turns = counts[2], report_.observation_tokens = counts[3];
+  report_.turns = counts[2], report_.observation_tokens = counts[3], report_.kept_ids = counts[4];
   const std::vector<double> most = maxima_over_ranks(
       dp, {static_cast<double>(report_.decode_steps), report_.seconds_prompt, report_.seconds_decode});
   report_.decode_steps = std::llround(most[0]), report_.seconds_prompt = most[1], report_.seconds_decode = most[2];
@@ -368,6 +377,9 @@ Generated Generation::run() {
   progress_.end();
   report_.seconds_decode = timer.total() - report_.seconds_prompt;
   gather_results();
+  for (Rollout& rollout : results_)
+    if (rollout.kept_sets.ids.empty()) rollout.kept_sets = {}, rollout.full_logprobs.clear();
+  report_.kept_sets = keeps_sets_;
   report_.responses = static_cast<std::int64_t>(results_.size());
   report_.prompts = report_.responses / settings_.n;
   for (const Rollout& rollout : results_) report_.prompt_rows_logical += rollout.prompt_length();
@@ -568,18 +580,29 @@ std::vector<TokenChoice> Generation::choose(const at::Tensor& hidden_OM, const A
     const std::int64_t rows = logits_BV.size(0), begin = asked.begin[static_cast<std::size_t>(first_row)];
     const std::int64_t tokens = asked.begin[static_cast<std::size_t>(first_row + rows)] - begin;
     const ArenaScope scope(arena_);
-    device.operations().choose_tokens(
-        whole_logits(logits_BV), rule_, begin_O1.narrow(0, first_row, rows + 1), uniform_N.narrow(0, begin, tokens),
-        drawn_2N.select(0, 0).narrow(0, begin, tokens), drawn_2N.select(0, 1).narrow(0, begin, tokens));
+    const at::Tensor whole_BV = whole_logits(logits_BV), drawn_of_block = drawn_2N.narrow(1, begin, tokens);
+    const at::Tensor kept_BW =
+        keeps_sets_ ? device.allocate({rows, (whole_BV.size(1) + 31) / 32}, at::kInt) : at::Tensor();
+    device.operations().choose_tokens(whole_BV, rule_, begin_O1.narrow(0, first_row, rows + 1),
+                                      uniform_N.narrow(0, begin, tokens), drawn_of_block.select(0, 0),
+                                      drawn_of_block.select(0, 1), kept_BW);
+    if (keeps_sets_)
+      kept_.add(device, whole_BV, settings_.temperature,
+                std::span(asked.begin).subspan(static_cast<std::size_t>(first_row), static_cast<std::size_t>(rows) + 1),
+                drawn_of_block.select(0, 0), kept_BW);
   };
+  kept_ = {};
   const VocabularyPart part{decoder_.local().vocabulary().begin, decoder_.shape().vocabulary, decoder_.mesh().tp,
                             decoder_.logits(), decoder_.weights().head_low_rank};
   for_each_logits(hidden_OM, decoder_.weights().head_VM, part, visit, arena_);
   const at::Tensor on_host = device.to_host(drawn_2N);
   const auto drawn = host_values<const double>(on_host);
   std::vector<TokenChoice> choices;
-  for (std::size_t i = 0; i < uniforms.size(); ++i)
-    choices.push_back({static_cast<std::int32_t>(drawn[i]), drawn[uniforms.size() + i]});
+  for (std::size_t i = 0; i < uniforms.size(); ++i) {
+    const double full = drawn[uniforms.size() + i];
+    choices.push_back({static_cast<std::int32_t>(drawn[i]), full, keeps_sets_ ? kept_.logprobs()[i] : full,
+                       keeps_sets_ ? kept_.set_of(i) : std::span<const std::int32_t>{}});
+  }
   return choices;
 }
 
@@ -605,12 +628,17 @@ at::Tensor Generation::whole_logits(const at::Tensor& logits_BV) {
 
 void Generation::append(std::int64_t index, const TokenChoice& choice) {
   Rollout& rollout = results_[static_cast<std::size_t>(index)];
-  if (!std::isfinite(choice.logprob))
-    throw InputError({rollout.where.empty() ? "the model" : rollout.where, "finite logits", text_of(choice.logprob),
-                      "are the weights damaged, or too large for --dtype?"});
+  if (!std::isfinite(choice.full_logprob))
+    throw InputError({rollout.where.empty() ? "the model" : rollout.where, "finite logits",
+                      text_of(choice.full_logprob), "are the weights damaged, or too large for --dtype?"});
   rollout.response_ids.push_back(choice.token);
   rollout.rollout_logprobs.push_back(choice.logprob);
   rollout.loss_mask.push_back(1);
+  if (keeps_sets_) {
+    rollout.full_logprobs.push_back(choice.full_logprob);
+    add_kept_set(rollout.kept_sets, choice.kept);
+    report_.kept_ids += choice.kept.empty() ? decoder_.local().whole().vocabulary : std::ssize(choice.kept);
+  }
   ++response(index).pending;
   ++report_.response_tokens;
   ++done_;
@@ -697,6 +725,10 @@ void Generation::take_up(std::int64_t index, const NextTurn& next) {
   rollout.response_ids.insert(rollout.response_ids.end(), next.observation_ids.begin(), next.observation_ids.end());
   rollout.rollout_logprobs.resize(rollout.response_ids.size(), 0.0);
   rollout.loss_mask.resize(rollout.response_ids.size(), 0);
+  if (keeps_sets_) {
+    rollout.full_logprobs.resize(rollout.response_ids.size(), 0.0);
+    for (std::int64_t t = 0; t < count; ++t) add_kept_set(rollout.kept_sets, {});
+  }
   one.pending += count, one.turn_begin = rollout.response_length();
   report_.observation_tokens += count, done_ += count;
   keep_rows(index);

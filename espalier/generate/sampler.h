@@ -45,6 +45,7 @@ struct SamplingSettings {
   std::uint64_t seed = 0;
   Turns* turns = nullptr;       // null: a response is one turn
   std::int64_t most_turns = 1;  // of a trajectory
+  bool kept_sets = false;       // log-probs are over what top_k and top_p keep, which rollouts record
   bool share_prompts = true;    // false: the prompt is computed and held for every response (the comparison)
 };
 
@@ -61,6 +62,8 @@ struct GenerateReport {
   std::int64_t prompt_rows_logical = 0, prompt_rows_physical = 0;  // one prompt per response; rows that were computed
   std::int64_t response_tokens = 0, decode_steps = 0;
   std::int64_t turns = 0, observation_tokens = 0;  // of trajectories; response_tokens counts sampled tokens alone
+  bool kept_sets = false;                          // log-probs are over kept sets
+  std::int64_t kept_ids = 0;                       // of all sampled tokens
   double seconds_prompt = 0, seconds_decode = 0;
   std::int64_t kv_bytes = 0;           // most keys, values and recurrent states that this rank held at once
   std::int64_t kv_bytes_unshared = 0;  // the same if each response held its own prompt
@@ -88,7 +91,9 @@ std::int64_t positions_needed(const ModelShape& shape, std::span<const Prompt> p
 // rank that has one.
 //
 // rollout_logprobs are log-softmax(logits / temperature) over the whole vocabulary, before top-k and top-p, as training
-// computes them. At temperature 0 they are those of temperature 1, and the record's temperature is 1.
+// computes them. At temperature 0 they are those of temperature 1, and the record's temperature is 1. With kept_sets,
+// rollouts record what top-k and top-p kept for each token (kept_sets, for tokens with less than the whole vocabulary);
+// rollout_logprobs are then over these sets, as training computes them, and full_logprobs over the whole vocabulary.
 // Random numbers depend on (seed, prompt, response, position) alone. So a response does not depend on the number of
 // responses decoded at once, on threads or on sharing, except where rounding decides between two tokens.
 // Activations come from `arena`; keys and values have memory of their own. Every rank of the decoder's mesh calls it

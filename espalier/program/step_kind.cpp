@@ -37,8 +37,16 @@ DeviceTraits traits_of(DeviceType device) {
 StepKind forward_kind_of(const ModelShape& shape, std::span<const Rollout> rollouts) {
   if (shape.value_head) return kForwardOnly;
   std::set<double> temperatures;
-  for (const Rollout& rollout : rollouts) temperatures.insert(rollout.temperature);
-  return {.gradients = false, .temperatures = std::max<std::int64_t>(1, std::ssize(temperatures))};
+  StepKind kind{.gradients = false};
+  for (const Rollout& rollout : rollouts) {
+    temperatures.insert(rollout.temperature);
+    const KeptSets& sets = rollout.kept_sets;
+    kind.kept_ids += std::ssize(sets.ids);
+    for (std::size_t t = 0; t + 1 < sets.begin.size(); ++t)
+      kind.largest_kept_set = std::max(kind.largest_kept_set, std::ssize(sets.at(t)));
+  }
+  kind.temperatures = std::max<std::int64_t>(1, std::ssize(temperatures));
+  return kind;
 }
 
 StepKind step_kind_of(const Options& options, const ModelShape& shape, std::span<const Rollout> rollouts,

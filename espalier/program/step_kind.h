@@ -19,7 +19,8 @@ struct StepKind {
   bool sequence_pass = false;    // a forward pass for values of sequences of several records comes first
   bool counting_pass = false;    // a forward pass for the routers' choices comes first
   bool counts_rollouts = false;  // router losses per rollout: ranks of cp sum the choices of a sharded rollout
-  std::int64_t temperatures = 1;  // the largest number of outputs of one row
+  std::int64_t temperatures = 1;                    // the largest number of outputs of one row
+  std::int64_t kept_ids = 0, largest_kept_set = 0;  // ids of all kept sets, and of the largest
 };
 
 inline constexpr StepKind kForwardOnly{.gradients = false};

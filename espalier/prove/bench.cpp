@@ -147,7 +147,7 @@ std::vector<Task> tasks_of(const Options& options, const ModelShape& shape, Prog
   const std::vector<Split> splits = parse_splits(options.splits);
   const std::vector<std::int64_t> sizes = parse_group_sizes(options.n);
   if (!options.rollouts.empty()) {
-    std::vector<Rollout> rollouts = read_for_model(options.rollouts, shape, progress, options.temperature);
+    std::vector<Rollout> rollouts = read_for_model(options.rollouts, shape, progress, record_use_of(options));
     std::vector<double> prompts, responses;
     for (const Rollout& rollout : rollouts) {
       prompts.push_back(rollout.prompt_length());

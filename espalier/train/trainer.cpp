@@ -269,8 +269,8 @@ class Training {
 
   TrainingData read(Progress& progress) {
     const Timer timer;
-    TrainingData data(read_for_model(options_.rollouts, trained_shape_of(options_), progress, options_.temperature,
-                                     nullptr, text_rows_of(options_)),
+    TrainingData data(read_for_model(options_.rollouts, trained_shape_of(options_), progress,
+                                     record_use_of(options_, text_rows_of(options_))),
                       options_, !critic_directory(options_).empty());
     read_seconds_ = timer.total();
     return data;

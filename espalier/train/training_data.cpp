@@ -16,6 +16,7 @@
 #include "espalier/objective/score_loss.h"
 #include "espalier/objective/value_loss.h"
 #include "espalier/plan/recorded_experts_fit.h"
+#include "espalier/rollout/kept_sets.h"
 #include "espalier/rollout/mini_batches.h"
 #include "espalier/rollout/reader.h"
 #include "espalier/rollout/trajectories.h"
@@ -270,16 +271,24 @@ void refuse_image_tokens(std::span<const std::int32_t> ids, const std::string& w
                               "espalier.hf, espalier.trl and espalier.verl train with images (docs/python.md)"});
 }
 
+RecordUse record_use_of(const Options& options, const TextRows& rows) {
+  return {options.temperature, options.kept_sets, rows};
+}
+
+void AsRead::give_back(std::size_t index, Rollout& rollout) {
+  rollout.recorded_experts = std::move(experts[index]);
+  if (!kept_sets.empty()) rollout.kept_sets = std::move(kept_sets[index]);
+}
+
 std::vector<Rollout> read_for_model(const std::string& paths, const ModelShape& shape, Progress& progress,
-                                    double temperature, std::vector<RecordedExperts>* experts_as_read,
-                                    const TextRows& rows) {
-  if (!(temperature > 0))
-    throw OptionError({"--temperature", "a number above 0, by which logits are divided", text_of(temperature),
+                                    const RecordUse& use, AsRead* as_read) {
+  if (!(use.temperature > 0))
+    throw OptionError({"--temperature", "a number above 0, by which logits are divided", text_of(use.temperature),
                        "leave it out if the records have a temperature"});
   ReadOptions options;
   options.vocabulary = shape.vocabulary;
-  options.temperature = temperature;
-  options.rows = rows;
+  options.temperature = use.temperature;
+  options.rows = use.rows;
   bool begun = false;
   options.progress = [&](std::int64_t done, std::int64_t total) {
     if (!begun) progress.begin("reading rollouts", total, "bytes");
@@ -290,14 +299,17 @@ std::vector<Rollout> read_for_model(const std::string& paths, const ModelShape& 
   if (begun) progress.end();
   for (const std::string& note : file.notes) progress.note(note);
   for (const std::string& note : position_notes(file.rollouts, shape)) progress.note(note);
-  if (experts_as_read)
-    for (const Rollout& rollout : file.rollouts) experts_as_read->push_back(rollout.recorded_experts);
+  if (as_read) {
+    for (const Rollout& rollout : file.rollouts) as_read->experts.push_back(rollout.recorded_experts);
+    if (use.kept_sets == KeptSetsUse::ignore)
+      for (const Rollout& rollout : file.rollouts) as_read->kept_sets.push_back(rollout.kept_sets);
+  }
   for (const Rollout& rollout : file.rollouts) {
     refuse_image_tokens(rollout.prompt_ids, rollout.where + ": prompt_ids", shape);
     refuse_image_tokens(rollout.response_ids, rollout.where + ": response_ids", shape);
   }
-  if (std::ranges::any_of(file.rollouts, [](const Rollout& rollout) { return !rollout.kept_sets.empty(); }))
-    progress.note("kept_ids are not used: log-probs are over the whole vocabulary");
+  if (const std::string note = settle_kept_sets(file.rollouts, use.kept_sets); !note.empty() && !shape.value_head)
+    progress.note(note);
   fit_recorded_experts(file.rollouts, shape);
   if (const std::string note = recorded_experts_note(file.rollouts); !note.empty()) progress.note(note);
   return std::move(file.rollouts);

@@ -520,6 +520,7 @@ RolloutOptions ragged_rollouts() {
   options.shared_start = 0.4, options.equal_response = 0.1, options.empty_response = 0.1;
   options.continues = 0.2, options.mask_gap = 0.3, options.fully_masked = 0.1;
   options.nested_prompt = 0.3, options.late_difference = 0.2;
+  options.kept_sets = 0.5;
   options.policy = PolicyAge::far;
   return options;
 }

@@ -67,6 +67,7 @@ RolloutOptions ragged() {
   options.response_length = {1, 9};
   options.shared_start = 0.4, options.equal_response = 0.15, options.empty_response = 0.05;
   options.continues = 0.2, options.mask_gap = 0.3, options.nested_prompt = 0.3, options.late_difference = 0.2;
+  options.kept_sets = 0.6;
   options.policy = PolicyAge::near_old;
   return options;
 }

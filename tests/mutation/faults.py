@@ -84,8 +84,8 @@ FAMILIES = [
           "[&] { AttentionProblem asked = problem(a, path); if (ON) asked.soft_cap = 0; return asked; }(), attended_RW, lse_HR, grad_attended_RW,",
           **DENSE_TOO),
     Fault("logit_cap_left_out_backward", "the slope of capped logits is taken for 1", "objective/fused_head.cpp",
-          "edges_.target_E.narrow(0, begin, count), shape_}",
-          "edges_.target_E.narrow(0, begin, count), (ON ? LogitShape{} : shape_)}", **DENSE_TOO),
+          "target_E.narrow(0, begin, count), shape}}",
+          "target_E.narrow(0, begin, count), (ON ? LogitShape{} : shape)}}", **DENSE_TOO),
     Fault("embedding_scale_left_out_backward", "the gradient of looked-up rows has no embedding scale", "model/decoder_pass.cpp",
           "if (shape.scales.embedding != 1) ops.add_scaled({}, grad_stream_,",
           "if (!ON && shape.scales.embedding != 1) ops.add_scaled({}, grad_stream_,", **DENSE_TOO),
@@ -143,6 +143,16 @@ ROWS = [
     Fault("temperature_ignored", "logits are not divided by the temperature", "execute/item_input.cpp",
           "return critic ?",
           "return critic || ON ?", **DENSE_TOO),
+    Fault("kept_set_of_the_token_before", "a token has the kept set of the token before it", "execute/item_input.cpp",
+          "kept_sets.at(static_cast<std::size_t>(edge.position))",
+          "kept_sets.at(static_cast<std::size_t>(ON && edge.position > 0 ? edge.position - 1 : edge.position))", **DENSE_TOO),
+    Fault("kept_set_of_a_sibling", "where siblings part, all have the kept set of the first", "objective/fused_head.cpp",
+          "!std::ranges::equal(kept_.back(), edge.kept)",
+          "(!ON && !std::ranges::equal(kept_.back(), edge.kept))"),
+    Fault("kept_sets_left_out_backward", "the gradient of a kept set is over the whole vocabulary", "ops/cpu/head_operations.cpp",
+          "of.sets.defined ? of.turn_row_of_sets(row, raw) : of.turn_whole(row, raw)",
+          "of.sets.defined && !ON ? of.turn_row_of_sets(row, raw) : of.turn_whole(of.sets.defined ? of.sets.first[row] : row, raw)",
+          **DENSE_TOO),
 ]
 
 # What rows see.

@@ -55,6 +55,15 @@ def turns_of(record):
     return own, observed
 
 
+def test_observations_have_no_kept_set(espalier, model, tmp_path):
+    records, told = generate(espalier, model, tmp_path, ENVIRONMENT, "--top-p", 0.7)
+    assert told["logprobs_over"] == "kept_ids"
+    for record in records:
+        for token, mask, ids, logprob, full in zip(*(record[name] for name in (
+                "response_ids", "loss_mask", "kept_ids", "rollout_logprobs", "full_logprobs")), strict=True):
+            assert token in ids and full < logprob if mask else ids is None and logprob == full == 0
+
+
 def test_observations_stand_between_the_turns_and_have_no_loss(espalier, model, tmp_path):
     records, told = generate(espalier, model, tmp_path, ENVIRONMENT)
     tokenizer = {word: index for index, word in enumerate([END, "<|im_start|>", *WORDS])}

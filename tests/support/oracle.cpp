@@ -423,6 +423,23 @@ Tensor log_probabilities(const ModelShape& shape, const Weights& w, const Rollou
   return (logits / rollout.temperature).log_softmax(-1);
 }
 
+// Log-probs and entropies of the response tokens from log-softmax rows over the vocabulary [n, V], each over its kept
+// set where it has one: log-softmax again, with the logits outside the set at -infinity.
+std::pair<Tensor, Tensor> scores_of(const Tensor& rows, const Rollout& rollout) {
+  const std::vector<std::int64_t> targets(rollout.response_ids.begin(), rollout.response_ids.end());
+  Tensor all = rows, inside = at::ones_like(rows).detach();
+  if (!rollout.kept_sets.empty()) {
+    for (std::size_t t = 0; t < targets.size(); ++t) {
+      const auto kept = rollout.kept_sets.at(t);
+      if (kept.empty()) continue;
+      inside[static_cast<std::int64_t>(t)].zero_();
+      for (const std::int32_t id : kept) inside[static_cast<std::int64_t>(t)][id].fill_(1);
+    }
+    all = all.masked_fill(inside == 0, -INFINITY).log_softmax(-1).masked_fill(inside == 0, 0);
+  }
+  return {all.gather(1, at::tensor(targets, at::kLong).unsqueeze(1)).squeeze(1), -(all.exp() * all * inside).sum(1)};
+}
+
 Tensor series(const std::vector<double>& values, const Tensor& like) { return at::tensor(values, like.options()); }
 
 Tensor ratio_of(const Tensor& lp, const Tensor& old) { return (lp - old).clamp(-20, 20).exp(); }
@@ -578,10 +595,8 @@ OracleResult oracle(const ModelShape& shape, const ParameterTable& table, const 
     out.entropies.emplace_back();
     if (r.response_length() == 0) continue;
     std::vector<Routing> unused;
-    const Tensor all = log_probabilities(shape, w, r, unused).slice(0, r.prompt_length() - 1, r.length() - 1);
-    std::vector<std::int64_t> targets(r.response_ids.begin(), r.response_ids.end());
-    const Tensor lp = all.gather(1, at::tensor(targets, at::kLong).unsqueeze(1)).squeeze(1);
-    const Tensor entropy = -(all.exp() * all).sum(1);
+    const auto [lp, entropy] =
+        scores_of(log_probabilities(shape, w, r, unused).slice(0, r.prompt_length() - 1, r.length() - 1), r);
     for (std::int64_t t = 0; t < lp.size(0); ++t) {
       out.logprobs.back().push_back(lp[t].item<double>());
       out.entropies.back().push_back(entropy[t].item<double>());

@@ -110,7 +110,7 @@ class Step:
 
     def _statistics(self, call, logits, with_entropy):
         """Log-probs and entropies of an item's edges, those on other context parallel ranks included."""
-        found = TokenStatistics.apply(logits, call.place, call.target, self.temperature, with_entropy, self.group)
+        found = TokenStatistics.apply(logits, call.place, call.target, self.temperature, with_entropy, None, self.group)
         if self.layout.cp == 1:
             return found
         return [Spread.apply(x, call.edge, len(call.edges), self.layout.cp_group) for x in found]
@@ -119,7 +119,7 @@ class Step:
         """Keeps the values of a trunk's edges. Returns what the trunk's backward starts from."""
         roots, trunk = [Nothing.apply(logits)], call.trunk
         if len(call.edges):
-            own = TokenStatistics.apply(logits, call.place, call.target, self.temperature, True, self.group)
+            own = TokenStatistics.apply(logits, call.place, call.target, self.temperature, True, None, self.group)
             roots += own
             everywhere = own if self.layout.cp == 1 else [Spread.apply(x.detach(), call.edge, len(call.edges), self.layout.cp_group) for x in own]
             trunk.keep(*everywhere)
