@@ -90,7 +90,7 @@ void dry_generate(Context& context) {
   LazyTokenizer tokenizer(options.model, options.chat_template_kwargs);
   stop_ids(options, shape.vocabulary, nullptr);
   if (!options.reward.empty()) RewardFunction(options.reward, options.reward_timeout);
-  const PromptFile file = read_prompts(options.prompts, shape.vocabulary, tokenizer, context.progress);
+  const PromptFile file = read_prompts(options.prompts, shape.vocabulary, tokenizer, context.progress, options.columns);
   const auto prompts = static_cast<std::int64_t>(file.prompts.size());
   context.result["prompts"] = prompts;
   context.text << format_count(prompts) << " prompts, " << format_count(settings.n) << " responses each\n";

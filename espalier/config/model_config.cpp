@@ -12,6 +12,7 @@
 #include "espalier/config/reading.h"
 #include "espalier/config/rope_config.h"
 #include "espalier/config/stored_sizes.h"
+#include "espalier/config/stored_ties.h"
 #include "espalier/shape/half_blocks.h"
 #include "espalier/shape/trained_parameters.h"
 
@@ -592,10 +593,11 @@ bool is_reward_model(const std::filesystem::path& given) {
 
 namespace {
 
-// With sizes that the tensors beside it say and it does not.
+// With sizes that the tensors beside it say and it does not, and without a tie that they contradict.
 Json read_completed_config(const std::filesystem::path& path) {
   Json config = read_config(path);
   add_stored_sizes(path.parent_path(), config);
+  untie_differing_head(path.parent_path(), config);
   return config;
 }
 
@@ -604,6 +606,11 @@ Json read_completed_config(const std::filesystem::path& path) {
 ModelShape read_model_shape(const std::filesystem::path& given) {
   const std::filesystem::path path = config_path(given);
   return model_shape_of(read_completed_config(path), path.string());
+}
+
+bool config_ties_head(const std::filesystem::path& given) {
+  const std::filesystem::path path = config_path(given);
+  return model_shape_of(read_config(path), path.string()).tied_head;
 }
 
 CriticShape read_critic_shape(const std::filesystem::path& given) {

@@ -15,7 +15,10 @@ namespace espalier {
 // UnsupportedError for properties that are known but refused (mathematics, section 8): dropout, other architectures,
 // kinds of layers, routers, rope types or quantisations, and activations other than silu, gelu, gelu_pytorch_tanh and,
 // in families whose MLPs have no gate, relu2. Families with recurrent layers take silu alone, except Nemotron-H.
+// A tied head whose tensor differs from the embedding's in the directory is untied (config/stored_ties.h).
 ModelShape read_model_shape(const std::filesystem::path& directory_or_config);
+// Whether config.json alone ties the head to the embedding.
+bool config_ties_head(const std::filesystem::path& directory_or_config);
 ModelShape model_shape_of(const Json& config, const std::string& where);
 
 // A critic's shape, with value_head set. In ...ForTokenClassification and ...ForSequenceClassification with one label

@@ -138,7 +138,7 @@ GeneratedRecords generate_records(const Options& options, Progress& progress, co
   std::optional<Environment> environment;
   if (!options.env.empty()) environment.emplace(options.env, options.reward_timeout);
   LazyTokenizer tokenizers(options.model, options.chat_template_kwargs);
-  const PromptFile file = read_prompts(options.prompts, shape.vocabulary, tokenizers, progress);
+  const PromptFile file = read_prompts(options.prompts, shape.vocabulary, tokenizers, progress, options.columns);
   for (const std::string& note : file.notes) progress.note(note);
   for (const Prompt& prompt : file.prompts) refuse_image_tokens(prompt.ids, prompt.where + ": prompt", shape);
   Tokenizer* const tokenizer = environment || !options.reward.empty() || !options.stop.empty() || file.has_text

@@ -248,7 +248,7 @@ const std::vector<VerbName>& verb_names() {
   static const std::vector<VerbName> names = {{'i', "inspect"},  {'c', "convert"}, {'p', "plan"},   {'t', "train"},
                                               {'s', "score"},    {'v', "verify"},  {'b', "bench"},  {'r', "replay"},
                                               {'g', "generate"}, {'l', "grpo"},    {'o', "report"}, {'a', "merge"},
-                                              {'e', "serve"}};
+                                              {'e', "serve"},    {'x', "doctor"}};
   return names;
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <filesystem>
 
+#include "espalier/options/column_names.h"
 #include "espalier/options/nearest_option.h"
 #include "espalier/rollout/line_reader.h"
 #include "espalier/rollout/python_records.h"
@@ -67,7 +68,11 @@ class FileSetReader {
   void read_rows(const std::string& path) {
     if (options_.rows.model.empty())
       throw InputError({path, "--model DIR, whose tokenizer turns the text into token ids", "none", "give --model"});
-    read_by_python(path, {"espalier.texts", "rows", options_.rows.objective, options_.rows.model});
+    column_names(options_.rows.columns, {"prompt", "chosen", "rejected", "answers", "completion", "messages", "text",
+                                         "tools", "chat_template_kwargs", "group", "step", "id", "temperature",
+                                         "margin", "ref_chosen_logps", "ref_rejected_logps"});
+    read_by_python(path,
+                   {"espalier.texts", "rows", options_.rows.objective, options_.rows.model, options_.rows.columns});
   }
 
   // True where the first record of the file is text that `rows` makes records of.
@@ -82,7 +87,8 @@ class FileSetReader {
     Line line;
     if (!lines.next(line)) return false;
     refuse_binary(source.path, line.text);
-    return is_text_row(reader_, line.text, {source.path, line.number, line.ends_file});
+    return !options_.rows.columns.empty() ||
+           is_text_row(reader_, line.text, {source.path, line.number, line.ends_file});
   }
 
   void finish() {

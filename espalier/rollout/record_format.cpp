@@ -49,13 +49,10 @@ RecordFormat detect_format(RecordReader& reader, std::string_view line, const Re
 }
 
 bool is_text_row(RecordReader& reader, std::string_view line, const RecordPlace& place) {
-  bool ids = false, text = false;
-  for_each_member(reader.parser, line, place, [&](std::string_view key, JsonValue) {
-    ids = ids || key.ends_with("_ids");
-    for (const std::string_view name : {"chosen", "answers", "completion", "messages", "conversations", "text"})
-      text = text || key == name;
-  });
-  return text && !ids;
+  bool ids = false;
+  for_each_member(reader.parser, line, place,
+                  [&](std::string_view key, JsonValue) { ids = ids || key.ends_with("_ids"); });
+  return !ids;
 }
 
 }  // namespace espalier

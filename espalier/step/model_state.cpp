@@ -213,6 +213,11 @@ void load_weights(ModelState& state, const std::filesystem::path& directory, Val
     progress.note(
         text_of(directory.string(), ": ", further,
                 " tensors of layers that predict further tokens do not run; a saved model holds them as they are"));
+  if (!state.shape.tied_head && !state.shape.value_head && config_ties_head(directory))
+    progress.note(
+        text_of(directory.string(),
+                ": lm_head.weight and the embedding differ, although config.json ties them "
+                "(tie_word_embeddings): they are two matrices here, as in transformers, and in a saved model"));
   const std::int64_t wide = beside + state.narrow_table.size();
   std::int64_t quantised = 0;
   for (const Parameter& p : state.nf4_table.parameters()) quantised += p.shape[0] * p.shape[1];

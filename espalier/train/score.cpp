@@ -11,6 +11,7 @@
 #include "espalier/config/model_config.h"
 #include "espalier/measure/machine.h"
 #include "espalier/objective/score_loss.h"
+#include "espalier/options/column_names.h"
 #include "espalier/parallel/agreement.h"
 #include "espalier/rollout/writer.h"
 #include "espalier/step/critic.h"
@@ -108,7 +109,9 @@ ScoredRollouts score_rollouts(const Decoder& decoder, std::span<const Rollout> r
 }
 
 TextRows scored_rows(const Options& options) {
-  return scores_answers(options) ? TextRows{name_of(ObjectiveKind::reward), options.model} : TextRows{};
+  if (!scores_answers(options)) require_no_columns(options);
+  return scores_answers(options) ? TextRows{name_of(ObjectiveKind::reward), options.model, options.columns}
+                                 : TextRows{};
 }
 
 ScoreReport score(const Options& options, Progress& progress, const Mesh& mesh) {

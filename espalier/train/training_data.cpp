@@ -15,6 +15,7 @@
 #include "espalier/objective/rejection.h"
 #include "espalier/objective/score_loss.h"
 #include "espalier/objective/value_loss.h"
+#include "espalier/options/column_names.h"
 #include "espalier/plan/recorded_experts_fit.h"
 #include "espalier/rollout/kept_sets.h"
 #include "espalier/rollout/mini_batches.h"
@@ -258,8 +259,11 @@ std::string fingerprint_of(std::span<const Rollout> rollouts) {
 }
 
 TextRows text_rows_of(const Options& options) {
-  if (options.objective == ObjectiveKind::grpo) return {};
-  return {name_of(options.objective), model_source(options)};
+  if (options.objective == ObjectiveKind::grpo) {
+    require_no_columns(options);
+    return {};
+  }
+  return {name_of(options.objective), model_source(options), options.columns};
 }
 
 void refuse_image_tokens(std::span<const std::int32_t> ids, const std::string& where, const ModelShape& shape) {
