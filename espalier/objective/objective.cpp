@@ -77,8 +77,7 @@ struct Objective::State {
   }
   // The sampler's log-prob; `absent` where it was not recorded.
   double sampled_of(std::int32_t rollout, std::size_t position, double absent) const {
-    const std::vector<double>& sampled = at(rollout).rollout_logprobs;
-    return sampled.empty() || std::isnan(sampled[position]) ? absent : sampled[position];
+    return at(rollout).sampled_logprob(position, absent);
   }
   double sampler_weight_of(double log_ratio_sum, double tokens) const;
   PolicyToken token_of(std::int32_t rollout, std::size_t position, double logprob,

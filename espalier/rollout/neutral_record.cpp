@@ -7,6 +7,7 @@
 #include "espalier/rollout/kept_sets_field.h"
 #include "espalier/rollout/record_format.h"
 #include "espalier/rollout/recorded_experts_field.h"
+#include "espalier/rollout/settled_series.h"
 
 namespace espalier {
 namespace {
@@ -75,6 +76,9 @@ constexpr std::pair<std::string_view, Series> kSeries[] = {
     {"returns", &Rollout::returns},
 };
 
+// The sampler's log-probs, which may be missing for single tokens.
+bool is_sampled(Series series) { return series == &Rollout::rollout_logprobs || series == &Rollout::full_logprobs; }
+
 // The answers of a pair, their kept sets and log-probs under the reference: the chosen one, then the rejected.
 struct Answers {
   std::vector<std::int32_t> ids[2];
@@ -142,6 +146,9 @@ void check_record(Rollout& rollout, Seen&& seen, const RecordPlace& place, std::
   if (seen.token_advantages) check_length(rollout.advantages.size(), rollout, place, "advantage");
   if (seen.scalar_advantage) rollout.advantages.assign(rollout.response_ids.size(), *seen.scalar_advantage);
   give_kept_sets(std::move(seen.kept), place, kept_field, rollout);
+  settle_series(rollout.advantages, rollout.loss_mask, {place, "advantage"});
+  for (const auto& [name, series] : kSeries)
+    if (!is_sampled(series)) settle_series(rollout.*series, rollout.loss_mask, {place, name});
 }
 
 // The fields of one response have no meaning beside several; `fields` names the several.
@@ -279,7 +286,7 @@ void read_neutral_record(RecordReader& reader, std::string_view line, const Reco
     }
     if (is_null(value)) return;  // an optional field left open
     if (series != std::end(kSeries)) {
-      read_numbers(value, place, key, kFlat, rollout.*series->second);
+      read_series(value, place, key, kFlat, rollout.*series->second);
       seen.series.push_back(series->first);
     } else if (const int side = place_of(key, kAnswerIds); side >= 0) {
       read_token_ids(value, place, key, reader.vocabulary, kFlat, answers.ids[side]);
@@ -324,11 +331,11 @@ void read_neutral_record(RecordReader& reader, std::string_view line, const Reco
       rollout.num_items_in_batch = read_number(value, place, key);
       if (!(*rollout.num_items_in_batch >= 0))
         throw place.wrong(key, "a number of at least 0", text_of(*rollout.num_items_in_batch));
-    } else if (is_list(value, place, key)) {
-      read_numbers(value, place, key, kFlat, rollout.advantages);
+    } else if (is_list(value)) {
+      read_series(value, place, key, kFlat, rollout.advantages);
       seen.token_advantages = true;
     } else {
-      seen.scalar_advantage = read_number(value, place, key);
+      seen.scalar_advantage = read_series_value(value, place, key);
     }
   });
   const bool pair = answers.seen[0] || answers.seen[1];
@@ -344,6 +351,8 @@ void read_neutral_record(RecordReader& reader, std::string_view line, const Reco
     if (!answers.kept[side].sets.begin.empty())
       throw place.wrong(kAnswerIds[side], text_of("this field together with ", kAnswerKept[side]), "none");
   check_record(rollout, std::move(seen), place);
+  settle_sampled(rollout.full_logprobs, rollout.loss_mask);
+  reader.unsampled_tokens += settle_sampled(rollout.rollout_logprobs, rollout.loss_mask);
   out.push_back(std::move(rollout));
 }
 

@@ -6,6 +6,8 @@
 // with given targets has series over these instead.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <optional>
 #include <span>
@@ -17,7 +19,7 @@
 namespace espalier {
 
 // Experts chosen by the inference engine, to be used again in training. A token without a record uses its router's
-// choice: the last token, which engines do not run, and tokens whose first id is kFree.
+// choice: the last token, which engines do not run, and layers of a token whose ids are kFree.
 struct RecordedExperts {
   static constexpr std::uint16_t kFree = 0xffff;
 
@@ -71,7 +73,8 @@ struct Rollout {
   std::vector<double> advantages;          // as given, one per response token; empty: from the reward
   std::optional<double> reward;
   std::vector<double> token_rewards;  // one per response token, with the sum `reward`; empty: at the last loss token
-  std::vector<double> old_logprobs, ref_logprobs, rollout_logprobs, values, returns;
+  std::vector<double> old_logprobs, ref_logprobs, values, returns;
+  std::vector<double> rollout_logprobs;  // NaN: not recorded, of tokens with loss only
   RecordedExperts recorded_experts;
   KeptSets kept_sets;
   std::vector<double> full_logprobs;  // the sampler's, over the whole vocabulary, where rollout_logprobs are over sets
@@ -122,13 +125,19 @@ struct Rollout {
     silenced.resize(loss_mask.size());
     silenced[position] = reason, loss_mask[position] = 0;
   }
-  // The recorded experts of a token, [layers, chosen]; empty where it chooses freely.
+  // The sampler's log-prob of a response token; `old`, the old policy's, where it is not recorded.
+  double sampled_logprob(std::size_t position, double old) const {
+    const double sampled = rollout_logprobs.empty() ? old : rollout_logprobs[position];
+    return std::isnan(sampled) ? old : sampled;
+  }
+  // The recorded experts of a token, [layers, chosen], kFree in layers where it chooses freely; empty: in all of them.
   std::span<const std::uint16_t> experts_at(std::int32_t depth) const {
     if (depth >= recorded_experts.tokens) return {};
     const auto width =
         static_cast<std::size_t>(recorded_experts.layers) * static_cast<std::size_t>(recorded_experts.chosen);
     const auto experts = std::span(recorded_experts.ids).subspan(static_cast<std::size_t>(depth) * width, width);
-    return experts.front() == RecordedExperts::kFree ? std::span<const std::uint16_t>{} : experts;
+    const auto free = [](std::uint16_t id) { return id == RecordedExperts::kFree; };
+    return free(experts.front()) && std::ranges::all_of(experts, free) ? std::span<const std::uint16_t>{} : experts;
   }
 };
 

@@ -42,11 +42,11 @@ class RecordText {
     }
     close_list(values.empty());
   }
-  void add_doubles(std::string_view field, std::span<const double> values) {
+  void add_doubles(std::string_view field, std::span<const double> values, bool missing = false) {
     begin_field(json_quoted(field));
     text_ += '[';
     for (const double value : values) {
-      append_finite(value);
+      append_finite(value, missing);
       text_ += ',';
     }
     close_list(values.empty());
@@ -55,8 +55,8 @@ class RecordText {
     return std::any_of(extras_.begin(), extras_.end(), [&](const ExtraSeries& extra) { return extra.field == field; });
   }
   // A series of the record: left out where it is empty or an extra stands in its place.
-  void add_series(std::string_view field, const std::vector<double>& values) {
-    if (!values.empty() && !replaced(field)) add_doubles(field, values);
+  void add_series(std::string_view field, const std::vector<double>& values, bool missing = false) {
+    if (!values.empty() && !replaced(field)) add_doubles(field, values, missing);
   }
   std::string finished() && { return std::move(text_) + '}'; }
 
@@ -65,7 +65,12 @@ class RecordText {
     text_ += text_.empty() ? '{' : ',';
     text_.append(quoted_key).append(":");
   }
-  void append_finite(double value) {
+  // `missing`: whether NaN may be there; it becomes null.
+  void append_finite(double value, bool missing = false) {
+    if (missing && std::isnan(value)) {
+      text_ += "null";
+      return;
+    }
     ESPALIER_INTERNAL(std::isfinite(value), "a rollout's number is ", value);
     append_number(text_, value);
   }
@@ -126,8 +131,8 @@ std::string rollout_json(const Rollout& rollout, const std::vector<ExtraSeries>&
   if (rollout.temperature != 1) record.add_double("temperature", rollout.temperature);
   if (rollout.token_divisor) record.add_double("token_divisor", *rollout.token_divisor);
   if (rollout.num_items_in_batch) record.add_double("num_items_in_batch", *rollout.num_items_in_batch);
-  record.add_series("rollout_logprobs", rollout.rollout_logprobs);
-  record.add_series("full_logprobs", rollout.full_logprobs);
+  record.add_series("rollout_logprobs", rollout.rollout_logprobs, true);
+  record.add_series("full_logprobs", rollout.full_logprobs, true);
   record.add_series("old_logprobs", rollout.old_logprobs);
   record.add_series("ref_logprobs", rollout.ref_logprobs);
   record.add_series("values", rollout.values);
