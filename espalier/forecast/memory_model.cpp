@@ -31,8 +31,9 @@ constexpr std::int64_t kWidenedPanelBytes = 12 << 20;  // ops/cpu/widened_produc
 // row; row, position, temperature, target and edge of an output. The head's sums of one block
 // (objective/fused_head.cpp).
 constexpr std::int64_t kNumberBytesPerRow = 2 * 12, kNumberBytesPerOutput = 72, kHeadSumBytes = 256 * 56;
-// Kept sets of a block of logits: columns twice, being made and being copied, or of two blocks on a GPU.
-constexpr std::int64_t kBytesPerKeptId = 8;
+// Kept sets of a block of logits: columns twice, being made and being copied, or of two blocks on a GPU. Records hold
+// all sets of the mini-batch on the host.
+constexpr std::int64_t kBytesPerKeptId = 8, kRecordBytesPerKeptId = 4;
 // Of experts: a slot's place among those sorted, and its choice in every layer (model/expert_mlp.cpp).
 constexpr std::int64_t kSortedBytesPerSlot = 12, kChoiceBytesPerSlot = 4;
 
@@ -110,9 +111,12 @@ std::int64_t ActivationBytes::constant() const {
 std::int64_t ActivationBytes::number_bytes(std::int64_t rows, std::int64_t path_rows) const {
   const std::int64_t of_experts =
       shape_.experts_per_token * (kSortedBytesPerSlot + shape_.expert_layers() * kChoiceBytesPerSlot);
-  const std::int64_t kept = std::min(kind_.kept_ids, head_block_rows(rows) * kind_.largest_kept_set);
-  return rows * (kNumberBytesPerOutput + of_experts) + (rows + path_rows) * kNumberBytesPerRow + kHeadSumBytes +
-         kept * kBytesPerKeptId;
+  std::int64_t kept = 0;
+  if (kind_.kept_ids > 0) {
+    kept = kBytesPerKeptId * std::min(kind_.kept_ids, head_block_rows(rows) * kind_.largest_kept_set);
+    if (!setting_.device.cuda) kept += kRecordBytesPerKeptId * kind_.kept_ids;
+  }
+  return rows * (kNumberBytesPerOutput + of_experts) + (rows + path_rows) * kNumberBytesPerRow + kHeadSumBytes + kept;
 }
 
 std::int64_t ActivationBytes::scratch(std::int64_t rows, std::int64_t path_rows, int threads) const {

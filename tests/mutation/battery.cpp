@@ -560,7 +560,7 @@ Findings Battery::run(const std::function<void()>& begin_check,
     for (const Plan& plan : reference.plans) check("refused", [&] { check_plan(reference, plan, findings); });
   for (const Reference& reference : prepared_->references) check("ranks", [&] { check_ranks(reference, findings); });
   // Rows that carry a state are not divided over ranks of cp.
-  const auto divides = [](const Reference& reference) { return !shape_of(reference.c).has_states(); };
+  const auto divides = [](const Reference& reference) { return shape_of(reference.c).states() == 0; };
   for (const Reference& reference : prepared_->references)
     for (const Plan& plan : divides(reference) ? reference.plans : std::vector<Plan>())
       check("context", [&] { check_context(reference, plan, findings); });

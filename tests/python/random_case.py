@@ -8,6 +8,7 @@ import math
 import random
 
 import oracle
+from make_model import add_kept_sets
 
 KINDS = ["llama3_tied", "llama_untied", "qwen2_untied", "qwen3_tied", "qwen3_moe"]
 KINK = 1e-3  # relative distance that a ratio keeps from the bounds of its clip
@@ -32,7 +33,8 @@ class Case:
         self.router = draw_router(self.config, self.rng) if self.family == "qwen3_moe" else {}
         if self.family == "qwen3_moe" and self.rng.random() < 0.4:
             draw_routes(self.records, self.config, self.rng)
-        draw_kept_sets(self.records, self.vocabulary, random.Random(seed + 10**6))
+        if seed % 5 < 2:
+            add_kept_sets(self.records, seed, self.vocabulary)
         self.training = draw_training(self.rng, len(self.records), self.far)
         if self.with_critic:
             self.training["critic-lr"] = 5e-4
@@ -76,22 +78,6 @@ def draw_config(family, long, rng):
         if config["num_hidden_layers"] < config["decoder_sparse_step"]:
             config["num_hidden_layers"] = 2
     return config
-
-
-def draw_kept_sets(records, vocabulary, rng):
-    """In some cases sets of most tokens of some rollouts; at a position half of them are alike in all rollouts, but for the token itself."""
-    if rng.random() < 0.6:
-        return
-    common = {}
-    for record in records:
-        if rng.random() < 0.3:
-            continue
-        sets = []
-        for position, token in enumerate(record["response_ids"]):
-            own = rng.sample(range(vocabulary), rng.randint(0, vocabulary))
-            base = common.setdefault(position, own) if rng.random() < 0.5 else own
-            sets.append(None if rng.random() < 0.2 else base if token in base else [token, *base])
-        record["kept_ids"] = sets
 
 
 def draw_texts(vocabulary, long, rng):

@@ -47,8 +47,9 @@ class Rollouts:
             return self
         out = copy.copy(self)
         out.members = np.asarray(members)
-        out.prompts, out.responses, out.keys, out.response_keys, out.kept = (
-            [of[i] for i in members] for of in (self.prompts, self.responses, self.keys, self.response_keys, self.kept))
+        out.prompts, out.responses, out.keys, out.response_keys = (
+            [of[i] for i in members] for of in (self.prompts, self.responses, self.keys, self.response_keys))
+        out.kept = [self.kept[i] for i in members]
         out.lengths = self.lengths[out.members]
         return out
 

@@ -21,7 +21,7 @@ class Entry:
     cases: list | None = None
 
     def label(self, what):
-        """The GoogleTest filter that espalier_test (cmake/EspalierTargets.cmake) was given as ROUNDING or THREADS, or nothing."""
+        """The GoogleTest filter that espalier_test (cmake/EspalierTargets.cmake) was given as PAIRS, PRODUCTS, ROUNDING or THREADS, or nothing."""
         return next((label.removeprefix(f"{what}=") for label in self.labels if label.startswith(f"{what}=")), None)
 
 

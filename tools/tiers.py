@@ -1,7 +1,7 @@
 """Which cases of the tests a run has. ESPALIER_SWEEPS says it, to pytest (tests/python/conftest.py) and to tools/run_tests.py:
 
   all    every case
-  K/N    of every test with several cases those whose name falls to share K of N, and at least one; of a test that takes more than
+  K/N    no product whose pairs are tested (PRODUCTS of espalier_test, @pytest.mark.product); of every other test with several cases those whose name falls to share K of N, and at least one; of a test that takes more than
          LONG seconds a case those alone, so that it may have none. Shares 1 to N together are all cases.
   fast   the first case of every test that takes at most FAST seconds a case
   one    the first case of every test
@@ -13,6 +13,7 @@ prints the share of a day, `--day 2026-11-28` or today, which `make test` runs; 
 
 import argparse
 import datetime
+import os
 import re
 import sys
 import zlib
@@ -57,18 +58,25 @@ class Choice:
         self.share, self.shares = (int(found[1]), int(found[2])) if found else (1, 1)
         self.seconds = {} if self.only is not None or self.text in ("all", "one") else seconds_of_tests()
 
-    def cases(self, test, names):
-        """Those of the names of a test's cases that run."""
+    def cases(self, test, names, pairs=False, product=False):
+        """Those of the names of a test's cases that run. `pairs`: a share has all of them, as each is needed; `product`: it has none."""
         if self.only is not None:
             return names if test in self.only else []
         if self.text in ("all", "one"):
             return names if self.text == "all" else names[:1]
+        if product or pairs and self.text != "fast":
+            return names if pairs else []
         seconds = self.seconds.get(test, 0)
         if self.text == "fast":
             return names[:1] if seconds <= FAST else []
         if len(names) == 1 and seconds <= LONG:
             return names
         return names_of_share(names, self.share, self.shares, seconds > LONG)
+
+
+def day_of_run():
+    """$ESPALIER_DAY, or today. tests/support/covering.cpp draws its rows by it, too."""
+    return datetime.date.fromisoformat(os.environ.get("ESPALIER_DAY") or datetime.datetime.now(datetime.UTC).date().isoformat())
 
 
 def share_of(day):
@@ -79,7 +87,7 @@ def share_of(day):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("choice", nargs="?", default="")
-    parser.add_argument("--day", type=datetime.date.fromisoformat, default=datetime.datetime.now(datetime.UTC).date())
+    parser.add_argument("--day", type=datetime.date.fromisoformat, default=day_of_run())
     arguments = parser.parse_args()
     try:
         print(Choice(arguments.choice or share_of(arguments.day)).text)
