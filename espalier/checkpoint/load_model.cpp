@@ -303,7 +303,7 @@ std::map<std::string, const SafetensorsEntry*> table_names(const Tensors& tensor
 
 bool equal_values(const SafetensorsEntry& a, const SafetensorsEntry& b) {
   if (a.shape != b.shape || !is_floating(a.type) || !is_floating(b.type)) return false;
-  if (a.type == b.type) return std::memcmp(a.data, b.data, static_cast<std::size_t>(a.bytes)) == 0;
+  if (a.type == b.type && std::memcmp(a.data, b.data, static_cast<std::size_t>(a.bytes)) == 0) return true;
   std::vector<double> left(static_cast<std::size_t>(a.count)), right(left.size());
   convert_values(a.type, a.data, DType::float64, left.data(), a.count);
   convert_values(b.type, b.data, DType::float64, right.data(), b.count);

@@ -93,7 +93,10 @@ class Replay {
 
 std::string joined(const std::vector<std::string>& paths) {
   std::string out;
-  for (const std::string& path : paths) out += (out.empty() ? "" : "\n") + path;
+  for (const std::string& path : paths) {
+    if (!out.empty()) out += kBetweenPaths;
+    out += path;
+  }
   return out;
 }
 
@@ -112,7 +115,7 @@ Diagnosis diagnose(const std::vector<std::string>& paths, const Options& options
   } else {
     const ModelShape shape = read_trained_shape(options.model, scored_choice(options));
     require_room(std::array{HeldModel{local_shape(shape, mesh_of_one())}}, options);
-    out.rollouts = read_for_model(joined(paths), shape, progress, options.temperature);
+    out.rollouts = read_for_model(joined(paths), shape, progress, {.temperature = options.temperature});
     tokenizer = tokenizers.emplace(options.model).at_hand(progress);
   }
   Replay::take(out, record_faults(out.rollouts));

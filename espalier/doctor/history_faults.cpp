@@ -5,7 +5,6 @@
 #include <string>
 
 #include "espalier/base/error.h"
-#include "espalier/base/json.h"
 #include "espalier/rollout/trajectories.h"
 
 namespace espalier {
@@ -50,19 +49,18 @@ void find_end(Change& change, Ids now) {
   change.end = before.size(), change.other_end = std::min(now.size(), change.begin + rest);
 }
 
-std::string branch_of(const Rollout& rollout) {
-  if (rollout.carried.empty()) return "";
-  const Json carried = Json::parse(rollout.carried);
-  return carried.contains("branch") ? carried["branch"].dump() : "";
-}
-
 std::vector<Change> changes_of(std::span<const Rollout> rollouts) {
   std::vector<Change> out;
   for (const std::vector<std::int64_t>& turns : trajectories_of(rollouts).turns)
     for (std::size_t k = 1; k < turns.size(); ++k) {
-      const Rollout &last = rollouts[static_cast<std::size_t>(turns[k - 1])],
-                    &now = rollouts[static_cast<std::size_t>(turns[k])];
-      if (branch_of(last) != branch_of(now)) continue;
+      const Rollout& now = rollouts[static_cast<std::size_t>(turns[k])];
+      const Rollout* before = nullptr;  // the turn before it on its branch; a turn without a branch lies on all
+      for (std::size_t j = k; j-- > 0 && before == nullptr;) {
+        const Rollout& other = rollouts[static_cast<std::size_t>(turns[j])];
+        if (other.branch == now.branch || other.branch.empty() || now.branch.empty()) before = &other;
+      }
+      if (before == nullptr) continue;
+      const Rollout& last = *before;
       Change change{turns[k], 0, whole(last), 0, 0, 0, false};
       change.begin = change.place = equal_from(change.before, now.prompt_ids);
       // A record of all turns so far begins at the first prompt, and so does the next one.

@@ -133,6 +133,7 @@ class SeriesJudge {
       look_for_small(rows_);
       return std::move(findings_);
     }
+    take_unrecorded(failing);
     explanations_of_logprobs();
     while (!failing.empty() && explain(failing)) {
     }
@@ -227,6 +228,30 @@ class SeriesJudge {
            const bool has = !replayed_.rollouts[place].kept_sets.empty();
            return each(probe(place), [has](const TokenProbe& token) { return has ? token.full_logprob : kUnknown; });
          }});
+  }
+
+  // Rows that are as they should be but for tokens with a recorded 0, which the model does not expect: tokens that it
+  // did not sample, such as a tool's. Rows of zeros alone are found without a model.
+  void take_unrecorded(std::vector<Row>& failing) {
+    std::vector<Row> found, rest;
+    std::int64_t zeros = 0;
+    for (Row& row : failing) {
+      Row others = row;
+      std::erase_if(others.tokens, [&](std::size_t t) { return recorded(row)[t] == 0; });
+      const auto left_out = static_cast<std::int64_t>(row.tokens.size() - others.tokens.size());
+      const bool all = others.tokens.empty();
+      const bool fits = left_out > 0 && (all || distance_of(others, as_it_should_be()) <= row.allowed);
+      if (fits) zeros += left_out;
+      if (fits && !all) found.push_back(std::move(row));
+      if (!fits) rest.push_back(std::move(row));
+    }
+    failing = std::move(rest);
+    if (!found.empty())
+      findings_.push_back(
+          {Fault::unrecorded_logprobs, Sure::certain, dump_rows(replayed_, found),
+           text_of(series_.name, " are exactly 0 at ", zeros,
+                   " tokens with loss, and the model's at the others of these rows: they were not recorded, "
+                   "or are of tokens that the model did not sample")});
   }
 
   // The explanation nearest to all rows, with its mean distance.

@@ -42,13 +42,17 @@ class ProbeHead final : public Head {
     return {numbers.begin(), numbers.end()};
   }
 
+  // Edges are ordered by output row.
+  static std::size_t first_edge(const ItemInput& input, std::int64_t row) {
+    return static_cast<std::size_t>(std::ranges::lower_bound(input.output, row) - input.output.begin());
+  }
+
   void take_block(const ItemInput& input, std::int64_t first, const at::Tensor& logits_BV) {
     const std::int64_t rows = logits_BV.size(0);
     std::vector<double> temperatures;
     for (std::int64_t row = 0; row < rows; ++row) {
-      const auto edge = static_cast<std::size_t>(input.head_edges.begin[static_cast<std::size_t>(first + row)]);
-      const bool has_edges =
-          edge < static_cast<std::size_t>(input.head_edges.begin[static_cast<std::size_t>(first + row) + 1]);
+      const std::size_t edge = first_edge(input, first + row);
+      const bool has_edges = edge < first_edge(input, first + row + 1);
       temperatures.push_back(has_edges ? rollout_of(input.edges[edge]).temperature : 1.0);
     }
     const at::Tensor temperature_B1 = at::tensor(temperatures, at::kDouble).to(logits_BV.options()).unsqueeze(1);
@@ -63,9 +67,8 @@ class ProbeHead final : public Head {
       others.push_back(on_host(at::logsumexp(logits_BV / temperature, 1)));
 
     for (std::int64_t row = 0; row < rows; ++row) {
-      const auto r = static_cast<std::size_t>(row), begin = static_cast<std::size_t>(first + row);
-      const auto edge_begin = static_cast<std::size_t>(input.head_edges.begin[begin]),
-                 edge_end = static_cast<std::size_t>(input.head_edges.begin[begin + 1]);
+      const auto r = static_cast<std::size_t>(row);
+      const std::size_t edge_begin = first_edge(input, first + row), edge_end = first_edge(input, first + row + 1);
       if (edge_begin == edge_end) continue;
       std::vector<std::int64_t> targets;
       for (std::size_t e = edge_begin; e < edge_end; ++e) targets.push_back(input.edges[e].target);

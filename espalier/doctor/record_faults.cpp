@@ -334,29 +334,23 @@ void look_at_versions(std::span<const Rollout> rollouts, const std::vector<Json>
 
 // ---- series of zeros -------------------------------------------------------------------------------------------
 
-// A probability of exactly 1 happens at single tokens; a quarter of a response at 0 is a series that was not filled.
+// A sampler that keeps one token gives it 0; that it does so at every token of a response is a series that was not
+// filled.
 void look_at_zero_logprobs(std::span<const Rollout> rollouts, std::vector<Finding>& out) {
-  constexpr std::int64_t kFewest = 4;
+  constexpr std::int64_t kFewest = 8;
   for (const auto& [name, series] :
        {std::pair{"rollout_logprobs", &Rollout::rollout_logprobs}, std::pair{"old_logprobs", &Rollout::old_logprobs}}) {
     Rows rows;
-    std::int64_t zeros = 0;
+    std::int64_t tokens = 0;
     for (std::size_t i = 0; i < rollouts.size(); ++i) {
       const std::vector<double>& values = rollouts[i].*series;
-      std::int64_t longest = 0, run = 0, own = 0;
-      for (std::size_t t = 0; t < values.size(); ++t) {
-        if (rollouts[i].loss_mask[t] == 0) continue;
-        run = values[t] == 0 ? run + 1 : 0;
-        own += values[t] == 0, longest = std::max(longest, run);
-      }
-      if (longest < kFewest || own * 4 < loss_tokens(rollouts[i])) continue;
-      rows.push_back(static_cast<std::int64_t>(i)), zeros += own;
+      bool zero = !values.empty() && rollouts[i].kept_sets.empty() && loss_tokens(rollouts[i]) >= kFewest;
+      for (std::size_t t = 0; t < values.size(); ++t) zero = zero && (rollouts[i].loss_mask[t] == 0 || values[t] == 0);
+      if (zero) rows.push_back(static_cast<std::int64_t>(i)), tokens += loss_tokens(rollouts[i]);
     }
     if (!rows.empty())
       out.push_back({Fault::unrecorded_logprobs, Sure::likely, rows,
-                     text_of(name, " are exactly 0 at ", zeros,
-                             " tokens with loss of these rows: they were not recorded, "
-                             "or tokens that the model did not sample have loss")});
+                     text_of(name, " are exactly 0 at all ", tokens, " tokens with loss of these rows")});
   }
 }
 
@@ -408,8 +402,8 @@ bool tokens_before(const Rollout& a, const Rollout& b) {
 }
 
 // Branches of one trajectory are settled by --shared-tokens.
-bool settled(const Json& a, const Json& b) {
-  return a.contains("branch") && b.contains("branch") && a["branch"] != b["branch"];
+bool settled(const Rollout& a, const Rollout& b) {
+  return !a.branch.empty() && !b.branch.empty() && a.branch != b.branch;
 }
 
 }  // namespace
@@ -451,8 +445,7 @@ std::vector<Finding> repeated_tokens(std::span<const Rollout> rollouts, std::spa
       if (repeat.tokens == 0) continue;
       const bool same =
           trajectory[static_cast<std::size_t>(step[k - 1])] == trajectory[static_cast<std::size_t>(step[k])];
-      if (same && !a.carried.empty() && !b.carried.empty() && settled(Json::parse(a.carried), Json::parse(b.carried)))
-        continue;
+      if (same && settled(a, b)) continue;
       const bool improbable = repeat.known && repeat.log_probability + pairs < unlikely;
       if (!same && !improbable) {
         unknown = unknown || !repeat.known;

@@ -208,9 +208,10 @@ class Communication::Walk {
     return found->second = {shares.rows_of(cp_rank),
                             static_cast<std::int64_t>(outputs_of(edges, rollouts_, !local_.whole().value_head).size())};
   }
-  std::int64_t edges_here(const PlanItem& item) const {
-    if (!is_divided(item, cp_.ranks)) return edges(item.set);
-    return edges(share_of(item.set, RowShares(item.set.rows, cp_.ranks), local_.place().cp));
+  std::vector<LossEdge> edges_here(const PlanItem& item) const {
+    if (!is_divided(item, cp_.ranks)) return edges_of(item.set, rollouts_, all_logprobs_);
+    const RowShares shares(item.set.rows, cp_.ranks);
+    return edges_of(share_of(item.set, shares, local_.place().cp), rollouts_, all_logprobs_);
   }
   std::int64_t edges(const RowSet& set) const {
     return static_cast<std::int64_t>(edges_of(set, rollouts_, all_logprobs_).size());
@@ -316,8 +317,10 @@ class Communication::Walk {
     move_unit(*stop, phase);
     const std::int64_t O = turn.rows.outputs;
     if (turn.item == nullptr || O == 0 || tp_.ranks == 1 || local_.whole().value_head) return;
-    give(tp_, Collective::sum, O * kNumber, phase.tp);
-    give(tp_, Collective::sum, (2 * O + edges_here(*turn.item)) * kNumber, phase.tp);
+    const std::vector<LossEdge> here = edges_here(*turn.item);
+    const std::int64_t D = kind_.kept_ids == 0 ? O : std::ssize(distributions_of(here, rollouts_));
+    give(tp_, Collective::sum, D * kNumber, phase.tp);
+    give(tp_, Collective::sum, (2 * D + std::ssize(here)) * kNumber, phase.tp);
     if (stop->adds_gradients) give(tp_, Collective::sum, O * own_.hidden * s_, phase.tp);
   }
 

@@ -27,8 +27,8 @@
 #include "espalier/ops/operations.h"
 #include "espalier/plan/dealing.h"
 #include "espalier/rollout/json_text.h"
-#include "espalier/shape/path_leaves.h"
 #include "espalier/rollout/kept_sets.h"
+#include "espalier/shape/path_leaves.h"
 
 namespace espalier {
 namespace {

@@ -1,5 +1,5 @@
 // Buffers of a block, of the path and of a pass (device/buffers.h), declared for the code of this folder and for the
-// forecast. Those of mixers are declared in their folders.
+// forecast. The buffers of mixers are declared in their folders.
 //
 // T rows, R rows that continue past the mixer, O output rows, P path rows, M width. A block does not declare members
 // that it does not need. Members are named by their shape; W is a width of several parts.
@@ -95,7 +95,7 @@ struct DecoderBackwardBuffers : BufferList {
   Place grad_stream_OM, grad_stream_TM;
 };
 
-// What a layer saves for its backward around its mixer, besides its input.
+// Buffers that a layer saves for its backward around its mixer, besides its input.
 struct MixerHalfSaved : BufferList {
   MixerHalfSaved(const BlockShape& block, const BlockRows& rows);
   Place norm_rstd_T, stream_mid_RM;

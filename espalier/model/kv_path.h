@@ -1,5 +1,5 @@
-// What the layers of the open trunks leave for rows below them, trunks end to end, and the sums of its gradients from
-// everything below.
+// Rows and states that the layers of the open trunks leave for rows below them, trunks end to end, and the sums of
+// their gradients from everything below.
 //
 // Shapes: P rows of the open trunks, W numbers of a row of one kind. A mixer says which kinds of rows its layer leaves
 // (Mixer::path_kinds): keys and values, or latents; a recurrent layer leaves a state for each trunk instead. A stack: a

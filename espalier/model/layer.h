@@ -20,7 +20,7 @@ void take_mixer_saved(const LayerContext& context, LayerSaved& saved);
 void take_mlp_saved(const LayerContext& context, LayerSaved& saved);
 
 // Fills `saved` and overwrites stream_out [R, M]. If stream_out is undefined, it stops after gate_up (recomputation).
-// What the rows leave for others is written to the source if it keeps it. stream_out may be stream_mid.
+// The source gets the keys, values or states that it keeps for other rows. stream_out may be stream_mid.
 void layer_forward(const LayerContext& context, LayerSaved& saved, const at::Tensor& stream_out_RM);
 
 // Takes buffers for the members that `state` recomputes, and fills them from the members that were saved.

@@ -76,7 +76,7 @@ struct LayerContext {
   // Overwrites x_RM with x_TM at the output rows and returns it; if all rows continue, returns x_TM.
   at::Tensor continuing_rows(const at::Tensor& x_TM, const at::Tensor& x_RM) const;
 
-  // What a mixer reads: the layer's input, normalised into `room` if a norm stands before the mixer.
+  // The input of a mixer: the layer's input, normalised into `room` if a norm stands before the mixer.
   at::Tensor mixer_input(const LayerSaved& saved, const at::Tensor& room_TM) const;
   // The same again, from what the forward saved; not filled unless `needed`.
   at::Tensor mixer_input_again(const LayerSaved& saved, const at::Tensor& room_TM, bool needed) const;

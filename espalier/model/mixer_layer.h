@@ -19,7 +19,7 @@ class MixerForward {
   // From the layer's input up to what the last product reads; fills what the mixer saves. Called also if no row
   // continues: the rows leave keys and values, or states, all the same.
   virtual void mix() = 0;
-  // What the last product reads, [R, K].
+  // The input of the last product, [R, K].
   virtual at::Tensor mixed() = 0;
 };
 
@@ -31,7 +31,7 @@ class MixerBackward {
 
   // The gradient comes through the last product next.
   virtual void enter_output() = 0;
-  // What the last product read, [R, K], computed again.
+  // The input of the last product, [R, K], computed again.
   virtual at::Tensor mixed_again() = 0;
   // Room for the gradient of it, which the block fills.
   virtual at::Tensor grad_mixed() = 0;

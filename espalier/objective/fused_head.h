@@ -30,8 +30,8 @@ struct HeadEdge {
   std::span<const std::int32_t> kept = {};  // the tokens it was drawn from, ascending; empty: the whole vocabulary
 };
 
-// The edges of a set of output rows, on the host and on the device. In a row, edges over the whole vocabulary come first;
-// adjacent edges with equal kept sets are of one distribution.
+// The edges of a set of output rows, on the host and on the device. In a row, edges over the whole vocabulary come
+// first; adjacent edges with equal kept sets are of one distribution.
 class HeadEdges {
  public:
   // Adds the edges to the block; this object must not move before hand_over, and the kept sets must outlive it. Errors:

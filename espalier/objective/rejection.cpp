@@ -98,7 +98,7 @@ class Rejection {
     for (std::size_t k = 0; k < tokens_.size(); ++k) {
       const Rollout& rollout = at(tokens_[k].rollout);
       const std::size_t t = tokens_[k].position;
-      const double number = divergence_of(rule.divergence, rollout.old_logprobs[t], rollout.rollout_logprobs[t]);
+      const double number = divergence_of(rule.divergence, rollout.old_logprobs[t], rollout.sampled_logprob(t, rollout.old_logprobs[t]));
       if (rule.over == DivergenceOver::token) rejected_[k] |= !rule.keeps(number);
       const double share = rollout.loss_share(t);
       sum += share * number, count += share, maximum = std::max(maximum, number);

@@ -16,9 +16,9 @@ namespace {
 
 constexpr const char* kTrlSection = "TRL's formulas";
 constexpr std::array<std::string_view, 11> kTrlFormulas = {
-    "ratio-cap",           "log-ratio-bound",  "vespo-weights",        "token-mean-divisor", "token-divisor-scale",
-    "token-count-epsilon", "entropy-agg-mode", "off-policy-threshold", "rollout-is-floor",   "decay-matrices-only",
-    "group-of-one"};
+    "ratio-cap",           "log-ratio-bound",     "vespo-weights",    "token-mean-divisor",
+    "token-divisor-scale", "token-count-epsilon", "entropy-agg-mode", "off-policy-threshold",
+    "rollout-is-floor",    "decay-matrices-only", "group-of-one"};
 
 // A command of each section of docs/options.md.
 constexpr std::array<std::pair<std::string_view, const char*>, 13> kExamples = {{

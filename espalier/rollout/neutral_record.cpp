@@ -205,7 +205,7 @@ void add_list(const Rollout& common, const Seen& seen, std::vector<ScoredAnswer>
 
 // A number, or one per response token, whose sum is the reward.
 void read_reward(JsonValue value, const RecordPlace& place, std::string_view field, Rollout& out) {
-  if (!is_list(value, place, field)) {
+  if (!is_list(value)) {
     out.reward = read_number(value, place, field);
     return;
   }

@@ -31,7 +31,7 @@ struct RecordPlace {
                    const std::string& remedy = {}) const;
 };
 
-// What to do about a number that is not finite, where one is needed.
+// The remedy for a number that is not finite, where a finite one is needed.
 constexpr const char* kFiniteRemedy =
     "Repair it where the rollout was made. If that is impossible, leave out its whole group: advantages compare the "
     "rollouts of a group";
@@ -56,7 +56,7 @@ double read_number(JsonValue value, const RecordPlace& place, std::string_view f
 double read_series_value(JsonValue value, const RecordPlace& place, std::string_view field);
 std::int64_t read_integer(JsonValue value, const RecordPlace& place, std::string_view field);
 
-// Both leave the value readable. What is no JSON value is neither.
+// Both leave the value readable, and are false for text that is no JSON value.
 bool is_null(JsonValue& value);
 bool is_list(JsonValue& value);
 

@@ -48,7 +48,7 @@ class DividedPath final : public PathKeeper {
     Pending pending = {};
   };
 
-  // The buffers of a layer for so many rows.
+  // The buffers of a layer for `rows` rows.
   PathBuffers buffers(const LayerShape& layer, std::int64_t rows) const {
     return {{sizes_, layer}, rows, with_gradients_, latents_};
   }

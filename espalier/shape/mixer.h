@@ -51,7 +51,7 @@ struct MixerTraffic {
   int calls = 0;
 };
 
-// What determines a mixer's scratch outside the arena.
+// The numbers that determine a mixer's scratch outside the arena.
 struct ScratchRows {
   const DeviceTraits& device;
   DType dtype;
@@ -79,7 +79,7 @@ class Mixer {
   virtual PartParameters parameters(std::int64_t hidden) const = 0;
   virtual std::size_t output_product() const = 0;  // its number
   virtual std::int64_t mixed_width() const = 0;    // of what it reads
-  // What one of the ranks of tp runs.
+  // The part that one of `ranks` ranks of tp runs.
   virtual std::shared_ptr<const Mixer> part(std::int64_t ranks) const = 0;
   // Errors: OptionError if ranks cannot split the mixer this way.
   virtual void require(const Degrees& degrees) const = 0;
@@ -95,7 +95,7 @@ class Mixer {
   // The tables of rotations that it reads, in the order in which it finds them.
   virtual std::vector<RotaryShape> rotations() const { return {}; }
 
-  // What the layer leaves for rows below it.
+  // Rows and states that the layer leaves for rows below it:
 
   // Numbers of each row, in the path. `latents`: in the narrower form, for mixers that narrow it.
   virtual std::vector<PathKind> path_kinds(bool /*latents*/) const { return {}; }

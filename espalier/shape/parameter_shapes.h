@@ -79,8 +79,8 @@ OuterParameters outer_parameters(const ModelShape& shape);
 // The head with its adapter, also where it is tied: the adapter then changes the logits alone.
 ProjectionShape adapted_head(const ModelShape& shape);
 
-// The parameters that are read as one: the matrices of a product, their biases, or the tensors of a row. Those of all
-// experts of a layer have one place.
+// The parameters that are read as one: the matrices of a product, their biases, or the tensors of a row. The parameters
+// of all experts of a layer have one place.
 struct ReadTogether {
   std::int64_t layer = -1;
   enum class Of : std::uint8_t { none, mixer_product, mixer_bias, mixer_tensor, mlp_product, mlp_bias, mlp_tensor };

@@ -355,6 +355,13 @@ std::vector<std::string> adaptable_modules(const ModelShape& shape) {
   return out;
 }
 
+bool adapts_experts(const ModelShape& shape) {
+  constexpr std::uint32_t kOfExperts = 1U << ExpertProductNumbers::gate_up | 1U << ExpertProductNumbers::down;
+  return std::ranges::any_of(shape.layer, [](const LayerShape& layer) {
+    return layer.has_experts() && (layer.adapted.mlp & kOfExperts) != 0;
+  });
+}
+
 bool trains_adapters_alone(const ModelShape& shape) {
   bool alone = shape.trained.adapter.rank > 0;
   for_each_parameter(shape, [&](const ParameterShape& p) { alone = alone && (p.low_rank || !p.trains); });

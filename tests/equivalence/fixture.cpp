@@ -16,11 +16,11 @@
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/checkpoint/safetensors.h"
 #include "espalier/config/model_config.h"
+#include "espalier/config/model_families.h"
 #include "espalier/device/host_values.h"
 #include "espalier/device/scalar_type.h"
 #include "espalier/forecast/memory_model.h"
 #include "espalier/ops/cpu/attention/attention.h"
-#include "espalier/config/model_families.h"
 #include "espalier/shape/trained_parameters.h"
 #include "espalier/train/training_data.h"
 #include "tests/support/layers.h"
@@ -251,8 +251,8 @@ ModelShape tiny_shape(const std::string& family, std::int64_t vocabulary) {
     return shape;
   }
   // Norms behind the halves of blocks.
-  for (const auto& [words, place] : {std::pair<std::string, NormPlace>{"-after", NormPlace::after},
-                                     {"-both", NormPlace::both}}) {
+  for (const auto& [words, place] :
+       {std::pair<std::string, NormPlace>{"-after", NormPlace::after}, {"-both", NormPlace::both}}) {
     if (!family.ends_with(words)) continue;
     ModelShape shape = tiny_shape(family.substr(0, family.size() - words.size()), vocabulary);
     set_norm_place(shape, place);
@@ -295,9 +295,10 @@ ModelShape tiny_shape(const std::string& family, std::int64_t vocabulary) {
   if (family.starts_with("qwen3-next")) {
     RecurrenceShape states{2, 4, 6, 5, 4, true};
     states.by_key_head = family != "qwen3-next-plain";
-    set_delta_rule(shape, states, family == "qwen3-next-last"  ? std::vector<int>{1, 0, 1}
-                                  : family == "qwen3-next-all" ? std::vector<int>{1, 1, 1}
-                                                               : std::vector<int>{1, 1, 0});
+    set_delta_rule(shape, states,
+                   family == "qwen3-next-last"  ? std::vector<int>{1, 0, 1}
+                   : family == "qwen3-next-all" ? std::vector<int>{1, 1, 1}
+                                                : std::vector<int>{1, 1, 0});
     if (family == "qwen3-next-moe") add_experts(shape, "qwen3-moe");
   } else if (family.starts_with("qwen3-moe")) {
     add_experts(shape, family);

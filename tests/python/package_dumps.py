@@ -97,7 +97,7 @@ def verifiers(folder):
         nodes = [MessageNode(message=UserMessage(content="x"), token_ids=PROMPT, mask=[False] * 3),
                  MessageNode(parent=0, sampled=True, message=AssistantMessage(content="y"), token_ids=response, mask=[bool(m) for m in mask], logprobs=kept,
                              trainer_logprobs=[lp for lp, counts in zip(OLD[at], mask) if counts], advantages=[advantage] * len(kept))]
-        made = verifiers_trace(nodes, rewards={"right": Reward(score=1.0 - at)}, ok=True, is_completed=True)
+        made = verifiers_trace(nodes, id=f"t{at}", rewards={"right": Reward(score=1.0 - at)}, ok=True, is_completed=True)
         write_episode(folder, Episode(task=made.task, traces=[made], group=GroupInfo(id="q"), ok=True, run=TrainRunInfo(id="r", work=TrainWorkInfo(step=5))))
 
 
@@ -142,14 +142,16 @@ _VERL = with_rewards([{**r, "group": "q", "step": 5, "temperature": .7, "old_log
                       for r, old, sampled in zip(BASE, OLD, SAMPLED)], 1.0, 0.0)
 _MASKED = lambda rows: [[lp if counts else 0.0 for lp, counts in zip(row, mask)] for row, mask in zip(rows, MASKS)]
 _ZEROED = [{**r, "advantage": [a * m for a, m in zip(r["advantage"], r["loss_mask"])]} for r in BASE]
+_OF_ART = [{**r, "advantage": [2 * a for a in r["advantage"]]} for r in _ZEROED]  # its packer divides by the mean of their sizes, 1/2
 # name: (module that must be importable, {file or "": records})
 PACKAGES = {
     "verl": ("verl", {name: _VERL for name in ("torch.pkl", "numpy.pkl", "queue.pt", "consolidated.pt")}),
-    "skyrl": ("skyrl", {"": [{**r, "group": "5:0", "step": 5, "old_logprobs": old, "rollout_logprobs": sampled, "routed_experts": routes, "kept_ids": kept}
+    "skyrl": ("skyrl", {"global_step_5_training_input.pkl": [{**r, "group": "5:0", "step": 5, "old_logprobs": old, "rollout_logprobs": sampled, "routed_experts": routes, "kept_ids": kept}
                              for r, old, sampled, routes, kept in zip(BASE, OLD, SAMPLED, ROUTES, KEPT)]}),
-    "art": ("art", {"": [{**r, "old_logprobs": lp, "rollout_logprobs": lp} for r, lp in zip(BASE, _MASKED(SAMPLED))]}),
+    "art": ("art", {"": [{**r, "old_logprobs": lp, "rollout_logprobs": lp} for r, lp in zip(_OF_ART, _MASKED(SAMPLED))]}),
     "verifiers": ("verifiers.v1", {"traces.jsonl": with_rewards([
-        {**r, "group": "q:agent", "step": 5, "old_logprobs": old, "rollout_logprobs": sampled} for r, old, sampled in zip(_ZEROED, _MASKED(OLD), _MASKED(SAMPLED))], 1.0, 0.0)}),
+        {**r, "group": "q:agent", "trajectory": f"t{at}", "step": 5, "old_logprobs": old, "rollout_logprobs": sampled}
+        for at, (r, old, sampled) in enumerate(zip(_ZEROED, _MASKED(OLD), _MASKED(SAMPLED)))], 1.0, 0.0)}),
     "harbor": ("harbor", {"trajectory.json": of_steps("s")}),
     "rllm": ("rllm", {"episode.json": of_steps("q:0:agent:0", group=["q:agent"] * 2, reward=[None, 1.0], advantage=[r["advantage"] for r in BASE])}),
 }

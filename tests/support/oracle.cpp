@@ -247,8 +247,7 @@ Tensor channel_delta_rule(const RecurrenceShape& s, double eps, const Weights& w
     out.push_back((state * qs[t].unsqueeze(2)).sum(1));
   }
   const Tensor gate = product(product(h, "g_a_proj"), "g_b_proj").view({n, H, D}).sigmoid();
-  return product((rms_norm(at::stack(out), w[p + "o_norm.weight"], eps) * gate).reshape({n, H * D}),
-                 "o_proj");
+  return product((rms_norm(at::stack(out), w[p + "o_norm.weight"], eps) * gate).reshape({n, H * D}), "o_proj");
 }
 
 testing::Recurrence replaced_delta_rule = nullptr;
@@ -307,7 +306,8 @@ Tensor attend(Tensor q, Tensor k, Tensor v, double scale, double soft_cap, std::
   q = q.transpose(0, 1);
   k = k.repeat_interleave(each, 1).transpose(0, 1);
   v = v.repeat_interleave(each, 1).transpose(0, 1);
-  Tensor scores = at::matmul(q, k.transpose(1, 2)) * (scale > 0 ? scale : 1 / std::sqrt(static_cast<double>(q.size(2))));
+  Tensor scores =
+      at::matmul(q, k.transpose(1, 2)) * (scale > 0 ? scale : 1 / std::sqrt(static_cast<double>(q.size(2))));
   if (soft_cap > 0) scores = (scores / soft_cap).tanh() * soft_cap;
   Tensor hidden = at::ones({n, n}, at::kBool).triu(1);
   if (window > 0) hidden = hidden.logical_or(at::ones({n, n}, at::kBool).tril(-window));
@@ -365,7 +365,8 @@ Tensor attention(const ModelShape& shape, const AttentionShape& s, const Weights
 }
 
 // What a layer's mixer adds to the rows, from its input h [n, M].
-Tensor mixed_rows(const ModelShape& shape, const Mixer& mixer, const Weights& w, const Tensor& h, const std::string& p) {
+Tensor mixed_rows(const ModelShape& shape, const Mixer& mixer, const Weights& w, const Tensor& h,
+                  const std::string& p) {
   const std::string a = p + "self_attn.";
   const double eps = shape.rms_norm_eps;
   const auto projected = [&](const Tensor& rows) {

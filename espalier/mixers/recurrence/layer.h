@@ -19,7 +19,7 @@ inline const Recurrence& recurrence_of(const LayerContext& context) {
   return static_cast<const Recurrence&>(*context.own.mixer);
 }
 
-// What the forward saves.
+// The tensors that the forward saves.
 struct RecurrenceTensors {
   RecurrenceTensors(const LayerContext& context, const SavedBuffers& saved);
 

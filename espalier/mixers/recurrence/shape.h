@@ -1,4 +1,4 @@
-// What the recurrent kinds have in common: rows pass a state on, behind a short convolution (ops/delta_rule.h). The
+// The common part of the recurrent kinds: rows pass a state on, behind a short convolution (ops/delta_rule.h). The
 // folders of the kinds say how a row is projected and which parameters there are.
 //
 // Hk key heads of dk channels, Hv value heads of dv channels.

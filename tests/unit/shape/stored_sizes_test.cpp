@@ -1,6 +1,6 @@
 // Sizes that config.json leaves out and the tensors say.
-#include "espalier/config/model_config.h"
 #include "espalier/config/stored_sizes.h"
+#include "espalier/config/model_config.h"
 
 #include <gtest/gtest.h>
 #include <stdlib.h>
