@@ -15,7 +15,8 @@ from espalier.megatron.layout import agree, layout_of
 from espalier.megatron.plain import PlainStep
 from espalier.megatron.routers import RouterStep
 from espalier.megatron.shape import shape_of, vocabulary_of
-from espalier.megatron.step import Step, inner_of
+from espalier.megatron.schedule import inner_of
+from espalier.megatron.step import Step
 from espalier.rows.rollouts import Rollouts
 
 
