@@ -43,10 +43,12 @@ bool read_eos(const std::filesystem::path& file, std::vector<std::int32_t>& out)
   return true;
 }
 
-double mean_reward(std::span<const Rollout> rollouts) {
+// Over trajectories, whose records repeat it.
+double mean_reward(const Generated& generated) {
   double sum = 0;
-  for (const Rollout& rollout : rollouts) sum += *rollout.reward;
-  return sum / static_cast<double>(rollouts.size());
+  for (std::size_t i = 0; i < generated.rollouts.size(); ++i)
+    if (i == 0 || generated.trajectory[i] != generated.trajectory[i - 1]) sum += *generated.rollouts[i].reward;
+  return sum / static_cast<double>(generated.report.responses);
 }
 
 // What ranks must have the same of.
@@ -75,6 +77,7 @@ SamplingSettings sampling_settings(const Options& options) {
   settings.max_num_seqs = options.max_num_seqs;
   settings.token_budget = options.token_budget;
   settings.most_turns = options.turns;
+  settings.renders = options.observations == ObservationForm::render;
   settings.seed = static_cast<std::uint64_t>(options.seed);
   return settings;
 }
@@ -83,6 +86,9 @@ void check_environment(const Options& options) {
   if (options.env.empty() && options.turns > 1)
     throw OptionError({"--turns", "--env, a Python file with a class Environment", "none",
                        "give --env FILE.py (docs/agents.md), or leave --turns out"});
+  if (options.env.empty() && options.observations == ObservationForm::render)
+    throw OptionError({"--observations", "--env, a Python file with a class Environment", "none",
+                       "give --env FILE.py (docs/agents.md), or leave --observations out"});
   if (options.env.empty()) return;
   if (!options.reward.empty())
     throw OptionError({"--reward", "no reward function with --env, whose step gives the rewards", options.reward,
@@ -184,7 +190,7 @@ GeneratedRecords generate_records(const Options& options, Progress& progress, co
       unrewarded = error.text();
     }
   }
-  if (environment && !generated.failure) out.reward = mean_reward(rollouts);
+  if (environment && !generated.failure) out.reward = mean_reward(generated);
   for (const Rollout& rollout : rollouts) writer->write(rollout);
   writer->finish();
   if (unrewarded) {

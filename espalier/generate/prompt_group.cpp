@@ -64,6 +64,11 @@ void PromptGroup::remove(std::int64_t response) {
   place_of_.erase(response);
 }
 
+bool PromptGroup::keep_first(std::int64_t response, std::int64_t rows) {
+  if (states_ == 0) packing_.keep_first(response, rows);
+  return states_ == 0;
+}
+
 RowGroup PromptGroup::append_prompt(std::int64_t begin, std::int64_t end) const {
   RowGroup group;
   group.own_row.resize(static_cast<std::size_t>(end - begin));
@@ -95,11 +100,12 @@ RowGroup PromptGroup::append_step() {
         response_depth_[static_cast<std::size_t>(row)] += row - run.begin;
     group.depth = response_depth_;
   }
+  std::int64_t first = 0;
   for (const RowPacking::Run& run : packing_.runs()) {
-    if (states_ == 0) break;
+    if (states_ == 0 || run.more == 0) continue;
     const at::Tensor& own_N = response_N_[place_of_.at(run.owner)];
-    const auto row = static_cast<std::int64_t>(group.runs.size());
-    group.runs.push_back({row, row + 1, run.count == 1 ? prompt_N_ : own_N, own_N});
+    group.runs.push_back({first, first + run.more, run.count == run.more ? prompt_N_ : own_N, own_N});
+    first += run.more;
   }
   group.own = &responses_;
   group.path = &prompt_;

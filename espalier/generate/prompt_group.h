@@ -32,6 +32,9 @@ class PromptGroup {
 
   void add(std::int64_t response);
   void remove(std::int64_t response);
+  // Drops the response's rows behind its first `rows`. False, and nothing changes, if its rows carry states, which
+  // cannot go back.
+  bool keep_first(std::int64_t response, std::int64_t rows);
   // Responses that have rows, in the order of those rows.
   std::span<const RowPacking::Run> responses() const { return packing_.runs(); }
   // Sets the number of rows that append_step adds to the response of run `run`: 1 by default; 0: the response waits.

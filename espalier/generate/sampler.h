@@ -45,6 +45,7 @@ struct SamplingSettings {
   std::uint64_t seed = 0;
   Turns* turns = nullptr;       // null: a response is one turn
   std::int64_t most_turns = 1;  // of a trajectory
+  bool renders = false;         // --observations render: `turns` may answer with histories
   bool kept_sets = false;       // log-probs are over what top_k and top_p keep, which rollouts record
   bool share_prompts = true;    // false: the prompt is computed and held for every response (the comparison)
 };
@@ -71,6 +72,7 @@ struct GenerateReport {
 
 struct Generated {
   std::vector<Rollout> rollouts;
+  std::vector<std::int64_t> trajectory;  // one per rollout: the response that it is a record of
   GenerateReport report;
   std::optional<ErrorText> failure;  // of `turns`; `rollouts` has the tokens that were sampled before it
 };
@@ -89,6 +91,12 @@ std::int64_t positions_needed(const ModelShape& shape, std::span<const Prompt> p
 // most kStepsAhead steps after the request, at steps that do not depend on their duration. A failure of `turns` ends
 // the sampling of its rank; unfinished trajectories are then cut ("abort"). Every rank is told the failure of the first
 // rank that has one.
+//
+// An answer of `turns` may be a history, which replaces the trajectory's tokens. If it begins with them, only the rest
+// is new. Otherwise the record ends ("finish_reason": "render"), and the trajectory goes on in a further one, whose
+// prompt_ids are the history. Keys and values of the tokens that both have in common stay, unless the history differs
+// inside the prompt or the model has recurrent layers. With `renders`, records have `trajectory` and `turn`, the
+// index of their first turn; a trajectory's records follow each other.
 //
 // rollout_logprobs are log-softmax(logits / temperature) over the whole vocabulary, before top-k and top-p, as training
 // computes them. At temperature 0 they are those of temperature 1, and the record's temperature is 1. With kept_sets,

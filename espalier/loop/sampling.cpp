@@ -46,6 +46,16 @@ std::string text_of_member(const Json& object, const char* name) {
   return object[name].is_string() ? object[name].get<std::string>() : object[name].dump();
 }
 
+// The records of each trajectory, which follow each other.
+std::vector<std::vector<std::int64_t>> records_of(std::span<const std::int64_t> trajectory) {
+  std::vector<std::vector<std::int64_t>> out;
+  for (std::size_t i = 0; i < trajectory.size(); ++i) {
+    if (i == 0 || trajectory[i] != trajectory[i - 1]) out.emplace_back();
+    out.back().push_back(static_cast<std::int64_t>(i));
+  }
+  return out;
+}
+
 Answer answer_of(const Rollout& rollout, const Judgement& judgement) {
   const Json carried = carried_fields(rollout);
   std::string expected = text_of_member(carried, "ground_truth");
@@ -97,7 +107,8 @@ Sampling::Scored Sampling::answer(std::vector<Prompt> prompts, const std::string
   Scored out;
   Generated generated = sampled(prompts, settings);
   out.rollouts = std::move(generated.rollouts), out.report = generated.report;
-  ESPALIER_INTERNAL_EQ(out.rollouts.size(), prompts.size() * static_cast<std::size_t>(settings.n));
+  out.trajectory = std::move(generated.trajectory);
+  ESPALIER_INTERNAL_EQ(out.report.responses, static_cast<std::int64_t>(prompts.size()) * settings.n);
   out.judgements = judge(out.rollouts);
   return out;
 }
@@ -148,20 +159,23 @@ SampledBatch Sampling::batch(std::int64_t index, std::int64_t drawn) {
     sampled_.seed = samples.fork(static_cast<std::uint64_t>(sampling)).bits();
     Scored scored = answer(std::move(prompts), text_of("batch ", index + 1, ", sampling ", sampling + 1), sampled_);
     add(generated, scored.report);
-    for (std::size_t i = 0; i < scored.rollouts.size(); ++i) {
-      Rollout& rollout = scored.rollouts[i];
-      const Judgement& judgement = scored.judgements[i];
-      rollout.reward = judgement.reward;
-      if (rollout.reward) {
-        *rollout.reward += overlong_penalty(rollout.response_length(), options_.max_response_length,
-                                            options_.overlong_buffer_len, options_.overlong_penalty_factor);
-        out.reward += *rollout.reward, judged += 1;
+    for (const std::vector<std::int64_t>& records : records_of(scored.trajectory)) {
+      std::int64_t length = 0;  // of all records of the trajectory
+      for (const std::int64_t i : records) length += scored.rollouts[static_cast<std::size_t>(i)].response_length();
+      const auto last = static_cast<std::size_t>(records.back());
+      const Judgement& judgement = scored.judgements[last];
+      std::optional<double> reward = judgement.reward;
+      if (reward) {
+        *reward += overlong_penalty(length, options_.max_response_length, options_.overlong_buffer_len,
+                                    options_.overlong_penalty_factor);
+        out.reward += *reward, judged += 1;
       }
+      for (const std::int64_t i : records) scored.rollouts[static_cast<std::size_t>(i)].reward = reward;
       if (judgement.right) out.accuracy += *judgement.right, marked += 1;
-      out.mean_length += rollout.response_length();
-      out.longest = std::max<std::int64_t>(out.longest, rollout.response_length());
+      out.mean_length += static_cast<double>(length);
+      out.longest = std::max(out.longest, length);
       responses += 1;
-      if (i % static_cast<std::size_t>(sampled_.n) == 0) out.answers.push_back(answer_of(rollout, judgement));
+      if (scored.trajectory[last] % sampled_.n == 0) out.answers.push_back(answer_of(scored.rollouts[last], judgement));
     }
     if (options_.filter_groups)
       out.groups_dropped += keep_unequal_groups(std::move(scored.rollouts), options_.train_batch_size, out.rollouts);
@@ -191,16 +205,18 @@ std::optional<Evaluation> Sampling::evaluate() {
   Evaluation out;
   double judged = 0, marked = 0;
   if (questions_.environment())
-    out.mean_turns = static_cast<double>(scored.report.turns) / static_cast<double>(scored.rollouts.size());
-  for (std::size_t i = 0; i < scored.rollouts.size(); ++i) {
-    const Judgement& judgement = scored.judgements[i];
+    out.mean_turns = static_cast<double>(scored.report.turns) / static_cast<double>(scored.report.responses);
+  for (const std::vector<std::int64_t>& records : records_of(scored.trajectory)) {
+    const auto last = static_cast<std::size_t>(records.back());
+    const Judgement& judgement = scored.judgements[last];
     if (judgement.right) out.accuracy += *judgement.right, marked += 1;
     if (judgement.reward) out.reward += *judgement.reward, judged += 1;
-    out.mean_length += scored.rollouts[i].response_length();
-    out.answers.push_back(answer_of(scored.rollouts[i], scored.judgements[i]));
+    for (const std::int64_t i : records)
+      out.mean_length += scored.rollouts[static_cast<std::size_t>(i)].response_length();
+    out.answers.push_back(answer_of(scored.rollouts[last], judgement));
   }
   out.accuracy /= std::max(marked, 1.0), out.reward /= std::max(judged, 1.0);
-  out.mean_length /= static_cast<double>(scored.rollouts.size());
+  out.mean_length /= static_cast<double>(scored.report.responses);
   return out;
 }
 

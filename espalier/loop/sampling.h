@@ -69,6 +69,7 @@ class Sampling {
  private:
   struct Scored {
     std::vector<Rollout> rollouts;
+    std::vector<std::int64_t> trajectory;  // of each rollout, as Generated has it
     GenerateReport report;
     std::vector<Judgement> judgements;
   };

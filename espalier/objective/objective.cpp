@@ -16,10 +16,8 @@
 
 namespace espalier {
 
-namespace {
-
-// What of a sequence's own log-probs enters its tokens' losses as a constant. Means and sums are over its loss tokens,
-// each counted by its share.
+// Constants in the losses of a sequence's tokens that follow from its own log-probs. Means and sums are over its loss
+// tokens, each counted by its share.
 struct SequenceConstants {
   double mean_log_ratio = 0;  // of lp - old
   double sum_log_ratio = 0;   // of lp - old and the log of the token's weight, each clamped (vespo)
@@ -28,6 +26,8 @@ struct SequenceConstants {
   double ratio_gradient = 0;  // of the policy loss, where the sequence's tokens share one ratio: mean of the weighted
   bool off_policy = false;    // --off-policy-threshold
 };
+
+namespace {
 
 void require_series(const Rollout& rollout, const std::vector<double>& series, const char* field,
                     const std::string& option, const char* remedy) {

@@ -72,7 +72,7 @@ void set_threshold(RejectionRule& rule, const std::string& text) {
 
 double divergence_of(Divergence divergence, double old, double sampled) {
   constexpr double kBound = 20;  // verl's, whatever --log-ratio-bound is
-  const double d = std::isnan(sampled) ? 0 : std::clamp(old - sampled, -kBound, kBound);
+  const double d = std::clamp(old - sampled, -kBound, kBound);
   switch (divergence) {
     case Divergence::k1:
       return -d;
@@ -98,7 +98,8 @@ class Rejection {
     for (std::size_t k = 0; k < tokens_.size(); ++k) {
       const Rollout& rollout = at(tokens_[k].rollout);
       const std::size_t t = tokens_[k].position;
-      const double number = divergence_of(rule.divergence, rollout.old_logprobs[t], rollout.sampled_logprob(t, rollout.old_logprobs[t]));
+      const double number =
+          divergence_of(rule.divergence, rollout.old_logprobs[t], rollout.sampled_logprob(t, rollout.old_logprobs[t]));
       if (rule.over == DivergenceOver::token) rejected_[k] |= !rule.keeps(number);
       const double share = rollout.loss_share(t);
       sum += share * number, count += share, maximum = std::max(maximum, number);

@@ -197,8 +197,7 @@ TEST(AdapterFlops, AreTwoThirdsOfAFullUpdateAndTheAdaptersOwn) {
   const ModelShape adapted =
       train_only(shape, TrainedChoice("all", AdapterChoice{.rank = 16, .modules = {}, .directory = {}}));
   std::int64_t low_rank = 0;
-  for (std::int64_t layer = 0; layer < shape.layers(); ++layer)
-    low_rank += adapted_parameters(adapted, layer).low_rank();
+  for (const LayerShape& layer : adapted.layer) low_rank += layer_parameters(adapted, layer).low_rank();
   EXPECT_NEAR(both(adapted), 2.0 / 3 * both(shape) + 8.0 * 1000 * static_cast<double>(low_rank), 1e-9 * both(shape));
 }
 

@@ -20,6 +20,10 @@ std::vector<std::string> families_with_latents() {
   return out;
 }
 
+const LayerShape& layer_of_latents(const ModelShape& shape) {
+  return *std::ranges::find_if(shape.layer, [](const LayerShape& layer) { return layer.mixer->narrows_path(); });
+}
+
 Case latents_of(const std::string& family) {
   Case c;
   c.family = family;
@@ -41,7 +45,8 @@ void expect_predicted(const Case& c, DType dtype, std::int64_t most_above) {
   const GradientReport report = run_case(c, dtype).report;
   const PhasePeaks predicted = predicted_arena_bytes(c, report.plan, dtype), &taken = report.arena_bytes;
   const ModelShape shape = shape_of(c);
-  const PathBuffers layer({shape, element_bytes(dtype), false}, report.plan.max_path_rows, true, true);
+  const PathBuffers layer({{shape, element_bytes(dtype), false}, layer_of_latents(shape)}, report.plan.max_path_rows,
+                          true, true);
   for (const auto& [name, phase] : {std::pair("A", &PhasePeaks::a), {"B", &PhasePeaks::b}, {"C", &PhasePeaks::c}}) {
     const bool may_sleep = phase == &PhasePeaks::b && report.plan.path.sleeps();
     EXPECT_LE(taken.*phase, predicted.*phase) << "phase " << name;
@@ -99,10 +104,8 @@ TEST_P(PathLatents, AreWhatTheStoreHolds) {
     const StepPlan plan = run_case(c, DType::float32).report.plan;
     EXPECT_EQ(plan.path.state(), c.options.path_state);
     const ModelShape shape = tiny_shape(GetParam());
-    const LayerShape& layer =
-        *std::ranges::find_if(shape.layer, [](const LayerShape& l) { return l.mixer->narrows_path(); });
     std::int64_t pages = 0, widths = 0;  // values and sums in 4 bytes each, every buffer begins at a page
-    for (const PathKind& kind : layer.mixer->path_kinds(plan.path.latents)) {
+    for (const PathKind& kind : layer_of_latents(shape).mixer->path_kinds(plan.path.latents)) {
       pages += 2 * ((plan.max_path_rows * kind.width * 4 + 4095) / 4096);
       widths += kind.width;
     }

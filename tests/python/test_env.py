@@ -103,6 +103,18 @@ def test_the_length_bounds_the_whole_trajectory(longest, espalier, model, tmp_pa
         assert len(record["turn_rewards"]) == record["turns"] == len(turns_of(record)[0]), "the cut turn is rewarded, too"
 
 
+def test_recurrent_layers_read_observations_of_several_tokens(espalier, tmp_path):
+    model = make_text_model(tmp_path / "model", word_tokenizer(WORDS), kind="Qwen3Next", num_hidden_layers=4, num_experts=4, num_experts_per_tok=2,
+                            moe_intermediate_size=16, shared_expert_intermediate_size=16, linear_num_key_heads=2, linear_num_value_heads=2,
+                            linear_key_head_dim=8, linear_value_head_dim=8)
+    records, _ = generate(espalier, model, tmp_path, ENVIRONMENT, "--dtype", "float64", turns=4)
+    truth = oracle.score(oracle.load_model(model, torch.float64), records)[0]
+    assert max(mask.count(0) for mask in (record["loss_mask"] for record in records)) >= 3, "the case has observations of several tokens"
+    for record, exact in zip(records, truth, strict=True):
+        for mask, found, own in zip(record["loss_mask"], record["rollout_logprobs"], exact, strict=True):
+            assert not mask or abs(found - own) < 1e-12
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_log_probs_are_those_of_score_and_of_the_oracle(dtype, espalier, model, tmp_path):
     records, _ = generate(espalier, model, tmp_path, ENVIRONMENT, "--dtype", dtype)

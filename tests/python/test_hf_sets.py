@@ -99,7 +99,7 @@ def test_without_sets_a_loss_sees_what_a_wave_holds():
 
 @pytest.mark.parametrize("field, value, words", [("branch", "b", "shared_tokens"), ("loss_unit", "trajectory", "sets")])
 def test_rollouts_whose_records_share_tokens_or_sequences_are_refused(field, value, words):
-    model = make("llama").double()
+    model = make("Llama")
     rollouts = [dict(rollout) for rollout in ROLLOUTS]
     rollouts[2][field] = value
     with pytest.raises(espalier.Unsupported, match=rf"rollouts\[2\]\['{field}'\].*{words}"):

@@ -39,7 +39,7 @@ TEST(ParameterTable, NamesALlamaAsHuggingFaceDoes) {
 TEST(ParameterTable, PlacesTogetherWhatOneProductReads) {
   ModelShape shape = llama_shape();
   shape.mlp_bias = true;
-  change_attention(shape, [](AttentionShape& a, std::size_t) { a.qkv_bias = a.output_bias = true; });
+  testing::change_attention(shape, [](AttentionShape& a, std::size_t) { a.qkv_bias = a.output_bias = true; });
   const ParameterTable table(shape);
   const auto follows = [&](const std::string& first, const std::string& second) {
     const Parameter& a = table.at("model.layers.1." + first);
@@ -58,11 +58,12 @@ TEST(ParameterTable, FollowsTheFlagsOfAFamily) {
   ModelShape shape = llama_shape();
   EXPECT_FALSE(ParameterTable(shape).contains("model.layers.0.self_attn.q_proj.bias"));
   EXPECT_FALSE(ParameterTable(shape).contains("model.layers.0.self_attn.q_norm.weight"));
-  change_attention(shape, [](AttentionShape& a, std::size_t) { a.qkv_bias = true; });
+  testing::change_attention(shape, [](AttentionShape& a, std::size_t) { a.qkv_bias = true; });
   EXPECT_TRUE(ParameterTable(shape).contains("model.layers.0.self_attn.v_proj.bias"));
   EXPECT_FALSE(ParameterTable(shape).contains("model.layers.0.self_attn.o_proj.bias"));
-  change_attention(shape, [](AttentionShape& a, std::size_t) { a.qk_norm = true; });
-  EXPECT_EQ(ParameterTable(shape).at("model.layers.0.self_attn.k_norm.weight").count, attention_of(shape).head_dim);
+  testing::change_attention(shape, [](AttentionShape& a, std::size_t) { a.qk_norm = true; });
+  EXPECT_EQ(ParameterTable(shape).at("model.layers.0.self_attn.k_norm.weight").count,
+            testing::attention_of(shape).head_dim);
   const std::int64_t untied = ParameterTable(shape).size();
   shape.tied_head = true;
   EXPECT_FALSE(ParameterTable(shape).contains("lm_head.weight"));

@@ -38,7 +38,7 @@ TEST_F(WriteModel, RoundTripsBitForBitInEveryDtypeAndShardSize) {
         SCOPED_TRACE(text_of(name_of(dtype), " shards of ", shard_bytes, tied ? " tied" : " untied"));
         ModelShape shape = llama_shape();
         shape.tied_head = tied;
-        change_attention(shape, [](AttentionShape& a, std::size_t) { a.qkv_bias = a.qk_norm = true; });
+        testing::change_attention(shape, [](AttentionShape& a, std::size_t) { a.qkv_bias = a.qk_norm = true; });
         table = ParameterTable(shape);
         fs::remove_all(target);
         const std::vector<std::byte> values = bits(dtype);

@@ -101,6 +101,18 @@ TEST(Flops, OfLatentsThatAreHeldHaveNoWeightGradient) {
   EXPECT_NEAR(added("kv_b_proj"), L * 2 * 100 * 12 * H * 18, 1e-6);
 }
 
+// Projections of recurrent layers have weight gradients beside held ones, too.
+TEST(Flops, OfRecurrentLayersThatTrainAloneHaveTheirWeightGradients) {
+  ModelShape shape = testing::tiny_shape();
+  RecurrenceShape states;
+  states.key_heads = 2, states.value_heads = 4, states.key_dim = 6, states.value_dim = 5, states.kernel = 4;
+  testing::set_delta_rule(shape, states, {1, 1, 1});
+  const Work work{100, 7000, 100, 7000};
+  const auto layers = [&](const char* words) { return backward_flops(train_only(shape, words), work).layers; };
+  const double added = layers("norms,embeddings,model[.]layers[.].*linear_attn.*") - layers("norms,embeddings");
+  EXPECT_NEAR(added, 3 * 2 * 100 * static_cast<double>(shape.hidden) * (44 + 20 + 8 + 20), 1e-6);
+}
+
 // One product for the gradient of an input, another for a weight's where it trains; nothing below the first layer that
 // trains.
 TEST(Flops, OfHeldParametersHaveNoWeightGradientAndNoBackwardBelowThem) {

@@ -100,7 +100,7 @@ TEST(GatheredWeights, AreWholeAtTheirStop) {
         if (stop.kind == Stop::Kind::final_norm) expect_whole(views.final_norm_M, "final norm");
         if (!stop.is_layer()) return;
         const LayerViews& layer = views.layers[static_cast<std::size_t>(stop.unit)];
-        expect_whole(layer.attention_norm_M, "norm before attention");
+        expect_whole(layer.mixer_norm_M, "norm before attention");
         expect_whole(layer.mlp_norm_M, "norm before the MLP");
         ++layers;
       });

@@ -9,6 +9,7 @@
 #include <set>
 
 #include "espalier/base/error.h"
+#include "espalier/mixers/attention/shape.h"
 #include "espalier/mixers/latent_attention/shape.h"
 #include "tests/unit/plan/shapes.h"
 

@@ -102,8 +102,8 @@ TEST(LocalShape, KeyValueHeadsFewerThanRanksAreHeldByNeighbours) {
   const ModelShape shape = with_odd_sizes();  // 2 of them
   const Degrees degrees{.tp = 8};
   const PartParameters mixer = layer_parameters(shape, shape.at(0)).mixer;
-  const ProjectionShape &query_weight = mixer.products[Attention::query].parts[0],
-                        &key_weight = mixer.products[Attention::key_value].parts[0];
+  const ProjectionShape &query_weight = mixer.products()[Attention::query].parts[0],
+                        &key_weight = mixer.products()[Attention::key_value].parts[0];
   for (std::int64_t rank = 0; rank < 8; ++rank) {
     const LocalShape local(shape, degrees, place_of(rank, degrees));
     EXPECT_EQ(testing::attention_of(local.own()).heads, 1);
@@ -130,7 +130,7 @@ TEST(LocalShape, SizesThatRanksDoNotDivideArePaddedOnTheLastOne) {
   EXPECT_EQ(last.vocabulary(), (LocalShape::Range{39, 50}));
   EXPECT_EQ(last.own().at(0).inner, 11);
   const Side inner = layer_parameters(with_odd_sizes(), with_odd_sizes().at(0))
-                         .mlp.products[DenseProductNumbers::gate_up]
+                         .mlp.products()[DenseProductNumbers::gate_up]
                          .parts[0]
                          .out;
   EXPECT_TRUE(last.shard(parameter_of("gate", {inner, {16}}))->padded());

@@ -88,8 +88,8 @@ TEST(ModelShape, CountsPublishedParameters) {
 }
 
 TEST(ModelShape, KnowsWhatAFamilyAdds) {
-  EXPECT_TRUE(model_shape_of(qwen2_config(), "").qkv_bias);
-  EXPECT_FALSE(model_shape_of(qwen2_config(), "").output_bias);
+  EXPECT_TRUE(attention_of(qwen2_config()).qkv_bias);
+  EXPECT_FALSE(attention_of(qwen2_config()).output_bias);
   EXPECT_TRUE(attention_of(qwen3_config()).qk_norm);
   EXPECT_FALSE(attention_of(qwen3_config()).qkv_bias);
   EXPECT_FALSE(attention_of(llama_config()).qk_norm);
@@ -108,11 +108,11 @@ TEST(ModelShape, ReadsRopeParametersOfEitherForm) {
   nested.erase("rope_scaling");
   nested.erase("rope_theta");
   nested["rope_parameters"] = rope;
-  EXPECT_EQ(model_shape_of(nested, "").rope_theta, 250000);
-  EXPECT_TRUE(model_shape_of(nested, "").has_rope_scaling);
+  EXPECT_EQ(attention_of(nested).rope.theta, 250000);
+  EXPECT_TRUE(attention_of(nested).rope.has_scaling);
   nested["rope_parameters"] = {{"full_attention", rope}};
-  EXPECT_EQ(model_shape_of(nested, "").rope_theta, 250000);
-  EXPECT_EQ(model_shape_of(nested, "").rope_scaling.factor, 8);
+  EXPECT_EQ(attention_of(nested).rope.theta, 250000);
+  EXPECT_EQ(attention_of(nested).rope.scaling.factor, 8);
 }
 
 TEST(ModelShape, ReadsTheNumberOfExpertsUnderEitherName) {
@@ -356,9 +356,9 @@ TEST(ModelShape, PlacesWindows) {
   EXPECT_NE(message<InputError>(mistral).find("sliding_window"), std::string::npos);
   mistral["sliding_window"] = 128;
   mistral.erase("num_key_value_heads");
-  EXPECT_EQ(model_shape_of(mistral, "").kv_heads, 8);
+  EXPECT_EQ(attention_of(mistral).kv_heads, 8);
   mistral["num_key_value_heads"] = nullptr;
-  EXPECT_EQ(model_shape_of(mistral, "").kv_heads, 32);
+  EXPECT_EQ(attention_of(mistral).kv_heads, 32);
 
   Json moe = qwen3_moe_config();
   EXPECT_EQ(windows(moe).first, 0);
