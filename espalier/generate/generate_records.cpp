@@ -8,11 +8,10 @@
 #include <filesystem>
 
 #include "espalier/base/error.h"
-#include "espalier/base/json.h"
 #include "espalier/base/units.h"
-#include "espalier/checkpoint/json_file.h"
 #include "espalier/config/model_config.h"
 #include "espalier/config/rope_config.h"
+#include "espalier/generate/end_tokens.h"
 #include "espalier/generate/environment_turns.h"
 #include "espalier/generate/prompts_file.h"
 #include "espalier/parallel/agreement.h"
@@ -27,21 +26,6 @@
 
 namespace espalier {
 namespace {
-
-// eos_token_id of one file; false where it has none.
-bool read_eos(const std::filesystem::path& file, std::vector<std::int32_t>& out) {
-  if (!std::filesystem::exists(file)) return false;
-  const Json config = read_json_object(file);
-  const auto eos = config.find("eos_token_id");
-  if (eos == config.end() || eos->is_null()) return false;
-  for (const Json& id : eos->is_array() ? *eos : Json::array({*eos})) {
-    if (!id.is_number_integer() || id < 0 || id > std::numeric_limits<std::int32_t>::max())
-      throw InputError({file.string() + ": eos_token_id", "a token id or a list of them", eos->dump(),
-                        "or give the tokens that end a response with --stop-ids"});
-    out.push_back(id.get<std::int32_t>());
-  }
-  return true;
-}
 
 // Over trajectories, whose records repeat it.
 double mean_reward(const Generated& generated) {
@@ -98,8 +82,7 @@ void check_environment(const Options& options) {
 std::vector<std::int32_t> stop_ids(const Options& options, std::int64_t vocabulary, const Tokenizer* tokenizer) {
   std::vector<std::int32_t> ids;
   if (options.stop_ids.empty()) {
-    const std::filesystem::path model = options.model;
-    if (!read_eos(model / "generation_config.json", ids)) read_eos(model / "config.json", ids);
+    ids = model_end_tokens(options.model);
     const std::optional<std::int32_t> eos = tokenizer ? tokenizer->eos() : std::nullopt;
     if (eos && std::ranges::find(ids, *eos) == ids.end()) ids.push_back(*eos);
     return ids;

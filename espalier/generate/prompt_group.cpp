@@ -50,6 +50,15 @@ PromptGroup::PromptGroup(const ModelShape& shape, at::ScalarType dtype, std::int
   }
 }
 
+void PromptGroup::take_rows(const PromptGroup& other, std::int64_t rows) {
+  for (std::int64_t layer = 0; layer < layers_; ++layer) {
+    const std::vector<at::Tensor> from = other.prompt_.rows_of(layer), to = prompt_.rows_of(layer);
+    for (std::size_t kind = 0; kind < to.size(); ++kind)
+      if (to[kind].defined())
+        memory_.device().operations().convert(from[kind].narrow(0, 0, rows), to[kind].narrow(0, 0, rows));
+  }
+}
+
 void PromptGroup::add(std::int64_t response) {
   packing_.add(response);
   if (states_ == 0) return;

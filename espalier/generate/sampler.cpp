@@ -123,16 +123,6 @@ void Generation::make_prompts(std::span<const Prompt> prompts) {
   }
 }
 
-// Steps have few rows: the weights are held as the kernels read them, where they stay in their place and memory allows.
-std::shared_ptr<void> hold_weights(const Decoder& decoder) {
-  if (decoder.gathering() != nullptr) return nullptr;
-  const ModelViews& views = decoder.weights();
-  std::vector<at::Tensor> weights{views.head_VM};
-  for (const LayerViews& layer : views.layers)
-    for_each_projection(layer, [&](const Projection& projection) { weights.push_back(projection.weight); });
-  return decoder.device().operations().hold_weights(weights, decoder.dtype(), decoder.device().free_bytes() / 4);
-}
-
 Generated Generation::run() {
   const at::AutoDispatchBelowADInplaceOrView unrecorded;  // as the passes of a step
   const std::shared_ptr<void> held = hold_weights(decoder_);

@@ -18,6 +18,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/device/arena.h"
+#include "espalier/generate/step_rows.h"
 #include "espalier/generate/turns.h"
 #include "espalier/model/decoder.h"
 #include "espalier/observe/progress.h"
@@ -26,8 +27,6 @@
 
 namespace espalier {
 
-// More rows at once do not make products faster.
-inline constexpr std::int64_t kMostDecoded = 1024, kMostPromptRows = 1024;
 // Decode steps of the other trajectories while some wait for their observations.
 inline constexpr std::int64_t kStepsAhead = 4;
 

@@ -4,7 +4,6 @@
 
 #include <cmath>
 
-#include "espalier/program/step_plan.h"
 #include "espalier/train/training_data.h"
 
 namespace espalier::testing {

@@ -6,7 +6,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 import types
 from pathlib import Path
 
@@ -51,11 +50,6 @@ def chosen_items(items, choice):
         names = set(choice.cases(f"{path.name}::{name}", [item.nodeid for item in several], product=several[0].get_closest_marker("product") is not None))
         kept.update(item for item in several if item.nodeid in names)
     return [item for item in items if item in kept]
-
-
-def pytest_runtest_setup(item):
-    if time.time() > float(os.environ.get("ESPALIER_STOP_AT", "inf")):  # tools/run_tests.py --seconds
-        pytest.skip("left out: the seconds of this run were over")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -204,3 +198,21 @@ def stories():
     if not directory.is_dir():
         pytest.skip("../shared/data/stories260K is absent")
     return directory
+
+
+@pytest.fixture(scope="module")
+def server(program, model_of, tmp_path_factory):
+    """A server of `espalier serve` in float64 with two tiny models, for clients of the tinker SDK."""
+    from serve_process import Server, without_proxies
+    without_proxies()
+    os.environ["TINKER_API_KEY"] = "tml-local"
+    made = Server(program, {"tiny/qwen3": model_of("qwen3_tied"), "tiny/llama": model_of("llama_untied")},
+                  "--dtype", "float64", "--state", tmp_path_factory.mktemp("state") / "state")
+    yield made
+    made.end()
+
+
+@pytest.fixture(scope="module")
+def service(server):
+    import tinker
+    return tinker.ServiceClient(base_url=server.url)
