@@ -12,7 +12,6 @@
 #include "bench/spread.h"
 #include "espalier/base/random.h"
 #include "espalier/grouping/prefix_tree.h"
-#include "espalier/mixers/attention/shape.h"
 #include "espalier/plan/planner.h"
 
 namespace {
@@ -24,11 +23,10 @@ using bench::now;
 ModelShape shape_of_8b() {
   ModelShape shape;
   shape.architecture = "Qwen3ForCausalLM";
-  shape.hidden = 4096;
+  shape.layers = 36, shape.hidden = 4096, shape.inner = 12288;
+  shape.heads = 32, shape.kv_heads = 8, shape.head_dim = 128;
   shape.vocabulary = 151936, shape.max_positions = 40960;
-  AttentionShape attention{.heads = 32, .kv_heads = 8, .head_dim = 128, .qk_norm = true};
-  attention.rope.theta = 1e6;
-  shape.layer = attention_layers(36, std::move(attention), 12288);
+  shape.rope_theta = 1e6, shape.qk_norm = true;
   return shape;
 }
 

@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <filesystem>
 #include <memory>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -18,10 +17,9 @@
 
 namespace espalier {
 
-// None: the response was not judged.
 struct Judgement {
-  std::optional<double> reward;  // before shaping
-  std::optional<double> right;   // what `accuracy` is the mean of
+  double reward = 0;  // before shaping
+  double right = 0;   // what `accuracy` is the mean of
 };
 
 // The place in a run at which prompts are drawn. It follows from the options and the run so far.

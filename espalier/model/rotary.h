@@ -17,7 +17,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "espalier/ops/rotation.h"
-#include "espalier/shape/rope.h"
+#include "espalier/shape/model_shape.h"
 
 namespace espalier {
 

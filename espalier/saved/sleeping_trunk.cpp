@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "espalier/base/error.h"
-#include "espalier/saved/spill_buffers.h"
+#include "espalier/forecast/memory_model.h"
 
 namespace espalier {
 

@@ -89,7 +89,7 @@ class LocalShape {
   struct Portion {
     std::int64_t parts = 1, index = 0;
   };
-  Portion portion(const Side& side) const;
+  Portion portion(Cut cut) const;
   void check_nf4_blocks() const;
 
   ModelShape whole_, own_;

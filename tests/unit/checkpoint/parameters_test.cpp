@@ -1,5 +1,4 @@
 // The table of parameters: names, shapes, neighbours, offsets.
-#include "tests/support/layers.h"
 #include "tests/unit/checkpoint/small_model.h"
 
 namespace espalier::test {
@@ -20,7 +19,7 @@ TEST(ParameterTable, HasGaplessAscendingOffsets) {
 
 TEST(ParameterTable, NamesALlamaAsHuggingFaceDoes) {
   ModelShape shape = llama_shape();
-  shape.layer.resize(1);
+  shape.layers = 1;
   const ParameterTable table(shape);
   std::vector<std::string> names;
   for (const Parameter& parameter : table.parameters()) names.push_back(parameter.name);
@@ -38,8 +37,7 @@ TEST(ParameterTable, NamesALlamaAsHuggingFaceDoes) {
 
 TEST(ParameterTable, PlacesTogetherWhatOneProductReads) {
   ModelShape shape = llama_shape();
-  shape.mlp_bias = true;
-  testing::change_attention(shape, [](AttentionShape& a, std::size_t) { a.qkv_bias = a.output_bias = true; });
+  shape.qkv_bias = shape.mlp_bias = shape.output_bias = true;
   const ParameterTable table(shape);
   const auto follows = [&](const std::string& first, const std::string& second) {
     const Parameter& a = table.at("model.layers.1." + first);
@@ -58,12 +56,11 @@ TEST(ParameterTable, FollowsTheFlagsOfAFamily) {
   ModelShape shape = llama_shape();
   EXPECT_FALSE(ParameterTable(shape).contains("model.layers.0.self_attn.q_proj.bias"));
   EXPECT_FALSE(ParameterTable(shape).contains("model.layers.0.self_attn.q_norm.weight"));
-  testing::change_attention(shape, [](AttentionShape& a, std::size_t) { a.qkv_bias = true; });
+  shape.qkv_bias = true;
   EXPECT_TRUE(ParameterTable(shape).contains("model.layers.0.self_attn.v_proj.bias"));
   EXPECT_FALSE(ParameterTable(shape).contains("model.layers.0.self_attn.o_proj.bias"));
-  testing::change_attention(shape, [](AttentionShape& a, std::size_t) { a.qk_norm = true; });
-  EXPECT_EQ(ParameterTable(shape).at("model.layers.0.self_attn.k_norm.weight").count,
-            testing::attention_of(shape).head_dim);
+  shape.qk_norm = true;
+  EXPECT_EQ(ParameterTable(shape).at("model.layers.0.self_attn.k_norm.weight").count, shape.head_dim);
   const std::int64_t untied = ParameterTable(shape).size();
   shape.tied_head = true;
   EXPECT_FALSE(ParameterTable(shape).contains("lm_head.weight"));
