@@ -209,7 +209,8 @@ def missing_libraries():
 def facts():
     import torch
 
-    from espalier.launch import TORCH
+    from espalier.launch import linked_torch
+    linked = linked_torch()
     told = {"python": sys.version.split()[0], "torch": torch.__version__, "torch_cuda": torch.version.cuda, "processors": os.cpu_count(),
             "kernel": platform.release(), "gpus": []}
     for name in ("transformers", "trl", "verl"):
@@ -225,8 +226,8 @@ def facts():
     told["missing_libraries"] = missing_libraries()
     print(json.dumps(told))
     wrong = [f"{name} misses {', '.join(found)}" for name, found in told["missing_libraries"].items()]
-    if not re.match(rf"{re.escape(TORCH)}(\D|$)", torch.__version__):
-        wrong.insert(0, f"torch {TORCH} is needed, this Python has {torch.__version__}")
+    if not re.match(rf"{re.escape(linked)}(\D|$)", torch.__version__):
+        wrong.insert(0, f"torch {linked} is needed, this Python has {torch.__version__}")
     if done.returncode != 0 and not wrong:
         wrong = [told["espalier"]]
     if wrong:
