@@ -20,7 +20,8 @@ constexpr std::array<std::string_view, 10> kTrlFormulas = {
     "token-count-epsilon", "entropy-agg-mode", "off-policy-threshold", "rollout-is-floor",   "decay-matrices-only"};
 
 // A command of each section of docs/options.md.
-constexpr std::array<std::pair<std::string_view, const char*>, 13> kExamples = {{
+constexpr std::array<std::pair<std::string_view, const char*>, 14> kExamples = {{
+    {"Server", "espalier serve --model M --port 8080 --memory-budget 24GiB"},
     {"Run", "espalier train --dtype bfloat16 --threads 16 --seed 1 --model M --rollouts r.jsonl --out OUT"},
     {"Input and output",
      "espalier train --model M --rollouts day1/ day2.jsonl.zst --out OUT --save-freq 10 --record TRACE"},

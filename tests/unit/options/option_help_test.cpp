@@ -45,7 +45,9 @@ TEST(OptionHelp, ShowsAVerbItsOwnHalfOfASharedMeaning) {
   EXPECT_EQ(meaning_for(out, 'o'), "what is written: a page");
   EXPECT_EQ(meaning_for(model, 't'), "Hugging Face model directory");
   EXPECT_EQ(meaning_for(model, 'b'), "Hugging Face model directory; config.json is enough");
-  EXPECT_EQ(meaning_for_all(model), "Hugging Face model directory; config.json is enough (plan, bench)");
+  EXPECT_EQ(meaning_for_all(model),
+            "Hugging Face model directory; config.json is enough (plan, bench); or NAME=DIR with the name that clients "
+            "give, once for each model (serve)");
   EXPECT_EQ(meaning_for_all(out),
             "what is written: a model directory (train, merge), records (score, generate), a run folder (grpo), a page "
             "(report), "

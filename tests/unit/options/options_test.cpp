@@ -64,7 +64,8 @@ TEST(OptionTable, FieldIsTheNameWithUnderscoresAndNoNameStandsTwice) {
 TEST(OptionTable, EveryOptionIsTakenByAVerb) {
   for (const OptionRow& row : option_rows()) {
     const std::string verbs = row.verbs;
-    EXPECT_TRUE(!verbs.empty() && verbs.find_first_not_of("icptsvrbglodaICPTSVRBGLODA", verbs[0] == '*') == verbs.npos)
+    EXPECT_TRUE(!verbs.empty() &&
+                verbs.find_first_not_of("icptsvrbglodaeICPTSVRBGLODAE", verbs[0] == '*') == verbs.npos)
         << row.name;
   }
 }
