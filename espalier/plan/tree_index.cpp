@@ -22,7 +22,7 @@ EdgeIndex::EdgeIndex(std::span<const Rollout> rollouts, bool all_logprobs, bool 
   }
 }
 
-// Whether the rollout's row `predicting`, counted from its first that predicts, has an edge.
+// True if the rollout's row `predicting`, counted from its first that predicts, has an edge.
 bool EdgeIndex::has_edge(std::int32_t index, std::int32_t predicting) const {
   if (whole_[index]) return true;
   const Rollout& rollout = rollouts_[index];

@@ -12,7 +12,7 @@ namespace espalier {
 // Adds the set of the next response token: `ids` in any order, repeated ones count once. Empty: no set.
 void add_kept_set(KeptSets& sets, std::span<const std::int32_t> ids);
 
-// Whether token `id` can be drawn at `position`.
+// True if token `id` can be drawn at `position`.
 bool keeps(const KeptSets& sets, std::size_t position, std::int32_t id);
 
 // The sets as JSON, the value of the field `kept_ids` (kept_sets_field.h).

@@ -31,7 +31,7 @@ std::string unescaped(std::string_view text) {
   return out;
 }
 
-// Whether the path fits a pattern whose * stand for one part each, which are added to `parts`.
+// True if the path fits a pattern. Each * of it stands for one part, which is added to `parts`.
 bool fits(std::string_view pattern, std::string_view path, std::vector<std::string>& parts) {
   parts.clear();
   while (!pattern.empty() && !path.empty()) {
