@@ -1,7 +1,7 @@
 # Everything a person types. The work is done by tools/setup.sh, CMake and tools/run_tests.py.
 #   JOBS=n      compile jobs (default: the processors of this machine)
 #   FILE=...    the files whose tests make t runs (default: those that git sees as changed)
-#   SWEEPS=K/8  a share of the tests other than that of the day (tools/test_tiers.py); all: every case, as make sweep
+#   SWEEPS=K/8  a share of the tests other than that of the day (tools/tiers.py); all: every case, as make sweep
 #   PYTHON=...  a Python whose torch is 2.10 to 2.15 (default: .venv, else one that is found, else .venv is made)
 
 SHELL := /bin/bash
@@ -16,7 +16,7 @@ GENERATOR = $$(if command -v ninja >/dev/null; then echo Ninja; else echo "Unix 
 # On a machine with a GPU's driver the CUDA library is a part of the program.
 CUDA_TARGET := $(if $(wildcard /dev/nvidiactl),espalier_cuda)
 
-.PHONY: all setup setup-tests configure configure-each t fast test sweep record cuda demo bench wheel check gpu-check gpu-bundle docs debug asan tsan clang clean help
+.PHONY: all setup setup-tests configure configure-each t fast test sweep record faults cuda demo bench wheel check gpu-check gpu-bundle docs debug asan tsan clang clean help
 .DEFAULT_GOAL := all
 
 all: setup configure  ## set-up and optimised build: build/espalier
@@ -50,7 +50,7 @@ fast: setup-tests configure  ## one case of every quick test: 3 minutes behind t
 	@"$(PYTHON_USED)" tools/run_tests.py --build $(BUILD) --tier fast
 
 test: setup-tests configure  ## the tests that need no accelerator, C++ and Python, long ones and many cases by the day: 8 minutes behind the build
-	@"$(PYTHON_USED)" tools/test_tiers.py $(SWEEPS) >/dev/null
+	@"$(PYTHON_USED)" tools/tiers.py $(SWEEPS) >/dev/null
 	@cmake --build $(BUILD) --parallel $(JOBS) $(if $(filter all,$(SWEEPS)),--target all sweep_tests)
 	@"$(PYTHON_USED)" tools/run_tests.py --build $(BUILD) --tier $(if $(filter all,$(SWEEPS)),sweep,test --sweeps "$(SWEEPS)")
 
@@ -60,6 +60,11 @@ sweep:  ## every case of every test, under every instruction set, deliberate fau
 record: configure-each  ## writes down which tests reach which file, and their seconds: tests/recording
 	@cmake --build $(each) --parallel $(JOBS) --target all sweep_tests espalier_entered_functions
 	@"$(PYTHON_USED)" tools/record_tests.py --build $(each)
+
+faults: setup-tests  ## which tier notices which deliberate fault, in tests/mutation/noticed.txt: about an hour
+	@cmake -G "$(GENERATOR)" -B $(BUILD)/faults -S . -DCMAKE_BUILD_TYPE=Release -DESPALIER_UNITY=OFF -DESPALIER_FAULTS=ON -DESPALIER_PYTHON="$(PYTHON_USED)"
+	@cmake --build $(BUILD)/faults --parallel $(JOBS)
+	@"$(PYTHON_USED)" tools/faults_by_tier.py --build $(BUILD)/faults
 
 cuda: setup configure  ## the library behind --device cuda, build/libespalier_cuda.so, where there is an nvcc
 	@cmake --build $(BUILD) --parallel $(JOBS) --target espalier_cuda
@@ -92,7 +97,7 @@ debug: setup  ## debug build in build/debug
 	@ESPALIER_PYTHON="$(PYTHON_USED)" cmake --preset debug && cmake --build --preset debug --parallel $(JOBS)
 
 asan: setup-tests  ## build and C++ tests under the address and undefined-behaviour sanitizers, in build/asan-ubsan
-	@ESPALIER_PYTHON="$(PYTHON_USED)" cmake --preset asan-ubsan && cmake --build --preset asan-ubsan --parallel $(JOBS)
+	@ESPALIER_PYTHON="$(PYTHON_USED)" cmake --preset asan-ubsan && cmake --build --preset asan-ubsan --parallel $(JOBS) --target all sweep_tests
 	@"$(PYTHON_USED)" tools/run_tests.py --build build/asan-ubsan --no-python
 
 tsan: setup-tests configure  ## the CUDA kernels on a processor under ThreadSanitizer: races between threads of a grid
@@ -101,7 +106,7 @@ tsan: setup-tests configure  ## the CUDA kernels on a processor under ThreadSani
 
 clang: setup-tests  ## everything by clang++-14 (CLANG=... another one), in build/clang; Debian, Ubuntu: clang-14, libomp-14-dev
 	@cmake -G "$(GENERATOR)" -B $(BUILD)/clang -S . -DCMAKE_BUILD_TYPE=Release -DCMAKE_CXX_COMPILER=$(CLANG) -DESPALIER_PYTHON="$(PYTHON_USED)"
-	@cmake --build $(BUILD)/clang --parallel $(JOBS)
+	@cmake --build $(BUILD)/clang --parallel $(JOBS) --target all sweep_tests
 
 clean:  ## remove what was built; .venv stays
 	@rm -rf $(BUILD)

@@ -16,6 +16,7 @@
 #include "bench/spread.h"
 #include "espalier/device/scalar_type.h"
 #include "espalier/gradient/gradient_set.h"
+#include "espalier/mixers/attention/shape.h"
 #include "espalier/model/layer.h"
 #include "espalier/model/mlp.h"
 #include "espalier/model/path_source.h"
@@ -35,13 +36,12 @@ struct Sizes {
 ModelShape shape_of(const Sizes& sizes, bool experts) {
   ModelShape shape;
   shape.architecture = experts ? "Qwen3MoeForCausalLM" : "Qwen3ForCausalLM";
-  shape.layers = 1, shape.hidden = sizes.width, shape.inner = sizes.chosen * sizes.inner;
-  shape.heads = shape.kv_heads = 1, shape.head_dim = 64, shape.vocabulary = 16, shape.max_positions = 16;
-  shape.qk_norm = shape.tied_head = true;
+  shape.hidden = sizes.width, shape.vocabulary = 16, shape.max_positions = 16, shape.tied_head = true;
+  shape.layer = attention_layers(1, {.heads = 1, .kv_heads = 1, .head_dim = 64, .qk_norm = true},
+                                 sizes.chosen * sizes.inner, experts ? MlpKind::experts : MlpKind::dense);
   if (!experts) return shape;
   shape.experts = sizes.experts, shape.experts_per_token = sizes.chosen, shape.expert_inner = sizes.inner;
   shape.norm_topk_prob = true;
-  shape.expert_layer = {1};
   return shape;
 }
 
@@ -67,11 +67,11 @@ class Mlp {
     const ArenaScope scope(arena_);
     Timer timer;
     const LayerContext context{
-        model_->shape, model_->decoder.weights().layers[0], rotary_, rotary_, input_, kv_, 0, false, arena_, &timer,
-        mesh_of_one()};
+        model_->shape, model_->shape.at(0), model_->decoder.weights().layers[0], {}, input_, kv_, 0, false, arena_,
+        &timer,        mesh_of_one()};
     LayerSaved saved;
     saved.stream_in_TM = stream_;
-    take_attention_saved(context, saved);
+    take_mixer_saved(context, saved);
     take_mlp_saved(context, saved);
     saved.stream_mid_RM.copy_(stream_);
     grad_stream_.copy_(grad_);
@@ -86,7 +86,6 @@ class Mlp {
   Arena arena_;
   KvPath path_;
   PathSource kv_{path_, 0, false, {}};
-  RotaryTables rotary_;
   ModelInput input_;
   at::Tensor stream_, grad_, out_, grad_stream_;
 };

@@ -10,6 +10,7 @@
 #include "bench/spread.h"
 #include "espalier/base/random.h"
 #include "espalier/generate/sampler.h"
+#include "espalier/mixers/attention/shape.h"
 #include "espalier/step/model_state.h"
 
 namespace {
@@ -19,8 +20,10 @@ using namespace espalier;
 ModelShape make_shape(std::int64_t layers, std::int64_t width) {
   ModelShape shape;
   shape.architecture = "LlamaForCausalLM";
-  shape.layers = layers, shape.hidden = width, shape.inner = 3 * width;
-  shape.heads = width / 64, shape.kv_heads = std::max<std::int64_t>(1, shape.heads / 4), shape.head_dim = 64;
+  const std::int64_t heads = width / 64;
+  shape.hidden = width;
+  shape.layer = attention_layers(
+      layers, {.heads = heads, .kv_heads = std::max<std::int64_t>(1, heads / 4), .head_dim = 64}, 3 * width);
   shape.vocabulary = 16384, shape.max_positions = 1 << 20, shape.tied_head = true;
   return shape;
 }

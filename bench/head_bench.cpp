@@ -1,9 +1,10 @@
 // The fused head (log-probs, entropies and their gradients, logits a block at a time) beside the same with all logits
 // in memory, as ATen computes it: product, log_softmax, gather, its backward, two products.
 //
-//   head_bench [rounds 7] [output rows 4096] [width 512] [vocabulary 32768]
+//   head_bench [rounds 7] [output rows 4096] [width 512] [vocabulary 32768] [kept 0]
 //
-// The two take turns. One JSON object: seconds materialised over seconds fused, and the bytes of logits of each.
+// The two take turns. One JSON object: seconds materialised over seconds fused, and the bytes of logits of each. With
+// `kept` also seconds with a kept set of so many tokens for each row, over those without.
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -14,8 +15,8 @@
 
 #include "bench/spread.h"
 #include "espalier/device/scalar_type.h"
-#include "espalier/forecast/block_buffers.h"
 #include "espalier/objective/fused_head.h"
+#include "espalier/objective/head_buffers.h"
 
 namespace {
 
@@ -25,6 +26,7 @@ struct Problem {
   at::Tensor hidden, weight, target, grad_hidden, grad_weight;
   std::vector<double> temperature;
   std::vector<HeadEdge> edges;
+  std::vector<std::vector<std::int32_t>> sets = {};
 };
 
 Problem make_problem(std::int64_t rows, std::int64_t width, std::int64_t vocabulary) {
@@ -39,6 +41,20 @@ Problem make_problem(std::int64_t rows, std::int64_t width, std::int64_t vocabul
   for (std::int64_t row = 0; row < rows; ++row)
     made.edges.push_back(
         {static_cast<std::int32_t>(row), static_cast<std::int32_t>(made.target[row].item<std::int64_t>())});
+  return made;
+}
+
+// The same edges, each drawn from a set of `kept` tokens.
+Problem with_sets(const Problem& whole, std::int64_t kept, std::int64_t vocabulary) {
+  Problem made = whole;
+  for (HeadEdge& edge : made.edges) {
+    const at::Tensor drawn = at::randint(vocabulary, {kept}, at::kLong);
+    std::vector<std::int32_t>& ids = made.sets.emplace_back(1, edge.target);
+    for (std::int64_t i = 1; i < kept; ++i) ids.push_back(static_cast<std::int32_t>(drawn[i].item<std::int64_t>()));
+    std::ranges::sort(ids);
+    ids.erase(std::ranges::unique(ids).begin(), ids.end());
+  }
+  for (std::size_t e = 0; e < made.edges.size(); ++e) made.edges[e].kept = made.sets[e];
   return made;
 }
 
@@ -76,14 +92,21 @@ int main(int argc, char** argv) {
   const at::Tensor fused = p.grad_hidden.clone();
   run_materialised(p);
   const double error = (p.grad_hidden - fused).norm().item<double>() / fused.norm().item<double>();
-  std::vector<double> own, plain;
+  const std::int64_t kept = number(5, 0);
+  Problem over_sets = kept > 0 ? with_sets(p, kept, vocabulary) : Problem{};
+  std::vector<double> own, plain, of_sets;
   for (std::int64_t round = 0; round < number(1, 7); ++round) {
     own.push_back(bench::seconds_of([&] { run_fused(p, arena); }));
     plain.push_back(bench::seconds_of([&] { run_materialised(p); }));
+    if (kept > 0) of_sets.push_back(bench::seconds_of([&] { run_fused(over_sets, arena); }));
   }
   std::printf("{\"rows\": %ld, \"width\": %ld, \"vocabulary\": %ld, \"gradient_error\": %.1e, ",
               static_cast<long>(rows), static_cast<long>(width), static_cast<long>(vocabulary), error);
   bench::print_spread("materialised_over_fused", bench::ratios(plain, own));
+  if (kept > 0) {
+    std::printf(", ");
+    bench::print_spread("kept_over_whole", bench::ratios(of_sets, own));
+  }
   std::printf(", \"logits_bytes\": {\"fused\": %ld, \"materialised\": %ld}}\n",
               static_cast<long>(HeadBuffers(element_bytes(at::kFloat), rows, vocabulary, width, true).peak()),
               static_cast<long>(4 * rows * vocabulary));

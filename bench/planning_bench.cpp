@@ -12,6 +12,7 @@
 #include "bench/spread.h"
 #include "espalier/base/random.h"
 #include "espalier/grouping/prefix_tree.h"
+#include "espalier/mixers/attention/shape.h"
 #include "espalier/plan/planner.h"
 
 namespace {
@@ -23,10 +24,11 @@ using bench::now;
 ModelShape shape_of_8b() {
   ModelShape shape;
   shape.architecture = "Qwen3ForCausalLM";
-  shape.layers = 36, shape.hidden = 4096, shape.inner = 12288;
-  shape.heads = 32, shape.kv_heads = 8, shape.head_dim = 128;
+  shape.hidden = 4096;
   shape.vocabulary = 151936, shape.max_positions = 40960;
-  shape.rope_theta = 1e6, shape.qk_norm = true;
+  AttentionShape attention{.heads = 32, .kv_heads = 8, .head_dim = 128, .qk_norm = true};
+  attention.rope.theta = 1e6;
+  shape.layer = attention_layers(36, std::move(attention), 12288);
   return shape;
 }
 

@@ -6,6 +6,7 @@
 #include "cli/verbs.h"
 #include "espalier/base/error.h"
 #include "espalier/base/units.h"
+#include "espalier/options/column_names.h"
 #include "espalier/rollout/writer.h"
 
 namespace espalier::cli {
@@ -43,8 +44,11 @@ std::string retokenizing_model(const Options& options) {
 
 // Records with token ids pass as they are, other rows are text of the objective.
 TextRows rows_of(const Options& options) {
-  if (options.objective == ObjectiveKind::grpo) return {};
-  return {name_of(options.objective), options.model};
+  if (options.objective == ObjectiveKind::grpo) {
+    require_no_columns(options);
+    return {};
+  }
+  return {name_of(options.objective), options.model, options.columns};
 }
 
 // The rollouts of one record: both of a pair, all of a list, or one.

@@ -5,6 +5,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/base/units.h"
+#include "espalier/config/model_config.h"
 #include "espalier/generate/generate_records.h"
 #include "espalier/generate/prompts_file.h"
 #include "espalier/loop/run_start.h"
@@ -33,8 +34,8 @@ void check_objective(const TrainingData& data, const Options& options) {
 void check_update(const ModelShape& shape, Context& context, std::int64_t epochs) {
   const Options& options = context.options;
   const TrainingData data(
-      read_for_model(options.rollouts, shape, context.progress, options.temperature, nullptr, text_rows_of(options)),
-      options, !options.critic.empty());
+      read_for_model(options.rollouts, shape, context.progress, record_use_of(options, text_rows_of(options))), options,
+      !options.critic.empty());
   check_objective(data, options);
   for (const std::string& note : data.notes()) context.progress.note("note: " + note);
   const std::int64_t all = epochs * data.mini_batches(), steps = options.steps > 0 ? options.steps : all;
@@ -74,8 +75,7 @@ void dry_score(Context& context) {
   if (const auto critic = scored_critic(options)) held.push_back({read_critic_shape(*critic)});
   require_room(held, options);
   const std::size_t rollouts =
-      read_for_model(options.rollouts, shape, context.progress, options.temperature, nullptr, scored_rows(options))
-          .size();
+      read_for_model(options.rollouts, shape, context.progress, record_use_of(options, scored_rows(options))).size();
   context.result["rollouts"] = rollouts;
   context.text << format_count(static_cast<std::int64_t>(rollouts)) << " rollouts to score\n";
 }
@@ -90,7 +90,7 @@ void dry_generate(Context& context) {
   LazyTokenizer tokenizer(options.model, options.chat_template_kwargs);
   stop_ids(options, shape.vocabulary, nullptr);
   if (!options.reward.empty()) RewardFunction(options.reward, options.reward_timeout);
-  const PromptFile file = read_prompts(options.prompts, shape.vocabulary, tokenizer, context.progress);
+  const PromptFile file = read_prompts(options.prompts, shape.vocabulary, tokenizer, context.progress, options.columns);
   const auto prompts = static_cast<std::int64_t>(file.prompts.size());
   context.result["prompts"] = prompts;
   context.text << format_count(prompts) << " prompts, " << format_count(settings.n) << " responses each\n";

@@ -5,6 +5,7 @@
 #include "espalier/base/atomic_file.h"
 #include "espalier/base/error.h"
 #include "espalier/base/units.h"
+#include "espalier/config/model_config.h"
 #include "espalier/observe/memory.h"
 #include "espalier/plan/frontier.h"
 #include "espalier/report/frontier_picture.h"

@@ -36,6 +36,8 @@ int run_generate(Context& context) {
                                          {"decode", rate(r.response_tokens, r.seconds_decode)}};
   context.result["mean_length"] = mean;
   context.result["decode_steps"] = r.decode_steps;
+  context.result["logprobs_over"] = r.kept_sets ? "kept_ids" : "vocabulary";
+  if (r.kept_sets) context.result["mean_kept_ids"] = rate(r.kept_ids, static_cast<double>(r.response_tokens));
   context.result["kv_bytes"] = r.kv_bytes;
   context.result["kv_bytes_unshared"] = r.kv_bytes_unshared;
   if (records.reward) context.result["reward"] = *records.reward;
@@ -58,6 +60,9 @@ int run_generate(Context& context) {
   if (has_turns)
     context.text << "turns:     mean " << fixed(rate(r.turns, static_cast<double>(r.responses))) << ", "
                  << format_count(r.observation_tokens) << " tokens of observations\n";
+  if (r.kept_sets)
+    context.text << "kept sets: mean " << fixed(rate(r.kept_ids, static_cast<double>(r.response_tokens)))
+                 << " tokens; rollout_logprobs are over kept_ids, full_logprobs over the whole vocabulary\n";
   if (records.reward) context.text << "rewards:   mean " << text_of(*records.reward) << "\n";
   context.text << "written: " << context.options.out << "\n";
   return 0;

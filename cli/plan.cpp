@@ -12,13 +12,16 @@
 #include "cli/reading.h"
 #include "espalier/base/error.h"
 #include "espalier/base/units.h"
+#include "espalier/config/model_config.h"
 #include "espalier/forecast/planned_machine.h"
+#include "espalier/grouping/shared_tokens.h"
 #include "espalier/measure/machine.h"
 #include "espalier/objective/score_loss.h"
 #include "espalier/plan/layout_search.h"
 #include "espalier/plan/planner.h"
 #include "espalier/plan/rank_layout.h"
 #include "espalier/plan/recorded_experts_fit.h"
+#include "espalier/rollout/kept_sets.h"
 #include "espalier/rollout/mini_batches.h"
 #include "espalier/saved/spill_file.h"
 #include "espalier/shape/trained_parameters.h"
@@ -356,7 +359,11 @@ int run_plan(Context& context) {
   RolloutFile file = read_for(context, split_paths(options.rollouts), shape.vocabulary, "", text_rows_of(options));
   for (const std::string& note : position_notes(file.rollouts, shape)) context.progress.note("note: " + note);
   fit_recorded_experts(file.rollouts, shape);
+  if (const std::string note = settle_kept_sets(file.rollouts, options.kept_sets); !note.empty())
+    context.progress.note("note: " + note);
   if (options.objective == ObjectiveKind::reward) end_with_scores(file.rollouts);
+  for (const std::string& note : settle_shared_tokens(file.rollouts, options.shared_tokens))
+    context.progress.note("note: " + note);
   const MachineProfile profile = machine_of(context, plan_options);
   const std::int64_t budget = plan_options.memory_budget;
   const auto cut = cut_mini_batches(file.rollouts, options.mini_batch_size);

@@ -46,6 +46,10 @@ int run_serve(Context& context) {
   serve::ServiceSettings settings;
   settings.version = ESPALIER_VERSION;
   settings.api_keys = read_keys(options.api_key_file);
+  settings.state = options.state;
+  settings.sync_journal = options.journal == JournalOf::sync;
+  settings.save_freq = options.save_freq;
+  settings.join_calls = options.join_calls == OnOff::on;
   serve::Service* service = nullptr;
   serve::HttpServer server(
       options.host, static_cast<int>(options.port), {},
@@ -56,6 +60,7 @@ int run_serve(Context& context) {
   Host host(named_folders(options.model), options, machine_profile(options, context.progress), context.progress);
   serve::Service own(host, server, settings);
   service = &own;
+  own.restore();
   const std::string url = text_of("http://", options.host, ":", server.port());
   context.text << "serving " << host.models().size() << (host.models().size() == 1 ? " model" : " models") << " at "
                << url << "\n"

@@ -23,6 +23,7 @@ const std::vector<Verb>& verbs() {
       {'e', "serve", "", 0, 0, {"model"}, "a training server for clients of the tinker SDK", run_serve},
       {'o', "report", "RUN_DIR", 1, 1, {}, "a run as one HTML file: curves, time, memory, schedule, samples", run_report},
       {'a', "merge", "[ADAPTER]", 0, 1, {"model", "out"}, "a model and a LoRA adapter as one model", run_merge},
+      {'x', "doctor", "DUMP...", 1, kAny, {}, "which known faults a dump shows, with the rows that prove it", run_doctor},
       {'b', "bench", "", 0, 0, {}, "dense, packed, phased and auto against each other", run_bench},
       {'d', "selftest", "", 0, 0, {}, "every operation of --device against the CPU's answer", run_selftest},
       {'m', "completion", "bash|zsh|fish", 1, 1, {}, "a script that completes this command line in a shell", run_completion},

@@ -42,6 +42,7 @@ int run_report(Context& context);
 int run_merge(Context& context);
 int run_serve(Context& context);
 int run_selftest(Context& context);
+int run_doctor(Context& context);
 int run_completion(Context& context);
 
 struct Verb {

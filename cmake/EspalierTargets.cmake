@@ -42,6 +42,7 @@ function(espalier_library name)
   cmake_parse_arguments(arg "TORCH;COLD" "" "ALONE;LINK;FILES" ${ARGN})
   list(APPEND arg_FILES ${arg_UNPARSED_ARGUMENTS} ${arg_ALONE})
   set_source_files_properties(${arg_ALONE} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
+  espalier_take_faulty_files(arg_FILES)
   add_library(espalier_${name} STATIC ${arg_FILES})
   target_include_directories(espalier_${name} PUBLIC "${PROJECT_SOURCE_DIR}")
   target_link_libraries(espalier_${name} PUBLIC ${arg_LINK} OpenMP::OpenMP_CXX)
@@ -123,15 +124,17 @@ function(espalier_build_for_sweep target)
   add_dependencies(sweep_tests ${target})
 endfunction()
 
-# espalier_test(NAME FILES... LINK targets... [ALONE files...] [TORCH] [SWEEP] [ROUNDING filter] [THREADS filter]): one
-# GoogleTest binary and one ctest entry. ALONE as in espalier_library.
+# espalier_test(NAME FILES... LINK targets... [ALONE files...] [TORCH] [SWEEP] [PAIRS filter] [PRODUCTS filter]
+# [ROUNDING filter] [THREADS filter]): one GoogleTest binary and one ctest entry. ALONE as in espalier_library.
 # SWEEP: built and run by `make sweep` alone, and by CI where a change touches what it enters.
+# PAIRS, PRODUCTS: GoogleTest filters of the cases of which `make test` runs all, because every two values stand together in
+# them, and of those that it leaves to `make sweep`, because they are all values together.
 # ROUNDING: a GoogleTest filter of the cases that judge float32 or bfloat16, which tools/run_tests.py repeats under
 # every instruction set of the processor. (Kernel tests that go through the sets by themselves need none.)
 # THREADS: the cases are too small for threads, which would only wait for each other: they run on one, and those of the
 # filter once more on all.
 function(espalier_test name)
-  cmake_parse_arguments(arg "TORCH;SWEEP" "ROUNDING;THREADS" "ALONE;LINK;FILES;LABELS" ${ARGN})
+  cmake_parse_arguments(arg "TORCH;SWEEP" "PAIRS;PRODUCTS;ROUNDING;THREADS" "ALONE;LINK;FILES;LABELS" ${ARGN})
   list(APPEND arg_FILES ${arg_UNPARSED_ARGUMENTS} ${arg_ALONE})
   set_source_files_properties(${arg_ALONE} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
   add_executable(${name} ${arg_FILES})
@@ -152,11 +155,11 @@ function(espalier_test name)
     list(APPEND arg_LABELS sweep)
     espalier_build_for_sweep(${name})
   endif()
-  if(arg_ROUNDING)
-    list(APPEND arg_LABELS "rounding=${arg_ROUNDING}")
-  endif()
-  if(arg_THREADS)
-    list(APPEND arg_LABELS "threads=${arg_THREADS}")
-  endif()
+  foreach(filter PAIRS PRODUCTS ROUNDING THREADS)
+    string(TOLOWER "${filter}" label)
+    if(arg_${filter})
+      list(APPEND arg_LABELS "${label}=${arg_${filter}}")
+    endif()
+  endforeach()
   set_tests_properties(${name} PROPERTIES LABELS "${arg_LABELS}")
 endfunction()

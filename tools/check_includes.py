@@ -1,4 +1,6 @@
-"""Folders of espalier/ are stages of the data flow: a file may include only its own folder and those before it.
+"""Folders of espalier/ are stages of the data flow: a file may include only its own stage and those before it. The files of a kind of mixers
+(mixers/<kind>/) belong to stages by their role: shape, work, layer. So do declarations of buffers (*_buffers), whatever their folder: they know
+no tensors, and the forecast reads them.
 
 Also: the folders of TORCH_FREE name neither ATen nor torch, nobody includes torch/torch.h, and what stands above the operations
 (espalier/ops/operations.h) touches no tensor's memory and no kernel: it calls operations and the device's copies. espalier/CMakeLists.txt lists every source
@@ -12,17 +14,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ORDER = (
-    "base options observe device parallel rollout text grouping shape program forecast plan ops moe model saved objective gradient execute optimizer checkpoint "
-    "measure step train prove generate replay report loop serve hosting binding"
+    "base options observe device parallel rollout text grouping shape mixers.shape config program work forecast plan ops moe model mixers.layer saved objective "
+    "gradient execute optimizer checkpoint measure step train prove doctor generate replay report loop serve hosting binding"
 ).split()
 # These are pure functions of tokens, shapes and options: no tensor may enter.
-TORCH_FREE = {"base", "options", "rollout", "text", "grouping", "shape", "program", "forecast", "plan", "serve"}
+TORCH_FREE = {"base", "options", "rollout", "text", "grouping", "shape", "mixers.shape", "config", "program", "work", "forecast", "plan", "serve"}
 # What calls operations: a pointer, a number type, a thread or an ATen kernel here would be the CPU's alone.
 # binding hands memory of a caller on the host to the kernels; serve reads messages, and knows no tensors.
 ABOVE_OPERATIONS = set(ORDER[ORDER.index("ops") + 1:]) - {"checkpoint", "report", "serve", "binding"}
 BELOW = re.compile(r"\b(data_ptr|pointer<|dispatch\(|memcpy|memmove|memset|omp\.h|omp_get\w+|espalier/ops/cpu/[\w/.]+)|#pragma omp")
 # Of those, what runs in a step: its tensors are a device's throughout.
-IN_A_STEP = {"model", "moe", "objective", "gradient", "execute", "optimizer", "generate"}
+IN_A_STEP = {"model", "mixers.layer", "moe", "objective", "gradient", "execute", "optimizer", "generate"}
 KERNEL = re.compile(r"(\.(?:zero_|copy_|fill_|add_|mul_|sub_|clone|item)\b|\bat::(?:mm|addmm|cat|add|mul|empty|zeros|ones)\w*\()")
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.M)
 
@@ -49,9 +51,22 @@ def faults_above_operations(name, folder, text):
             yield f"{name}:{number}: espalier/{folder} calls operations (espalier/ops/), found {found.group(0)}"
 
 
+def stage_of(name):
+    """The stage of a file of espalier/, which may be none of the order; None outside of it."""
+    parts = Path(name).parts
+    if parts[0] != "espalier" or len(parts) < 3:
+        return None
+    stem = Path(name).stem
+    if parts[1] == "mixers" and name != "espalier/mixers/kinds.def":
+        return {"shape": "mixers.shape", "work": "work"}.get(stem.split("_")[-1], "mixers.layer")
+    if name == "espalier/mixers/kinds.def":
+        return "shape"
+    return "work" if stem.endswith("_buffers") and parts[1] != "device" else parts[1]
+
+
 def faults_of(name):
     parts = Path(name).parts
-    folder = parts[1] if parts[0] == "espalier" and len(parts) > 2 else None
+    folder = stage_of(name)
     if folder is not None and folder not in ORDER:
         yield f"{name}: folder espalier/{folder} has no place in the order of tools/check_includes.py"
         return
@@ -70,7 +85,8 @@ def faults_of(name):
             yield f"{where}: only cli/ and its tests may include {included}"
         if folder is None or target[0] != "espalier" or len(target) < 3:
             continue
-        if target[1] not in ORDER or ORDER.index(target[1]) > ORDER.index(folder):
+        stage = stage_of(included)
+        if stage not in ORDER or ORDER.index(stage) > ORDER.index(folder):
             yield f"{where}: espalier/{folder} may not include {included} (it stands later in the order)"
         if not (ROOT / included).is_file():
             yield f"{where}: {included} does not exist"
@@ -78,8 +94,8 @@ def faults_of(name):
 
 def list_faults(text, names):
     """The one list of the library's files is complete; libespalier_cuda.so has its own."""
-    listed = re.findall(r"[\w/]+\.cpp", "\n".join(line.split("#")[0] for line in text.splitlines()))
-    wanted = {n.removeprefix("espalier/") for n in names if re.match(r"espalier/(?!ops/cuda/).*\.cpp$", n)}
+    listed = re.findall(r"(?<![*\w/])[\w/]+\.cpp", "\n".join(line.split("#")[0] for line in text.splitlines()))
+    wanted = {n.removeprefix("espalier/") for n in names if re.match(r"espalier/(?!ops/cuda/|mixers/).*\.cpp$", n)}
     yield from (f"espalier/{name}: not in espalier/CMakeLists.txt" for name in sorted(wanted - set(listed)))
     yield from (f"espalier/CMakeLists.txt: names {name}, which does not exist" for name in sorted(set(listed) - wanted))
 

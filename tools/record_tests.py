@@ -1,10 +1,10 @@
 """make record: runs one case of every test of a build folder without unity and writes down its seconds and which files it enters
 (tools/recorded_tests.py). C++ as it is built: tests/recording/entered_functions.cpp puts breakpoints where functions begin.
-Python by sys.settrace.
+Python by a call that tests/recording/sitecustomize.py puts into functions when they are imported.
 
     python tools/record_tests.py --build build/each [--only REGEX] [--jobs N] [--no-python] [--no-cpp]
 
-With --only, --no-python or --no-cpp what is recorded of other tests stays.
+With --only, --no-python or --no-cpp what the folder --raw has of other tests stays.
 """
 
 import argparse
@@ -20,9 +20,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from recorded_tests import FOLDER, PYTEST, ROOT, KnownTest, Record, most_specific_first
-from test_cases import compiled_files, entries_of
+from built_tests import compiled_files, entries_of
 
 OF_TESTS = re.compile(r"^tests/(.*_test\.cpp|.*_gradcheck\.cpp|python/(test_\w+|conftest)\.py|support/main\.cpp)$")  # their tests are known
+FILES_AT_ONCE = 8  # of Python tests in one process, which imports torch and transformers once
 LIBRARIES = ("espalier", "espalier_copies", "libespalier_core.so", "libespalier_emulated.so",
              "tests/cuda/libespalier_emulated_kernels.so", "tests/cuda/libespalier_emulation.so")
 
@@ -128,19 +129,19 @@ def record_program(entry, tables, library):
     return {KnownTest(names[case], entry.name, seconds): entered for case, (seconds, entered) in notes.items() if case in names}
 
 
-def record_pytest(build, file, tables, library):
-    """{KnownTest: entered} of one file of tests/python."""
+def record_pytest(build, files, tables, library):
+    """{KnownTest: entered} of files of tests/python, in one process."""
     with tempfile.TemporaryDirectory(prefix="espalier-recording-") as path:
         folder = Folder(path, {name: tables[name] for name in (Path(library).name for library in LIBRARIES) if name in tables})
         search = os.pathsep.join(filter(None, [str(ROOT / "tests/recording"), str(build / "python"), os.environ.get("PYTHONPATH")]))
         environment = folder.environment(library, PYTHONPATH=search, ESPALIER_BINARY=str(build / "espalier"), ESPALIER_SWEEPS="one",
                                          PYTHONDONTWRITEBYTECODE="1", ESPALIER_PYTHON=sys.executable)
-        done = subprocess.run([sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "notes_of_pytest", str(file)],
+        done = subprocess.run([sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "notes_of_pytest", *map(str, files)],
                               cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
         notes = folder.notes(tables)
     if done.returncode not in (0, 5):
-        print(f"{file.name}: exit status {done.returncode}\n{done.stdout[-2000:]}", flush=True)
-    print(f"{file.name}: {len(notes)} tests, {sum(seconds for seconds, _ in notes.values()):.1f} s", flush=True)
+        print(f"exit status {done.returncode}\n{done.stdout[-6000:]}", flush=True)
+    print(f"{', '.join(file.name for file in files)}: {len(notes)} tests, {sum(seconds for seconds, _ in notes.values()):.1f} s", flush=True)
     return {KnownTest(test, PYTEST, seconds): entered for test, (seconds, entered) in notes.items()}
 
 
@@ -164,7 +165,7 @@ def main():
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--no-python", action="store_true")
     parser.add_argument("--no-cpp", action="store_true")
-    parser.add_argument("--raw", type=Path, help="a file of what was entered, which later runs with other tests add to")
+    parser.add_argument("--raw", type=Path, default=ROOT / "build/recording", help="a folder of what each program entered; earlier runs' files there count, too")
     arguments = parser.parse_args()
     build = arguments.build.resolve()
     library = build / "tests/support/libespalier_entered_functions.so"
@@ -173,22 +174,24 @@ def main():
     symbols = sources_of_symbols(build)
     wanted = [entry.program for entry in entries] + [build / name for name in LIBRARIES if (build / name).is_file()]
     tables = {program.name: functions_of(program, symbols) for program in wanted}
-    jobs = [] if arguments.no_cpp else [(record_program, entry, tables, library) for entry in entries]
+    jobs = [] if arguments.no_cpp else [([entry.program], record_program, entry, tables, library) for entry in entries]
     if not arguments.no_python:
         files = [file for file in sorted((ROOT / "tests/python").glob("test_*.py")) if re.search(arguments.only, file.name)]
-        jobs += [(record_pytest, build, file, tables, library) for file in files]
-    entered_by = {}
+        groups = [files[start:start + FILES_AT_ONCE] for start in range(0, len(files), FILES_AT_ONCE)]
+        jobs += [(files, record_pytest, build, files, tables, library) for files in groups]
+    arguments.raw.mkdir(parents=True, exist_ok=True)
+
+    def run(job):
+        made = job[1](*job[2:])
+        for file in job[0]:
+            of_file = {test: entered for test, entered in made.items() if file.name in (test.program, test.name.split("::")[0])}
+            lines = [[[test.name, test.program, test.seconds], sorted(entered)] for test, entered in of_file.items()]
+            (arguments.raw / f"{file.name}.json").write_text(json.dumps(lines), encoding="utf-8")
+
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        for made in pool.map(lambda job: job[0](*job[1:]), jobs):
-            entered_by.update(made)
-    kept = {}
-    if arguments.raw and arguments.raw.is_file():
-        kept = {KnownTest(*key): {tuple(pair) for pair in entered} for key, entered in json.loads(arguments.raw.read_text())}
-    names = {(test.name, test.program) for test in entered_by}
-    entered_by.update({test: entered for test, entered in kept.items() if (test.name, test.program) not in names})
-    if arguments.raw:
-        arguments.raw.write_text(json.dumps([[[t.name, t.program, t.seconds], sorted(e)] for t, e in entered_by.items()]))
-    record_of(entered_by).write(FOLDER)
+        list(pool.map(run, jobs))
+    raw = [one for file in sorted(arguments.raw.glob("*.json")) for one in json.loads(file.read_text(encoding="utf-8"))]
+    record_of({KnownTest(*key): {tuple(pair) for pair in entered} for key, entered in raw}).write(FOLDER)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python tools/run_tests.py --build build [--tier fast|test|sweep] [--sweeps CHOICE] [--no-python] [--no-cpp] [--only REGEX]
                               [--jobs N] [--times FILE]
 
-A tier is a choice of cases (tools/test_tiers.py) and of repetitions:
+A tier is a choice of cases (tools/tiers.py) and of repetitions:
 
   fast   one case of every test that is quick, once
   test   the share of the day, `--sweeps K/8` another one. The cases that judge float32 or bfloat16 run once more, under one of the
@@ -34,8 +34,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from instruction_levels import BFLOAT16_ALONE, described, environment_of, levels_to_run
-from test_cases import entries_of, matches
-from test_tiers import Choice, share_of
+from built_tests import entries_of, matches
+from tiers import Choice, day_of_run, share_of
 
 ROOT = Path(__file__).resolve().parent.parent
 BINARY_TIMEOUT = 900.0  # seconds
@@ -174,7 +174,8 @@ def cpp_jobs(build, only, reports, level, others, choice, sweep):
                 cases = defaultdict(list)
                 for test, case in entry.cases:
                     cases[test].append(case)
-                chosen = [case for test, names in cases.items() for case in choice.cases(test, names) if matches(case, selected)]
+                kind = lambda what, names, entry=entry: matches(names[0], entry.label(what) or "-*")  # noqa: E731
+                chosen = [case for test, names in cases.items() for case in choice.cases(test, names, kind("pairs", names), kind("products", names)) if matches(case, selected)]
                 if not chosen:  # a share may have none of a program
                     return []
                 flags = reports / f"{called}.flags"
@@ -281,8 +282,8 @@ def main():
     parser.add_argument("--no-python", action="store_true")
     parser.add_argument("--no-cpp", action="store_true")
     parser.add_argument("--tier", choices=("fast", "test", "sweep"), default="sweep")
-    parser.add_argument("--sweeps", default="", help="all, fast, one or K/N (tools/test_tiers.py) in place of the tier's own choice")
-    parser.add_argument("--day", type=datetime.date.fromisoformat, default=datetime.datetime.now(datetime.UTC).date(), help="chooses the share and the instruction set of the tier test")
+    parser.add_argument("--sweeps", default="", help="all, fast, one or K/N (tools/tiers.py) in place of the tier's own choice")
+    parser.add_argument("--day", type=datetime.date.fromisoformat, default=day_of_run(), help="chooses the share, the instruction set and the pairs of the tier test")
     parser.add_argument("--times", type=Path, help="a file for the seconds of every case")
     arguments = parser.parse_args()
     sweep = arguments.tier == "sweep"
@@ -291,6 +292,7 @@ def main():
     except ValueError as error:
         parser.error(f"--sweeps: {error}")
     os.environ["ESPALIER_SWEEPS"] = choice.text  # tests/python/conftest.py, tests/cuda/mutate_kernels.py
+    os.environ["ESPALIER_DAY"] = arguments.day.isoformat()  # tests/support/covering.cpp
     whole_tier = "" if arguments.sweeps or arguments.only or arguments.no_python or arguments.no_cpp else arguments.tier
     build, start = arguments.build.resolve(), time.monotonic()
     level, narrower = levels_to_run(build)
@@ -313,7 +315,7 @@ def main():
         total.add(ran)
     print(f"\n{described(level, others, narrower)}; {time.monotonic() - start:.0f} s")
     if choice.text != "all":
-        print(f"Tier {arguments.tier}, {arguments.day}: the choice {choice.text} of tools/test_tiers.py; make sweep runs everything")
+        print(f"Tier {arguments.tier}, {arguments.day}: the choice {choice.text} of tools/tiers.py; make sweep runs everything")
     if arguments.times:
         arguments.times.write_text(json.dumps(total.seconds, indent=0))
     summarise(total, repetitions, whole_tier)

@@ -15,10 +15,14 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+from built_tests import entries_of, matches
 from instruction_levels import levels_to_run
 from recorded_tests import PYTEST, ROOT, Record
-from test_cases import entries_of, matches
+from run_tests import Job, Result, print_failures
 from tests_of import Tree, in_turns
+
+sys.path.append(str(ROOT / "tests/mutation"))
+from write_faulty_sources import table_of  # noqa: E402
 
 
 def git(*words):
@@ -58,6 +62,49 @@ def chosen_tests(tests, counts, seconds):
     return chosen, left_out, absent
 
 
+# Programs with deliberate faults: (program, table, GoogleTest filter of the faults). `make sweep` alone builds them.
+FAULTS = (("mutation_test", "tests/mutation/faults.py", "Deliberate/Faults.IsNoticed/"),
+          ("host_faults_test", "tests/cuda/host_faults.py", "All/EachHostFault.IsNoticed/"),
+          ("cuda_calls_test", "tests/cuda/calls/call_faults.py", "All/EachCallFault.IsNoticed/"))
+SECONDS_OF_A_BUILD, SECONDS_OF_A_FAULT = 90.0, 1.5
+
+
+def faults_in(files):
+    """[(program, patterns of its filter)] of the faults that stand in changed files, and of all of a table that changed."""
+    out = []
+    for program, table, test in FAULTS:
+        faults = table_of(ROOT / table)
+        places = {f"espalier/{fault.file}" for fault in faults if fault.file}
+        if table not in files:  # a fault without a file stands in the text of another one
+            faults = [f for f in faults if f"espalier/{f.file}" in files or (not f.file and places & set(files))]
+        faults = [fault for fault in faults if fault.alone]
+        if faults:
+            out.append((program, [f"{test}{fault.name}*" for fault in faults]))
+    return out
+
+
+def run_faults(build, files, seconds):
+    """Builds and runs the faults of changed files, as far as `seconds` allow. What came of it."""
+    total = Result()
+    for program, patterns in faults_in(files):
+        needed = SECONDS_OF_A_BUILD + len(patterns) * SECONDS_OF_A_FAULT
+        if needed > seconds:
+            print(f"  left out, more than its seconds allow: {len(patterns)} faults of {program}")
+            continue
+        seconds -= needed
+        subprocess.run(["cmake", "--build", build, "--parallel", str(os.cpu_count() or 1), "--target", program], check=True)
+        [entry] = [entry for entry in entries_of(build, f"^{program}$")[0] if entry.name == program]
+        with tempfile.TemporaryDirectory(prefix="espalier-tests-") as folder:
+            report = Path(folder) / "report.xml"
+            command = [*entry.command, f"--gtest_filter={':'.join(patterns)}"]
+            result, output, _ = Job(program, command, report, dict(os.environ, GTEST_OUTPUT=f"xml:{report}", GTEST_COLOR="no"), entry.cwd).run()
+        print(f"  faults of {program}: {result.text()}")
+        if result.failed:
+            print_failures(output)
+        total.add(result)
+    return total
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build", type=Path, default=Path("build"))
@@ -74,14 +121,16 @@ def main():
         if those:
             names = [test.name for test in those]
             print(f"  {what}: {len(those)}: {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}")
+    faults = run_faults(build, files, arguments.seconds / 2)
+    print(f"\n{faults.text()}", flush=True)
     if not chosen:
-        print("0 passed, 0 failed, 0 skipped")
-        return 0
+        return int(bool(faults.failed))
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as names:
         names.write("\n".join(test.name for test in chosen))
         names.flush()
         python = [] if any(test.program == PYTEST for test in chosen) else ["--no-python"]
-        return subprocess.run([sys.executable, ROOT / "tools/run_tests.py", "--build", build, "--tier", "sweep", "--sweeps", f"tests:{names.name}", *python], env=os.environ).returncode
+        command = [sys.executable, ROOT / "tools/run_tests.py", "--build", build, "--tier", "sweep", "--sweeps", f"tests:{names.name}", *python]
+        return subprocess.run(command).returncode or int(bool(faults.failed))
 
 
 if __name__ == "__main__":

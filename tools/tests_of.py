@@ -21,7 +21,7 @@ from pathlib import Path
 from check_includes import tracked
 from recorded_tests import PYTEST, ROOT, KnownTest, Record
 from run_tests import Job, pytest_command, python_environment, run_jobs
-from test_cases import compiled_files, entries_of, matches
+from built_tests import compiled_files, entries_of, matches
 
 UNKNOWN_SECONDS = 1.0  # of a test that was not recorded
 START_SECONDS = 1.0  # a program of tests, until its first test

@@ -10,6 +10,7 @@
 #include "espalier/base/json.h"
 #include "espalier/binding/guarded.h"
 #include "espalier/grouping/prefix_tree.h"
+#include "espalier/mixers/attention/shape.h"
 #include "espalier/options/option_help.h"
 #include "espalier/options/trl_names.h"
 #include "espalier/plan/planner.h"
@@ -53,17 +54,16 @@ ModelShape shape_of(const espalier_shape& in) {
   for (const std::int64_t size : {in.layers, in.hidden, in.heads, in.kv_heads, in.head_dim, in.vocabulary})
     if (size < 1) throw InputError({"the model's shape", "sizes of at least 1", text_of(size), ""});
   ModelShape shape;
-  shape.layers = in.layers;
+  AttentionShape attention;
+  attention.heads = in.heads;
+  attention.kv_heads = in.kv_heads;
+  attention.head_dim = in.head_dim;
   shape.hidden = in.hidden;
-  shape.inner = in.inner;
-  shape.heads = in.heads;
-  shape.kv_heads = in.kv_heads;
-  shape.head_dim = in.head_dim;
+  shape.layer = attention_layers(in.layers, attention, in.inner, in.experts > 0 ? MlpKind::experts : MlpKind::dense);
   shape.vocabulary = in.vocabulary;
   shape.experts = in.experts;
   shape.experts_per_token = in.experts > 0 ? in.experts_per_token : 0;
   shape.expert_inner = in.expert_inner;
-  if (in.experts > 0) shape.expert_layer.assign(static_cast<std::size_t>(in.layers), 1);
   return shape;
 }
 

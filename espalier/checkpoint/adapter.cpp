@@ -293,12 +293,18 @@ void Adapter::check(const std::string& parameter, Change& change, const Paramete
 // The model with an adapter of every module that can have one; of experts those of target_parameters.
 ModelShape Adapter::joint_shape(const ModelShape& base, std::int64_t rank) const {
   ModelShape all = with_every_adapter(base, rank);
-  for (std::int64_t layer = 0; layer < base.layers; ++layer) {
-    AdaptedLayer& adapted = all.trained.adapter.of_layer[static_cast<std::size_t>(layer)];
+  std::vector<AdaptedLayer> of_layer;
+  for (std::int64_t layer = 0; layer < all.layers(); ++layer) {
+    AdaptedLayer& adapted = of_layer.emplace_back(all.at(layer).adapted);
+    if (!all.has_experts(layer)) continue;
     const std::string experts = layer_prefix(layer) + module_name(base.names.experts);
-    adapted.expert_gate_up = adapted.expert_gate_up && is_targeted(experts + ".gate_up_proj");
-    adapted.expert_down = adapted.expert_down && is_targeted(experts + ".down_proj");
+    const PartParameters mlp = layer_parameters(all, all.at(layer)).mlp;
+    for (const auto& [product, name] :
+         {std::pair{ExpertProductNumbers::gate_up, ".gate_up_proj"}, {ExpertProductNumbers::down, ".down_proj"}})
+      for (std::size_t part = 0; part < mlp.products()[product].parts.size() && !is_targeted(experts + name); ++part)
+        adapted.mlp &= ~(std::uint32_t{1} << mlp.number(product, part));
   }
+  set_adapters(all, of_layer);
   return all;
 }
 

@@ -28,6 +28,12 @@ class Places {
   std::map<std::string, AdapterPlace> take() { return std::move(places_); }
 
  private:
+  // Whether both parameters of a layer's experts have adapters.
+  bool has_both(std::int64_t layer) const {
+    const LayerParameters p = layer_parameters(shape_, shape_.at(layer));
+    return p.mlp.products()[ExpertProductNumbers::gate_up].low_rank() > 0 &&
+           p.mlp.products()[ExpertProductNumbers::down].low_rank() > 0;
+  }
   AdapterPlace& start(const std::string& name, const std::string& tensor) {
     const Sizes size = sizes_.at(name);
     AdapterPlace& place = places_[name];
@@ -48,9 +54,7 @@ class Places {
   void add_of_expert(const AdapterPart& part) {
     const std::int64_t E = shape_.experts;
     const ParameterNames& names = shape_.names;
-    const AdaptedLayer& adapted = shape_.trained.adapter.of_layer[static_cast<std::size_t>(part.layer)];
-    const bool down = part.a == without(part.b, kB) + std::string(kA),
-               inner = !down && adapted.expert_gate_up && adapted.expert_down;
+    const bool down = part.a == without(part.b, kB) + std::string(kA), inner = !down && has_both(part.layer);
     const std::string module = layer_prefix(part.layer) + module_name(names.experts) + (inner ? ".base_layer" : "");
     if (!places_.contains(part.a)) {
       AdapterPlace& a = start(part.a, module + std::string(kA));
@@ -79,16 +83,11 @@ std::map<std::string, AdapterPlace> adapter_places(const ModelShape& shape) { re
 
 ModelShape with_every_adapter(ModelShape shape, std::int64_t rank) {
   shape.trained = {};
-  AdapterShape& adapter = shape.trained.adapter;
-  adapter.rank = rank;
-  adapter.head = !shape.value_head;
-  adapter.of_layer.resize(static_cast<std::size_t>(shape.layers));
-  if (!takes_adapters(shape)) return shape;
-  for (std::int64_t layer = 0; layer < shape.layers; ++layer) {
-    const LayerParameters p = joined_parameters(shape, layer);
-    for_each_adaptable(p, adapter.of_layer[static_cast<std::size_t>(layer)],
-                       [](const ProjectionShape& one, bool& adapted) { adapted = one.weights() > 0; });
-  }
+  shape.trained.adapter.rank = rank;
+  shape.trained.adapter.head = !shape.value_head;
+  constexpr std::uint32_t kAll = ~std::uint32_t{0};
+  const AdaptedLayer every = takes_adapters(shape) ? AdaptedLayer{kAll, kAll} : AdaptedLayer{};
+  set_adapters(shape, std::vector<AdaptedLayer>(shape.layer.size(), every));
   return shape;
 }
 

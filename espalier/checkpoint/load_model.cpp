@@ -39,7 +39,8 @@ struct Tensors {
   // tensors of the rest.
   std::string text_prefix;
   std::vector<const SafetensorsEntry*> beside;
-  std::int64_t further = 0;  // of them those of layers that predict further tokens
+  std::int64_t further = 0;                   // of them those of layers that predict further tokens
+  std::map<std::string, std::string> absent;  // that the index names: name -> file
 };
 
 void open_file(const fs::path& path, Tensors& tensors) {
@@ -81,9 +82,7 @@ void open_shards(const fs::path& index_path, Tensors& tensors) {
                           "'" + printable(entry.name) + "'", "Fetch the model again"});
     }
   for (const auto& [name, file] : file_of)
-    if (tensors.by_name.count(name) == 0)
-      throw InputError(
-          {where, "tensor '" + printable(name) + "' in '" + file + "'", "none there", "Fetch the model again"});
+    if (tensors.by_name.count(name) == 0) tensors.absent.emplace(name, file);
 }
 
 // The slice [index] of the first dimension, or half of it where there are two.
@@ -304,15 +303,15 @@ std::map<std::string, const SafetensorsEntry*> table_names(const Tensors& tensor
 
 bool equal_values(const SafetensorsEntry& a, const SafetensorsEntry& b) {
   if (a.shape != b.shape || !is_floating(a.type) || !is_floating(b.type)) return false;
-  if (a.type == b.type) return std::memcmp(a.data, b.data, static_cast<std::size_t>(a.bytes)) == 0;
+  if (a.type == b.type && std::memcmp(a.data, b.data, static_cast<std::size_t>(a.bytes)) == 0) return true;
   std::vector<double> left(static_cast<std::size_t>(a.count)), right(left.size());
   convert_values(a.type, a.data, DType::float64, left.data(), a.count);
   convert_values(b.type, b.data, DType::float64, right.data(), b.count);
   return left == right;
 }
 
-// A tied head is the embedding under another name. Different values mean that the config is wrong: transformers would
-// untie them.
+// A tied head is the embedding under another name. read_model_shape unties a directory in which they differ; other
+// readers of one (a trace's checkpoint, whose model is tied) refuse it.
 void resolve_tied_head(std::map<std::string, const SafetensorsEntry*>& names, const fs::path& where) {
   const auto head = names.find(kHead);
   if (head == names.end()) return;
@@ -368,6 +367,14 @@ std::vector<const SafetensorsEntry*> match(const Tensors& tensors, const Paramet
   for (const auto& [name, entry] : names)
     if (!table.contains(name) && !table.elsewhere(name) && !name.ends_with("rotary_emb.inv_freq"))
       unexpected.push_back(name);
+  // An index may name tensors that the model does not need: transformers writes a tied head into it, but into no file.
+  if (!missing.empty() && !tensors.absent.empty()) {
+    const auto needed = std::ranges::find_if(
+        tensors.absent, [&](const auto& one) { return std::ranges::find(missing, one.first) != missing.end(); });
+    const auto& [name, file] = needed == tensors.absent.end() ? *tensors.absent.begin() : *needed;
+    throw InputError({tensors.where.string(), "tensor '" + printable(name) + "' in '" + file + "'", "none there",
+                      "Fetch the model again"});
+  }
   if (!missing.empty() || !unexpected.empty()) {
     std::string got;
     if (!missing.empty()) got = text_of(missing.size(), " missing: ", first_few(missing));

@@ -47,7 +47,7 @@ MappedWeights::MappedWeights(const fs::path& directory, const LocalShape& shape,
   const ParameterTable table(shape, Parameters::narrow);
   std::vector<bool> mapped;
   std::vector<Piece> together;
-  std::string product;
+  ReadTogether product;
   const auto take = [&] {
     if (one_behind_the_other(together))
       for (const Piece& piece : together) mapped[piece.index] = true, values_.emplace(piece.name, piece.begin);
@@ -58,9 +58,8 @@ MappedWeights::MappedWeights(const fs::path& directory, const LocalShape& shape,
     mapped.push_back(false);
     const Parameter* const here = table.find(parameter.name);
     if (here == nullptr) return;
-    const std::string of = product_of(shape.whole(), parameter);
-    if (of.empty() || of != product) take();
-    product = of;
+    if (!parameter.read.is_product() || parameter.read != product) take();
+    product = parameter.read;
     together.push_back(piece_of(stored_, *here, index));
   });
   take();

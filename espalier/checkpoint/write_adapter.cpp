@@ -57,7 +57,7 @@ bool is_parameter(const ModelShape& shape, const std::string& module) {
   const bool experts = shape.experts > 0,
              router = experts && module_name(module).ends_with(module_name(shape.names.router));
   if (module.find(".experts.") != module.npos || router) return true;
-  return (experts || shape.has_states() || shape.has_latents()) && names.contains(last_part(module));
+  return (experts || shape.names.beside_experts) && names.contains(last_part(module));
 }
 
 void write_targets(Json& config, const ModelShape& shape, const std::set<std::string>& adapted) {

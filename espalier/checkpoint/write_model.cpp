@@ -24,11 +24,14 @@
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/checkpoint/packed_experts.h"
 #include "espalier/checkpoint/safetensors.h"
+#include "espalier/config/model_config.h"
 #include "espalier/model/parameters.h"
 
 namespace espalier {
 namespace fs = std::filesystem;
 namespace {
+
+constexpr const char* kHead = "lm_head.weight";
 
 // A tensor of the files: a parameter, neighbours that the family stores as one, or what is written as it is stored.
 struct FileTensor {
@@ -285,9 +288,14 @@ bool has_half_blocks(const Json& config) {
 
 // The config with its dtype set to that of the weights; untouched text where it already says so. transformers calls the
 // member "dtype" from version 5 on and "torch_dtype" before; absent it means float32.
-void write_config(const fs::path& from, const fs::path& to, DType dtype, bool value_head, bool of_sequences) {
+void write_config(const fs::path& from, const fs::path& to, DType dtype, const ParameterTable& table,
+                  bool of_sequences) {
   Json config = read_json_object(from);
-  bool stated = false, changed = value_head && state_value_head(config, of_sequences);
+  bool stated = false, changed = table.contains(kValueWeight) && state_value_head(config, of_sequences);
+  if (table.contains(kHead) && config_ties_head(from)) {  // the head was untied when it was read
+    config["tie_word_embeddings"] = false;
+    changed = true;
+  }
   changed = config.erase("quantization_config") > 0 || changed;  // what is written is not quantised
   const auto restate = [&](Json& members) {
     for (const char* member : {"dtype", "torch_dtype"}) {
@@ -311,7 +319,8 @@ void write_config(const fs::path& from, const fs::path& to, DType dtype, bool va
     copy_content(from, to);
 }
 
-void copy_other_files(const fs::path& source, const fs::path& target, DType to, bool value_head, bool of_sequences) {
+void copy_other_files(const fs::path& source, const fs::path& target, DType to, const ParameterTable& table,
+                      bool of_sequences) {
   std::error_code failure;
   std::vector<fs::path> files;
   for (fs::directory_iterator entry(source, failure), end; !failure && entry != end; entry.increment(failure)) {
@@ -324,7 +333,7 @@ void copy_other_files(const fs::path& source, const fs::path& target, DType to, 
   std::sort(files.begin(), files.end());
   for (const fs::path& file : files) {
     if (file.filename() == "config.json")
-      write_config(file, target / "config.json", to, value_head, of_sequences);
+      write_config(file, target / "config.json", to, table, of_sequences);
     else
       copy_content(file, target / file.filename());
   }
@@ -343,7 +352,7 @@ void write_model_directory(const fs::path& target, const fs::path& source, const
   std::error_code ignored;
   ESPALIER_INTERNAL(!fs::equivalent(source, target, ignored), "a model cannot be written over its own source");
   const bool critic = table.contains(kValueWeight);
-  copy_other_files(source, target, to, critic, options.of_sequences);
+  copy_other_files(source, target, to, table, options.of_sequences);
   const Json config = read_json_object(source / "config.json");
   std::optional<StoredTensors> beside;
   if (is_beside_vision(config) || (!critic && has_further_layers(source))) beside.emplace(source);

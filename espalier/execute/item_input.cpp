@@ -3,7 +3,8 @@
 #include <algorithm>
 #include <numeric>
 
-#include "espalier/forecast/memory_model.h"
+#include "espalier/program/window_rows.h"
+#include "espalier/shape/path_leaves.h"
 
 namespace espalier {
 namespace {
@@ -81,19 +82,27 @@ void add_given(ModelInput& input, const RowSet& set, std::span<const Rollout> ro
 
 // Those of the output rows in the last layer of experts, which are all that run there in a narrow last block.
 void add_given_of_outputs(ModelInput& input, const ModelShape& shape) {
-  if (input.given.empty() || input.all_rows_choose || !shape.has_experts(shape.layers - 1)) return;
+  if (input.given.empty() || input.all_rows_choose || !shape.has_experts(shape.layers() - 1)) return;
   const std::int64_t k = shape.experts_per_token;
   const auto last = input.given.end() - input.rows() * k;
   for (const std::int32_t row : input.output_row)
     input.given_output.insert(input.given_output.end(), last + row * k, last + (row + 1) * k);
 }
 
-// One output row per (row, temperature) among the edges, which are ordered that way first.
+// The tokens that an edge's token was drawn from; empty: the whole vocabulary.
+std::span<const std::int32_t> kept_of(const LossEdge& edge, std::span<const Rollout> rollouts) {
+  return rollouts[edge.rollout].kept_sets.at(static_cast<std::size_t>(edge.position));
+}
+
+// One output row per (row, temperature) among the edges, which are ordered that way first, then by kept set.
 std::vector<double> add_outputs(ItemInput& out, std::span<const Rollout> rollouts, bool critic) {
   std::vector<double> temperatures;
   auto temperature_of = [&](const LossEdge& edge) { return critic ? 1.0 : rollouts[edge.rollout].temperature; };
   std::stable_sort(out.edges.begin(), out.edges.end(), [&](const LossEdge& a, const LossEdge& b) {
-    return a.row != b.row ? a.row < b.row : temperature_of(a) < temperature_of(b);
+    if (a.row != b.row) return a.row < b.row;
+    const double of_a = temperature_of(a), of_b = temperature_of(b);
+    if (of_a != of_b || critic) return of_a < of_b;
+    return std::ranges::lexicographical_compare(kept_of(a, rollouts), kept_of(b, rollouts));
   });
   for (const LossEdge& edge : out.edges) {
     const double temperature = temperature_of(edge);
@@ -139,12 +148,14 @@ ItemInput::ItemInput(const PlanItem& item, std::span<const Rollout> rollouts, co
   add_given(model, rows, rollouts, local, choices.given);
   add_given_of_outputs(model, local.own());
   std::vector<HeadEdge> of_head;
-  for (std::size_t e = 0; e < edges.size(); ++e) of_head.push_back({output[e], edges[e].target});
+  for (std::size_t e = 0; e < edges.size(); ++e)
+    of_head.push_back(
+        {output[e], edges[e].target, shape.value_head ? std::span<const std::int32_t>{} : kept_of(edges[e], rollouts)});
   ControlBlock block;
   model.add_to(block);
   block.add(subtree_ends(item.set), subtree_end_S);
-  const std::int64_t first_row = keeps_windows(shape, cp.size()) ? first_window_row(item.path_rows, shape.window) : 0;
-  if (shape.window > 0) block.add(depths(item.set, first_row), depth_S);
+  const std::int64_t first_row = keeps_windows(shape, cp.size()) ? first_window_row(item.path_rows, shape.window()) : 0;
+  if (shape.window() > 0) block.add(depths(item.set, first_row), depth_S);
   if (shares) add_divided(block, *shares, cp.rank(), model.output_row, divided);
   head_edges.add_to(block, temperatures, of_head, shape.vocabulary);
   block.hand_over(device);

@@ -18,17 +18,17 @@ std::unique_ptr<KvSource> make_source(const StepRun& step, const PlanItem& item,
   const Decoder& decoder = step.decoder;
   if (!input.shares)
     return std::make_unique<PathSource>(step.path, item.path_rows, is_trunk, input.subtree_end_S, input.depth_S,
-                                        decoder.shape().has_states() ? runs_of(item.set) : std::vector<RowRun>());
+                                        decoder.shape().states() > 0 ? runs_of(item.set) : std::vector<RowRun>());
   return std::make_unique<DividedSource>(step.path, item.path_rows, is_trunk, input.subtree_end_S, input.depth_S,
-                                         *input.shares, input.divided, decoder.block(), decoder.dtype(),
+                                         *input.shares, input.divided, decoder.sizes(), decoder.dtype(),
                                          decoder.mesh().cp, arena);
 }
 
 KvPath::States take_states(const StepRun& step, const PlanItem& item, Arena& arena) {
   if (item.kind != ItemKind::trunk) return {};
-  const StateBuffers declared(step.decoder.block(), step.trains());
+  const StateBuffers declared(step.decoder.sizes(), step.trains());
   const auto take = [&](BufferList::Place place) { return arena.take(declared, place, step.decoder.dtype()); };
-  return {take(declared.states_LN), take(declared.grad_states_LN)};
+  return {take(declared.states_N), take(declared.grad_states_N)};
 }
 
 bool needs_whole_rollout(const StepRun& step) { return step.trains() && step.head->needs_whole_rollout(); }
@@ -73,7 +73,7 @@ ItemRun::ItemRun(const StepRun& step, const PlanItem& item, Arena& arena)
 void ItemRun::forward() {
   const Decoder& decoder = step_.decoder;
   if (decoder.local().is_last_stage()) {
-    const ItemBuffers item(decoder.block(), input_.model.outputs(), step_.trains());
+    const ItemBuffers item(decoder.sizes(), input_.model.outputs(), step_.trains());
     grad_normed_OM_ = arena_.take(item, item.grad_normed_OM, decoder.dtype());
   }
   if (step_.trains() && item_.state.stores() && decoder.has_backward()) {
@@ -118,10 +118,10 @@ void ItemRun::take_choices() {
   const std::int32_t* choice = host_values<const std::int32_t>(choice_LTK).data();
   const LocalShape& local = step_.decoder.local();
   std::int64_t place = local.expert_layers_before();
-  for (std::int64_t layer = 0; layer < shape.layers; ++layer) {
+  for (std::int64_t layer = 0; layer < shape.layers(); ++layer) {
     if (!shape.has_experts(layer)) continue;
     // A narrow last block sees output rows alone: their choices are not those of all tokens.
-    const bool narrow = local.is_last_stage() && layer + 1 == shape.layers && !input_.model.all_rows_choose;
+    const bool narrow = local.is_last_stage() && layer + 1 == shape.layers() && !input_.model.all_rows_choose;
     if (step_.accounting != nullptr && !narrow)
       step_.accounting->add_choices(local.layers().begin + layer, input_.owners, choice);
     if (step_.choices.written != nullptr)
@@ -146,7 +146,7 @@ RouterPenalties ItemRun::penalties(const at::Tensor& value_L2) const {
   out.of_layer.resize(static_cast<std::size_t>(shape.expert_layers()));
   ControlBlock block;
   auto on_device = out.of_layer.begin();
-  for (std::int64_t layer = 0; layer < shape.layers; ++layer) {
+  for (std::int64_t layer = 0; layer < shape.layers(); ++layer) {
     if (!shape.has_experts(layer)) continue;
     const moe::LoadAccounting::Penalty penalty =
         step_.accounting->penalty(step_.decoder.local().layers().begin + layer, input_.owners);

@@ -189,15 +189,13 @@ class Communication::Walk {
   void bring_path(const Turn& turn, std::int64_t layer, std::int64_t rows, AxisBytes& phase) {
     if (!turn.on_path || layer < path_.layers_awake || open_rows_ == 0) return;
     if (std::exchange(layer_here_, layer) == layer) return;
-    const PathWidths widths = path_widths(own_, path_.latents);
-    for (const std::int64_t width : {widths.first, widths.second})
-      give(cp_, Collective::gather, path_share(rows) * width * b_, phase.cp);
+    for (const PathKind& kind : own_.mixer(layer).path_kinds(path_.latents))
+      give(cp_, Collective::gather, path_share(rows) * kind.width * b_, phase.cp);
   }
   void sum_path(const Turn& turn, std::int64_t layer, std::int64_t rows, AxisBytes& phase) {
     if (!turn.on_path || layer < path_.layers_awake) return;
-    const PathWidths widths = path_widths(own_, path_.latents);
-    for (const std::int64_t width : {widths.first, widths.second})
-      give(cp_, Collective::scatter_sum, cp_.ranks * path_share(rows) * width * s_, phase.cp);
+    for (const PathKind& kind : own_.mixer(layer).path_kinds(path_.latents))
+      give(cp_, Collective::scatter_sum, cp_.ranks * path_share(rows) * kind.width * s_, phase.cp);
   }
   std::int64_t path_share(std::int64_t rows) const { return PathShares{rows, cp_.ranks}.most(); }
   std::int64_t rows_above(const Turn& turn) const { return turn.item ? turn.item->path_rows : open_rows_; }
@@ -210,24 +208,25 @@ class Communication::Walk {
     return found->second = {shares.rows_of(cp_rank),
                             static_cast<std::int64_t>(outputs_of(edges, rollouts_, !local_.whole().value_head).size())};
   }
-  std::int64_t edges_here(const PlanItem& item) const {
-    if (!is_divided(item, cp_.ranks)) return edges(item.set);
-    return edges(share_of(item.set, RowShares(item.set.rows, cp_.ranks), local_.place().cp));
+  std::vector<LossEdge> edges_here(const PlanItem& item) const {
+    if (!is_divided(item, cp_.ranks)) return edges_of(item.set, rollouts_, all_logprobs_);
+    const RowShares shares(item.set.rows, cp_.ranks);
+    return edges_of(share_of(item.set, shares, local_.place().cp), rollouts_, all_logprobs_);
   }
   std::int64_t edges(const RowSet& set) const {
     return static_cast<std::int64_t>(edges_of(set, rollouts_, all_logprobs_).size());
   }
 
   bool is_narrow(std::int64_t layer) const {
-    return last_stage_ && layer + 1 == own_.layers && !(kind_.all_rows_choose && own_.has_experts(layer));
+    return last_stage_ && layer + 1 == own_.layers() && !(kind_.all_rows_choose && own_.has_experts(layer));
   }
   std::int64_t continuing(const Rows& rows, std::int64_t layer) const {
     return is_narrow(layer) ? rows.outputs : rows.all;
   }
 
   // Of a layer of a divided item.
-  void gather_context(const PlanItem& item, AxisBytes& phase) {
-    if (is_divided(item, cp_.ranks)) give(cp_, Collective::gather, most_rows(item) * given_width() * b_, phase.cp);
+  void gather_context(const PlanItem& item, std::int64_t layer, AxisBytes& phase) {
+    if (is_divided(item, cp_.ranks)) give(cp_, Collective::gather, most_rows(item) * given_width(layer) * b_, phase.cp);
   }
   std::int64_t most_rows(const PlanItem& item) const { return RowShares(item.set.rows, cp_.ranks).most(); }
   void control(const PlanItem& item, AxisBytes& phase) {
@@ -236,7 +235,7 @@ class Communication::Walk {
     const ModelShape& whole = local_.whole();
     if (kind_.counts_rollouts && kind_.gradients)
       give(cp_, Collective::sum,
-           static_cast<std::int64_t>(item.set.rollouts.size()) * whole.layers * whole.experts * kNumber, phase.cp);
+           static_cast<std::int64_t>(item.set.rollouts.size()) * whole.layers() * whole.experts * kNumber, phase.cp);
   }
 
   // Of units that ranks divide.
@@ -273,9 +272,9 @@ class Communication::Walk {
     const bool experts = own_.has_experts(layer);
     const std::int64_t R = continuing(turn.rows, layer), M = own_.hidden;
     bring_path(turn, layer, rows_above(turn), phase);
-    if (turn.item) gather_context(*turn.item, phase);
+    if (turn.item) gather_context(*turn.item, layer, phase);
     give(tp_, Collective::sum, R * M * b_, phase.tp);
-    if (own_.has_mlp(layer)) give(tp_, Collective::sum, R * M * (experts ? s_ : b_), phase.tp);
+    if (own_.at(layer).mlp != MlpKind::none) give(tp_, Collective::sum, R * M * (experts ? s_ : b_), phase.tp);
     if (experts) exchange(turn, layer, M * b_, M * b_, phase);
   }
 
@@ -297,13 +296,13 @@ class Communication::Walk {
     const std::int64_t T = turn.rows.all, R = continuing(turn.rows, layer), M = own_.hidden;
     bring_path(turn, layer, open_rows_, phase), sum_path(turn, layer, rows_above(turn), phase);
     // What a trunk gave is in the path: keys and values, or latents.
-    if (again || (item && own_.has_latents() && !path_.latents)) gather_context(*item, phase);
-    if (again && recomputes) gather_context(*item, phase);
+    if (again || (item && own_.mixer(layer).narrows_path() && !path_.latents)) gather_context(*item, layer, phase);
+    if (again && recomputes) gather_context(*item, layer, phase);
     if (recomputes) give(tp_, Collective::sum, R * M * b_, phase.tp);
     give(tp_, Collective::sum, T * M * b_, phase.tp);
-    if (own_.has_mlp(layer)) give(tp_, Collective::sum, R * M * (experts ? s_ : b_), phase.tp);
+    if (own_.at(layer).mlp != MlpKind::none) give(tp_, Collective::sum, R * M * (experts ? s_ : b_), phase.tp);
     if (item && is_divided(*item, cp_.ranks))
-      give(cp_, Collective::scatter_sum, cp_.ranks * most_rows(*item) * given_width() * s_, phase.cp);
+      give(cp_, Collective::scatter_sum, cp_.ranks * most_rows(*item) * given_width(layer) * s_, phase.cp);
     if (!experts) return;
     give(tp_, Collective::sum, R * own_.experts_per_token * s_, phase.tp);
     exchange(turn, layer, 2 * M * b_ + s_, M * s_ + s_, phase);
@@ -318,8 +317,10 @@ class Communication::Walk {
     move_unit(*stop, phase);
     const std::int64_t O = turn.rows.outputs;
     if (turn.item == nullptr || O == 0 || tp_.ranks == 1 || local_.whole().value_head) return;
-    give(tp_, Collective::sum, O * kNumber, phase.tp);
-    give(tp_, Collective::sum, (2 * O + edges_here(*turn.item)) * kNumber, phase.tp);
+    const std::vector<LossEdge> here = edges_here(*turn.item);
+    const std::int64_t D = kind_.kept_ids == 0 ? O : std::ssize(distributions_of(here, rollouts_));
+    give(tp_, Collective::sum, D * kNumber, phase.tp);
+    give(tp_, Collective::sum, (2 * D + std::ssize(here)) * kNumber, phase.tp);
     if (stop->adds_gradients) give(tp_, Collective::sum, O * own_.hidden * s_, phase.tp);
   }
 
@@ -338,7 +339,12 @@ class Communication::Walk {
   }
 
   // Of what ranks of cp give to each other of a row.
-  std::int64_t given_width() const { return path_widths(own_, own_.has_latents()).sum(); }
+  std::int64_t given_width(std::int64_t layer) const {
+    const Mixer& mixer = own_.mixer(layer);
+    std::int64_t width = 0;
+    for (const PathKind& kind : mixer.path_kinds(mixer.narrows_path())) width += kind.width;
+    return width;
+  }
 
   const LocalShape& local_;
   const Units &units_, &held_units_;
@@ -370,18 +376,28 @@ double Communication::seconds_of_units() const {
 double Communication::seconds_of_path(std::int64_t rows_above, std::int64_t own_rows, const PathPlan& path) const {
   const Degrees& d = local_.degrees();
   const Line cp = line_of(d.cp, d.tp * d.cp, profile_);
-  const auto seconds = [&](Collective kind, std::int64_t rows, std::int64_t bytes) {
-    const auto of = [&](std::int64_t width) {
-      return rows == 0 ? 0 : cp.seconds(kind, static_cast<double>(PathShares{rows, d.cp}.most() * width * bytes));
+  const auto of_layer = [&](const Mixer& mixer) {
+    const std::vector<PathKind> kinds = mixer.path_kinds(path.latents);
+    const auto seconds = [&](Collective kind, std::int64_t rows, std::int64_t bytes) {
+      double sum = 0;
+      for (const PathKind& of : kinds)
+        if (rows > 0) sum += cp.seconds(kind, static_cast<double>(PathShares{rows, d.cp}.most() * of.width * bytes));
+      return sum;
     };
-    const PathWidths widths = path_widths(local_.own(), path.latents);
-    return of(widths.first) + of(widths.second);
+    double sum = seconds(Collective::gather, rows_above, bytes_.activation);
+    if (kind_.gradients)
+      sum += seconds(Collective::gather, rows_above + own_rows, bytes_.activation) +
+             seconds(Collective::scatter_sum, rows_above, d.cp * bytes_.accumulator);
+    return sum;
   };
-  double sum = seconds(Collective::gather, rows_above, bytes_.activation);
-  if (kind_.gradients)
-    sum += seconds(Collective::gather, rows_above + own_rows, bytes_.activation) +
-           seconds(Collective::scatter_sum, rows_above, d.cp * bytes_.accumulator);
-  return static_cast<double>(local_.own().layers - path.layers_awake) * sum;
+  double sum = 0;
+  const std::vector<LayerShape>& layers = local_.own().layer;
+  std::size_t end = 0;  // of layers of one mixer
+  for (auto begin = static_cast<std::size_t>(path.layers_awake); begin < layers.size(); begin = end) {
+    for (end = begin + 1; end < layers.size() && layers[end].mixer == layers[begin].mixer;) ++end;
+    sum += static_cast<double>(end - begin) * of_layer(*layers[begin].mixer);
+  }
+  return sum;
 }
 
 PlannedTraffic Communication::of(const StepPlan& plan, std::span<const Rollout> rollouts) const {

@@ -14,7 +14,8 @@ namespace espalier {
 namespace {
 
 constexpr double kManyRows = MachineProfile::kGradientRows, kHeadRows = MachineProfile::kHeadRows;
-constexpr int kCallsPerLayer = 14;  // products, norms, rotations, attention, activation: one forward of a layer
+// Of one forward of a layer beside its mixer: a norm and a product around it; norm, products and activation of an MLP.
+constexpr int kCallsPerMixer = 2, kCallsPerMlp = 4;
 constexpr int kCallsPerExpert = 5;  // rows gathered, two products, activation, sum
 // Of a forward's traffic in rows, and of its calls, what making gate and up again repeats: a norm and a product.
 constexpr double kGateUpPass = 0.15;
@@ -28,15 +29,15 @@ double slowness(double wide_rate, double narrow_rate, double inverse, double wid
   return 1 + part * std::max(0.0, wide_rate / narrow_rate - 1);
 }
 
-// Of 1/columns over the elements of matrices: rows over elements.
-double inverse_columns(std::initializer_list<ProjectionShape> matrices) {
+// The mean of 1/columns over the elements of matrices: rows over elements.
+struct InverseColumns {
   double rows = 0, elements = 0;
-  for (const ProjectionShape& one : matrices) {
-    if (one.weights() == 0) continue;
-    rows += static_cast<double>(one.out.size), elements += static_cast<double>(one.weights());
+
+  void add(const ProductShape& product) {
+    rows += static_cast<double>(product.outputs()), elements += static_cast<double>(product.weights());
   }
-  return elements > 0 ? rows / elements : 0;
-}
+  double mean() const { return elements > 0 ? rows / elements : 0; }
+};
 
 }  // namespace
 
@@ -126,6 +127,7 @@ Json to_json(const MachineProfile& profile) {
           {"attention_flops_per_second", profile.attention_flops_per_second},
           {"narrow_gradient_flops_per_second", profile.narrow_gradient_flops_per_second},
           {"narrow_attention_flops_per_second", profile.narrow_attention_flops_per_second},
+          {"state_flops_per_second", profile.state_flops_per_second},
           {"attention_kernels", name_of(profile.attention_kernels)},
           {"bytes_per_second", profile.bytes_per_second},
           {"seconds_per_call", profile.seconds_per_call},
@@ -167,6 +169,7 @@ MachineProfile profile_of(const Json& json, const std::string& where) {
   profile.seconds_per_call = number(json, "seconds_per_call");
   for (const auto& [member, rate] :
        {std::pair("weight_gradient_flops_per_second", &profile.weight_gradient_flops_per_second),
+        {"state_flops_per_second", &profile.state_flops_per_second},
         {"head_flops_per_second", &profile.head_flops_per_second},
         {"narrow_gradient_flops_per_second", &profile.narrow_gradient_flops_per_second},
         {"narrow_attention_flops_per_second", &profile.narrow_attention_flops_per_second}})
@@ -216,6 +219,7 @@ CostModel::CostModel(const LocalShape& local, const MachineProfile& profile, DTy
       profile_(profile),
       kind_(kind),
       bytes_(local, dtype, kind, setting),
+      has_windows_(shape_.window() > 0),
       expert_layers_(static_cast<double>(shape_.expert_layers())) {
   const ModelShape& shape = shape_;
   if (const Degrees& degrees = local.degrees(); degrees.ep > 1) {
@@ -226,22 +230,30 @@ CostModel::CostModel(const LocalShape& local, const MachineProfile& profile, DTy
   mlp_again_ = unit_flops(ItemState(kKeep, kKeep, kRecompute));
   all_again_ = unit_flops(SavedState::recompute);
   const double b = static_cast<double>(bytes_of(dtype)), a = dtype == DType::float64 ? 8 : 4;
-  const double all_layers = static_cast<double>(shape.layers), dense_layers = all_layers - expert_layers_;
-  // Norms read the stream and the sublayer's result and write both (twice a layer); rotation reads and writes q, k and
-  // copies v; SwiGLU reads two and writes one. Each of a row's k experts copies the row, and adds its result to a sum.
+  const double all_layers = static_cast<double>(shape.layers());
+  // A norm and a sum with the stream read and write a row each, around the mixer and around the MLP. An activation
+  // reads gate and up and writes one. Each of a row's k experts copies the row, and adds its result to a sum.
   const double k = static_cast<double>(shape.experts_per_token), M = static_cast<double>(shape.hidden);
-  const std::int64_t attention_width = shape.query_width() + shape.key_width() + shape.value_width() +
-                                       shape.latent.query + shape.latent.key_value;  // and norms of latents
-  bytes_per_row_ =
-      b * (all_layers * (8 * M + 2.0 * static_cast<double>(attention_width)) +
-           dense_layers * 3.0 * static_cast<double>(shape.inner)) +
-      expert_share_ * expert_layers_ * k * (b * (3.0 * static_cast<double>(shape.expert_inner) + 3 * M) + 2 * a * M);
+  double numbers = 0;
+  for (const LayerShape& layer : shape.layer) {
+    const MixerTraffic mixer = layer.mixer->traffic();
+    numbers += 4 * M + mixer.numbers + (layer.mlp == MlpKind::none ? 0 : 4 * M);
+    if (layer.mlp == MlpKind::dense) numbers += 3 * static_cast<double>(layer.inner);
+    calls_ += kCallsPerMixer + mixer.calls + (layer.mlp == MlpKind::none ? 0 : kCallsPerMlp);
+  }
+  bytes_per_row_ = b * numbers + expert_share_ * expert_layers_ * k *
+                                     (b * (3.0 * static_cast<double>(shape.expert_inner) + 3 * M) + 2 * a * M);
   // Softmax, entropy and their gradient go over the logits a few times, two of them through exp: worth eight passes.
   logit_bytes_ = 8 * a * static_cast<double>(shape.head_width()) * (kind.gradients ? 1 : 0.5);
   const double head = static_cast<double>(shape.head_width() * shape.hidden);
   const double embedding = static_cast<double>(outer_parameters(shape).embedding.weights());
-  expert_gradient_bytes_ =
-      2 * a * expert_layers_ * static_cast<double>(shape.experts * layer_parameters(shape, true).mlp_parameters());
+  std::int64_t expert_parameters = 0;
+  for (const LayerShape& layer : shape.layer)
+    if (layer.has_experts())
+      expert_parameters += layer_parameters(shape, layer).mlp.sum(ProductRows::chosen, [](const ProductShape& product) {
+        return product.parameters();
+      });
+  expert_gradient_bytes_ = 2 * a * static_cast<double>(shape.experts * expert_parameters);
   gradient_bytes_ = 2 * a * (static_cast<double>(shape.parameters()) - embedding - (shape.tied_head ? 0 : head)) -
                     expert_gradient_bytes_;
   if (!shape.trained.all()) {
@@ -251,7 +263,7 @@ CostModel::CostModel(const LocalShape& local, const MachineProfile& profile, DTy
   }
   if (shape.experts > 0) expert_gradient_bytes_ *= experts_ / static_cast<double>(shape.experts);
   head_gradient_bytes_ = shape.trained.head ? 2 * a * head : 0;
-  backward_share_ = static_cast<double>(shape.layers - shape.trained.first_layer) / all_layers;
+  backward_share_ = static_cast<double>(shape.layers() - shape.trained.first_layer) / all_layers;
   compare_widths();
 }
 
@@ -262,11 +274,19 @@ void CostModel::compare_widths() {
     return slowness(wide, profile_.narrow_gradient_flops_per_second, inverse, MachineProfile::kWideColumns,
                     MachineProfile::kNarrowColumns);
   };
-  const LayerParameters dense = layer_parameters(shape_, false), experts = layer_parameters(shape_, true);
-  narrow_layers_ = of_gradients(inverse_columns({dense.query_latent, dense.key_value_latent, dense.query, dense.key,
-                                                 dense.value, dense.output, dense.gate, dense.up, dense.down}));
-  narrow_experts_ = of_gradients(inverse_columns({experts.gate, experts.up, experts.down}));
-  const auto channels = static_cast<double>(shape_.head_dim + shape_.value_dim());
+  InverseColumns of_layers, of_experts;
+  for (const LayerShape& layer : shape_.layer) {
+    const LayerParameters p = layer_parameters(shape_, layer);
+    for (const PartParameters* const part : {&p.mixer, &p.mlp})
+      for (const ProductShape& product : part->products())
+        (product.rows == ProductRows::chosen ? of_experts : of_layers).add(product);
+  }
+  narrow_layers_ = of_gradients(of_layers.mean());
+  narrow_experts_ = of_gradients(of_experts.mean());
+  double channels = 0;  // of a head's key and value, in the first layer of attention
+  for (std::size_t i = 0; i < shape_.layer.size() && channels == 0; ++i)
+    for (const PathKind& kind : shape_.layer[i].mixer->path_kinds(false))
+      channels += static_cast<double>(kind.width / kind.heads);
   narrow_heads_ = slowness(profile_.attention_flops_per_second, profile_.narrow_attention_flops_per_second,
                            channels > 0 ? 2 / channels : 0, MachineProfile::kWideHead, MachineProfile::kNarrowHead);
 }
@@ -292,7 +312,7 @@ Flops CostModel::all_flops(const Work& work, ItemState state) const {
   const auto add = [&](const Flops& one, std::int64_t count) { flops += one * static_cast<double>(count); };
   add(unit.row, work.rows), add(unit.pair, work.pairs);
   add(unit.output, work.outputs), add(unit.output_pair, work.output_pairs);
-  if (shape_.window == 0) return flops;
+  if (!has_windows_) return flops;
   add(unit.window_pair, work.window_pairs), add(unit.window_output_pair, work.window_output_pairs);
   return flops;
 }
@@ -325,7 +345,8 @@ double CostModel::attention_seconds(const Flops& flops, const Work& work, ItemSt
       kMaskedPairs *
       (static_cast<double>(work.rows) * (unit.pair.attention + unit.window_pair.attention) +
        static_cast<double>(work.outputs) * (unit.output_pair.attention + unit.window_output_pair.attention));
-  return (flops.attention + masked) * narrow_heads_ / profile_.attention_flops_per_second;
+  return (flops.attention + masked) * narrow_heads_ / profile_.attention_flops_per_second +
+         flops.states / profile_.states_rate();
 }
 
 // A backward pass moves twice the bytes of a forward; `passes` counts in forwards.
@@ -345,7 +366,8 @@ CostParts CostModel::variable_parts(const Work& work, ItemState state, std::int6
 
 // One forward; a backward is worth two.
 double CostModel::passes_of(double again) const {
-  return (kind_.gradients ? 3 + again - (1 - backward_share_) * (2 + again) : 1) + (kind_.counting_pass ? 1 : 0);
+  return (kind_.gradients ? 3 + again - (1 - backward_share_) * (2 + again) : 1) + (kind_.counting_pass ? 1 : 0) +
+         (kind_.sequence_pass ? 1 : 0);
 }
 
 CostParts CostModel::parts(const Work& work, ItemState state) const {
@@ -357,8 +379,7 @@ CostParts CostModel::parts(const Work& work, ItemState state) const {
     parts.products += (gradient_bytes_ + reached * expert_gradient_bytes_) / profile_.bytes_per_second;
     if (has_head_ && work.outputs > 0) parts.head += head_gradient_bytes_ / profile_.bytes_per_second;
   }
-  const double calls = passes * (static_cast<double>(shape_.layers) * kCallsPerLayer +
-                                 expert_layers_ * reached * experts_ * kCallsPerExpert);
+  const double calls = passes * (static_cast<double>(calls_) + expert_layers_ * reached * experts_ * kCallsPerExpert);
   parts.products += calls * profile_.seconds_per_call;
   return parts * profile_.fit;
 }

@@ -46,6 +46,10 @@ struct MachineProfile {
   // computed in the accumulator dtype on a CPU. 0: use the table.
   double weight_gradient_flops_per_second = 0, head_flops_per_second = 0;
   double attention_flops_per_second = 0;
+  double state_flops_per_second = 0;  // of rows of recurrent layers; 0: half of attention's rate
+  double states_rate() const {
+    return state_flops_per_second > 0 ? state_flops_per_second : attention_flops_per_second / 2;
+  }
   // The rates of small models: gradients of weights with 64 columns, attention with heads of 16 channels. The rates
   // above are of 1,024 columns and heads of 64. Between two widths the time of an operation is linear in 1/width; above
   // the larger it does not fall. 0: one rate for all widths.
@@ -123,8 +127,10 @@ class CostModel {
   MachineProfile profile_;
   StepKind kind_;
   ActivationBytes bytes_;
+  bool has_windows_;
   UnitFlops kept_, mlp_again_, all_again_;  // by what is recomputed
   double expert_layers_ = 0;
+  std::int64_t calls_ = 0;     // kernels of one forward of all layers, without those of experts
   double bytes_per_row_ = 0;   // memory-bound traffic of one row and pass through all layers
   double logit_bytes_ = 0;     // and of the logits of one output row
   double backward_share_ = 1;  // fraction of layers that have a backward

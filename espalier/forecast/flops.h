@@ -22,14 +22,18 @@ struct Flops {
   double layers = 0;   // matrix products of the layers, without experts
   double experts = 0;  // matrix products of experts: each runs over its own rows alone
   double head = 0;
-  double attention = 0;
+  double attention = 0;  // pairs of rows
+  double states = 0;     // rows of recurrent layers
 
-  double total() const { return layers + experts + head + attention; }
+  double total() const { return layers + experts + head + attention + states; }
   Flops& operator+=(const Flops& other) {
     layers += other.layers, experts += other.experts, head += other.head, attention += other.attention;
+    states += other.states;
     return *this;
   }
-  Flops operator*(double times) const { return {layers * times, experts * times, head * times, attention * times}; }
+  Flops operator*(double times) const {
+    return {layers * times, experts * times, head * times, attention * times, states * times};
+  }
 };
 
 Flops forward_flops(const ModelShape& shape, const Work& work, bool all_rows_choose = false);

@@ -1,11 +1,13 @@
 #include "espalier/forecast/memory_model.h"
 
 #include <algorithm>
+#include <map>
 
 #include "espalier/base/defined_sums.h"
 #include "espalier/base/instruction_set.h"
-#include "espalier/forecast/library_attention.h"
-#include "espalier/forecast/recurrent_scratch.h"
+#include "espalier/model/mlp_buffers.h"
+#include "espalier/program/row_shares.h"
+#include "espalier/shape/path_leaves.h"
 #include "espalier/shape/units.h"
 
 namespace espalier {
@@ -21,18 +23,17 @@ constexpr std::int64_t kProcessBytes = 128 << 20, kCodeBytes = 10 << 20, kPieceC
 // what comes after the context. Round, not measured.
 constexpr std::int64_t kCudaBytes = std::int64_t{1} << 30, kOpenedCudaBytes = std::int64_t{128} << 20;
 // The matrix library packs a product's factors, each thread up to a limit, in float64 up to one that grows with the
-// rows; attention takes more where rows see a path. Products of a few rows pack nothing.
+// rows. Products of a few rows pack nothing.
 constexpr std::int64_t kMostPackedBytes = 7 << 20, kFewestPackedRows = 16;
 constexpr std::int64_t kMostPackedBytes64 = 15 << 20, kPackedBytes64 = 5 << 20, kPackedBytesPerRow64 = 10 << 10;
 constexpr std::int64_t kWidenedPanelBytes = 12 << 20;  // ops/cpu/widened_products.cpp
-constexpr std::int64_t kMostAttentionBytes = 3 << 20, kMostPathAttentionBytes = 17 << 18,
-                       kAttentionNumbers = 12;  // for an element of a query
 // Numbers of an item on the host and in its control block (execute/item_input.h): id, position and subtree end of a
 // row; row, position, temperature, target and edge of an output. The head's sums of one block
 // (objective/fused_head.cpp).
 constexpr std::int64_t kNumberBytesPerRow = 2 * 12, kNumberBytesPerOutput = 72, kHeadSumBytes = 256 * 56;
-constexpr std::int64_t kStateBlockRows = 64;      // ops/cpu/delta_rule_ranges.h
-constexpr std::int64_t kChannelBlockStates = 21;  // ops/cpu/channel_decay_ranges.h
+// Kept sets of a block of logits: columns twice, being made and being copied, or of two blocks on a GPU. Records hold
+// all sets of the mini-batch on the host.
+constexpr std::int64_t kBytesPerKeptId = 8, kRecordBytesPerKeptId = 4;
 // Of experts: a slot's place among those sorted, and its choice in every layer (model/expert_mlp.cpp).
 constexpr std::int64_t kSortedBytesPerSlot = 12, kChoiceBytesPerSlot = 4;
 
@@ -40,15 +41,6 @@ constexpr std::int64_t kPage = 4096;  // where something begins in a store
 constexpr std::int64_t whole_pages(std::int64_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
 }  // namespace
-
-std::int64_t chunks_in_flight(std::int64_t stored_bytes) {
-  return std::clamp(stored_bytes / (8 * kSpillChunkBytes), kFewestSpillChunks, kMostSpillChunks);
-}
-
-std::int64_t kv_bytes_per_token(const ModelShape& shape, DType dtype) {
-  return (shape.layers - shape.states_in(0, shape.layers)) * (shape.key_width() + shape.value_width()) *
-         bytes_of(dtype);
-}
 
 ActivationBytes::ActivationBytes(const LocalShape& local, DType dtype, const StepKind& kind, const StepSetting& setting)
     : shape_(local.own()),
@@ -60,6 +52,7 @@ ActivationBytes::ActivationBytes(const LocalShape& local, DType dtype, const Ste
       setting_(setting),
       cp_(local.degrees().cp),
       in_flight_(local.waves_in_flight()),
+      window_(shape_.window()),
       dtype_(dtype),
       has_outputs_(local.is_last_stage()),
       widens_products_(dtype == DType::bfloat16 && !setting.device.cuda && !defined_sums(dtype) &&
@@ -71,19 +64,27 @@ ActivationBytes::ActivationBytes(const LocalShape& local, DType dtype, const Ste
     trained_ = trained.kept, rooms_ = trained.rooms, sums_ = trained.sums;
     held_ = held.kept + held.rooms;
   }
-  const ModelShape& shape = shape_;
-  if (shape.layers > 0) last_mlp_ = mlp_of(shape.layers - 1);
-  last_is_narrow_ = has_outputs_ && !(kind.all_rows_choose && last_mlp_ == MlpKind::experts);
-  if (shape.layers > 0) last_leaves_ = left_by(shape.layers - 1);
-  std::array<std::int64_t, 9> of_kind{};
-  for (std::int64_t layer = 0; layer < shape.layers - (last_is_narrow_ ? 1 : 0); ++layer) {
-    const Leaves leaves = left_by(layer);
-    const MlpKind mlp = mlp_of(layer);
-    of_kind[kind_of(mlp, leaves)] += layer >= forward_only() ? 1 : 0;
-    std::erase_if(full_kinds_,
-                  [&](const FullKind& kind_before) { return kind_before.mlp == mlp && kind_before.leaves == leaves; });
-    full_kinds_.push_back({mlp, leaves, layer >= forward_only(), of_kind});
+  const std::int64_t layers = shape_.layers();
+  last_is_narrow_ = has_outputs_ && !(kind.all_rows_choose && layers > 0 && shape_.layer.back().has_experts());
+  for (const LayerShape& layer : shape_.layer) kind_of(layer);
+  std::vector<std::int64_t> of_kind(kinds_.size(), 0);
+  for (std::int64_t number = 0; number < layers - (last_is_narrow_ ? 1 : 0); ++number) {
+    const std::size_t of_layer = kind_of(shape_.at(number));
+    of_kind[of_layer] += number >= forward_only() ? 1 : 0;
+    std::erase_if(full_kinds_, [&](const FullKind& before) { return before.kind == of_layer; });
+    full_kinds_.push_back({of_layer, number >= forward_only(), of_kind});
   }
+}
+
+std::size_t ActivationBytes::kind_of(const LayerShape& layer) {
+  const auto alike = [&](const LayerShape& other) {
+    return other.mixer == layer.mixer && other.mlp == layer.mlp && other.inner == layer.inner &&
+           other.norm_place == layer.norm_place;
+  };
+  const auto found = std::ranges::find_if(kinds_, alike);
+  if (found != kinds_.end()) return static_cast<std::size_t>(found - kinds_.begin());
+  kinds_.push_back(layer);
+  return kinds_.size() - 1;
 }
 
 std::int64_t ActivationBytes::model() const {
@@ -110,25 +111,33 @@ std::int64_t ActivationBytes::constant() const {
 std::int64_t ActivationBytes::number_bytes(std::int64_t rows, std::int64_t path_rows) const {
   const std::int64_t of_experts =
       shape_.experts_per_token * (kSortedBytesPerSlot + shape_.expert_layers() * kChoiceBytesPerSlot);
-  return rows * (kNumberBytesPerOutput + of_experts) + (rows + path_rows) * kNumberBytesPerRow + kHeadSumBytes;
+  std::int64_t kept = 0;
+  if (kind_.kept_ids > 0) {
+    kept = kBytesPerKeptId * std::min(kind_.kept_ids, head_block_rows(rows) * kind_.largest_kept_set);
+    if (!setting_.device.cuda) kept += kRecordBytesPerKeptId * kind_.kept_ids;
+  }
+  return rows * (kNumberBytesPerOutput + of_experts) + (rows + path_rows) * kNumberBytesPerRow + kHeadSumBytes + kept;
 }
 
 std::int64_t ActivationBytes::scratch(std::int64_t rows, std::int64_t path_rows, int threads) const {
-  const std::int64_t q_width = shape_.query_width();
   const ElementBytes bytes = element_bytes(dtype_);
   const std::int64_t numbers = number_bytes(rows, path_rows);
+  const ScratchRows of{setting_.device, dtype_, rows, path_rows, threads, kind_.gradients};
   if (setting_.device.cuda) {
-    const std::int64_t of_library =
-        dtype_ == DType::bfloat16 ? library_attention_bytes(shape_, setting_.device, rows, path_rows, kind_.gradients)
-                                  : 0;
-    const std::int64_t of_states = kind_.gradients && shape_.has_states()
-                                       ? recurrent_scratch_bytes(shape_.delta_rule, rows, bytes.accumulator)
-                                       : 0;
-    // Own kernels sum dL/dq in float32. A layer has attention or a state, and gives its scratch back.
-    return numbers + of_library + std::max(of_states, arena_bytes(rows * q_width * 4));
+    GpuScratch most;
+    for (const LayerShape& layer : kinds_) {
+      const GpuScratch one = layer.mixer->gpu_scratch(of);
+      most = {std::max(most.given_back, one.given_back), std::max(most.kept, one.kept)};
+    }
+    return numbers + most.kept + most.given_back;
   }
-  const std::int64_t widest = std::max({shape_.value_head ? 1 : shape_.vocabulary, q_width, shape_.key_value_width(),
-                                        2 * shape_.inner, 2 * shape_.expert_inner});
+  std::int64_t widest = std::max(shape_.value_head ? 1 : shape_.vocabulary, 2 * shape_.expert_inner);
+  std::map<MixerKind, std::int64_t> of_kind;  // threads keep it
+  for (const LayerShape& layer : kinds_) {
+    widest = std::max({widest, layer.mixer->widest_row(), 2 * layer.inner});
+    std::int64_t& most = of_kind[layer.mixer->kind()];
+    most = std::max(most, layer.mixer->cpu_scratch(of));
+  }
   const std::int64_t panels =
       std::min(kWidenedPanelBytes, (shape_.hidden * widest + rows * 2 * widest) * bytes.accumulator);
   const std::int64_t most_packed = dtype_ == DType::float64
@@ -144,90 +153,98 @@ std::int64_t ActivationBytes::scratch(std::int64_t rows, std::int64_t path_rows,
     of_products = threads * kOwnProductBytes;
   else if ((narrow_ > 0 && dtype_ == DType::float32) || nf4_ > 0)
     of_products += shape_.hidden * widest * bytes.accumulator;  // one matrix, widened (ops/cpu/product_operations.cpp)
-  std::int64_t of_states = 0;  // of a key head: at starts of blocks, and for the rows of one
-  if (shape_.has_states()) {
-    const DeltaRuleShape& s = shape_.delta_rule;
-    const std::int64_t of_head = s.key_dim * s.value_dim, each = s.value_heads / s.key_heads,
-                       width = 2 * s.key_dim + each * s.value_dim;
-    const std::int64_t of_block =
-        s.decays_channels() ? kChannelBlockStates * of_head + kStateBlockRows * 3 * s.key_dim
-                            : 2 * of_head + kStateBlockRows * (5 * kStateBlockRows + 4 * s.value_dim + s.key_dim);
-    of_states = threads * bytes.accumulator *
-                ((rows / kStateBlockRows + 3) * each * of_head + of_block + 64 * s.key_dim + 3 * s.kernel * width +
-                 kStateBlockRows * (4 * width + 4 * s.key_dim + (each + 2) * s.value_dim));
-  }
-  const std::int64_t most_of_attention = path_rows > 0 ? kMostPathAttentionBytes : kMostAttentionBytes;
-  return numbers + of_products + of_states + (widens_products_ ? panels : 0) +
-         threads * std::min(most_of_attention, rows * q_width * kAttentionNumbers * bytes.accumulator);
+  std::int64_t of_mixers = 0;
+  for (const auto& [kind, of_one] : of_kind) of_mixers += of_one;
+  return numbers + of_products + of_mixers + (widens_products_ ? panels : 0);
 }
 
 namespace {
 
-// Of the first `upto` layers those with all rows of the path in it.
-std::int64_t layers_with_all_rows(const ModelShape& shape, std::int64_t upto, std::int64_t cp) {
-  std::int64_t count = 0;
-  for (std::int64_t layer = 0; layer < upto; ++layer)
-    count += shape.mixer_of(layer) == Mixer::attention && !(keeps_windows(shape, cp) && shape.window_of(layer) > 0);
-  return count;
-}
+// The bytes of one layer's rows, in the forms in which a path may hold them.
+class LayerBytes {
+ public:
+  LayerBytes(const BufferSizes& sizes, const LayerShape& layer, bool latents)
+      : block_(sizes, layer), latents_(latents) {}
+
+  std::int64_t of(std::int64_t rows, bool sums) const { return PathBuffers(block_, rows, sums, latents_).peak(); }
+  std::int64_t stored(std::int64_t rows, bool sums) const {
+    std::int64_t bytes = 0;  // every buffer begins at a page
+    const PathBuffers buffers(block_, rows, sums, latents_);
+    for (const Buffer& buffer : buffers.buffers()) bytes += whole_pages(buffer.bytes);
+    return bytes;
+  }
+
+ private:
+  BlockShape block_;
+  bool latents_;
+};
+
+bool is_awake(const PathPlan& path, std::int64_t layer) { return layer < path.layers_awake; }
 
 }  // namespace
 
-PathBytes path_bytes(const BlockShape& block, PathRows rows, bool with_gradients, const PathPlan& path,
+PathBytes path_bytes(const BufferSizes& sizes, PathRows rows, bool with_gradients, const PathPlan& path,
                      std::int64_t cp) {
+  const ModelShape& shape = sizes.shape;
   const bool latents = path.latents && rows.all > 0;
-  const PathBuffers all(block, rows.all, with_gradients, latents), without_sums(block, rows.all, false, latents);
-  const std::int64_t room = latents ? PathRoomBuffers(block, rows.all, with_gradients).peak() : 0;
-  const ModelShape& shape = block.shape;
-  const auto with_path = [&](std::int64_t upto) { return layers_with_all_rows(shape, upto, cp); };
-  const std::int64_t layers = with_path(shape.layers),
-                     awake = with_path(std::min<std::int64_t>(path.layers_awake, shape.layers)),
-                     asleep = layers - awake;
+  std::int64_t room = 0, asleep = 0;
+  for (std::int64_t i = 0; i < shape.layers(); ++i) {
+    const LayerShape& layer = shape.at(i);
+    if (latents && layer.mixer->narrows_path())
+      room = std::max(room, PathRoomBuffers({sizes, layer}, rows.all, with_gradients).peak());
+    asleep += leaves(*layer.mixer, cp) == PathLeaves::all_rows && !is_awake(path, i);
+  }
   const bool sleeps = asleep > 0 && rows.all > 0;
-  // Layers without a backward have no accumulators where all are in memory.
-  const auto with_window = [&](std::int64_t upto) { return upto - shape.states_in(0, upto) - with_path(upto); };
-  const std::int64_t forward_only = sleeps ? 0 : shape.trained.first_layer;
-  const std::int64_t always =
-      room + with_window(forward_only) * PathBuffers(block, rows.window, false).peak() +
-      (with_window(shape.layers) - with_window(forward_only)) * PathBuffers(block, rows.window, with_gradients).peak();
-  if (!sleeps) {
-    const std::int64_t held =
-        always + (layers - with_path(forward_only)) * all.peak() + with_path(forward_only) * without_sums.peak();
-    return {held, held};
+  PathBytes out{room, room, 0, sleeps};
+  // Where layers sleep: the buffers that they share, without and with sums.
+  std::int64_t shared = 0, shared_with_sums = 0, gathered = 0;
+  const std::int64_t of_rank = PathShares{rows.all, cp}.most();
+  for (std::int64_t i = 0; i < shape.layers(); ++i) {
+    const PathLeaves leaves_rows = leaves(shape.mixer(i), cp);
+    if (leaves_rows == PathLeaves::no_rows) continue;
+    const LayerBytes layer(sizes, shape.at(i), latents);
+    // Layers without a backward have no accumulators where all are in memory.
+    const bool sums = with_gradients && (sleeps || i >= shape.trained.first_layer);
+    std::int64_t held = 0;
+    if (leaves_rows == PathLeaves::window_rows) {
+      held = layer.of(rows.window, sums);
+    } else if (!sleeps || is_awake(path, i)) {
+      held = layer.of(rows.all, sums);
+    } else if (path.divided) {
+      held = layer.of(of_rank, with_gradients);
+      gathered = std::max(gathered, layer.of(cp * of_rank, with_gradients));
+    } else {
+      out.stored += layer.stored(rows.all, with_gradients);
+    }
+    if (sleeps && leaves_rows == PathLeaves::all_rows && !is_awake(path, i)) {
+      shared = std::max(shared, layer.of(rows.all, false));
+      shared_with_sums = std::max(shared_with_sums, layer.of(rows.all, with_gradients));
+    }
+    out.forward += held, out.backward += held;
   }
-  if (path.divided) {
-    const std::int64_t most = PathShares{rows.all, cp}.most();
-    const std::int64_t held = room + (awake + 1) * all.peak() +
-                              asleep * PathBuffers(block, most, with_gradients, latents).peak() +
-                              PathBuffers(block, cp * most, with_gradients, latents).peak();
-    return {held, held, 0, true};
-  }
-  std::int64_t stored = 0;  // every buffer begins at a page
-  for (const Buffer& buffer : all.buffers()) stored += whole_pages(buffer.bytes);
-  return {always + awake * all.peak() + without_sums.peak(), always + (awake + 1) * all.peak(), asleep * stored, true};
+  out.forward += path.divided ? shared_with_sums + gathered : shared;
+  out.backward += path.divided ? shared_with_sums + gathered : shared_with_sums;
+  return out;
 }
 
 PathTraffic ActivationBytes::path_traffic(std::int64_t rows_above, std::int64_t own_rows, const PathPlan& path) const {
   PathTraffic out;
-  const std::int64_t layers = layers_with_all_rows(shape_, shape_.layers, cp_);
-  if (shape_.has_latents()) {
-    const std::int64_t with_backward =
-        kind_.gradients ? layers - layers_with_all_rows(shape_, shape_.trained.first_layer, cp_) : 0;
-    const std::int64_t of_others = own_rows - (own_rows + cp_ - 1) / cp_;
-    std::int64_t expanded = of_others * (layers + 2 * with_backward);
-    if (path.latents) expanded += layers * rows_above + with_backward * (rows_above + own_rows + 2 * rows_above);
-    out.flops = 2.0 * static_cast<double>(shape_.latent.key_value * shape_.key_value_width() * expanded);
+  const std::int64_t of_others = own_rows - (own_rows + cp_ - 1) / cp_, rows = rows_above + own_rows;
+  for (std::int64_t i = 0; i < shape_.layers(); ++i) {
+    const Mixer& mixer = shape_.mixer(i);
+    if (leaves(mixer, cp_) != PathLeaves::all_rows) continue;
+    const bool backward = kind_.gradients && i >= shape_.trained.first_layer;
+    if (mixer.narrows_path()) {
+      std::int64_t expanded = of_others * (backward ? 3 : 1);
+      if (path.latents) expanded += rows_above + (backward ? 3 * rows_above + own_rows : 0);
+      out.flops += 2.0 * static_cast<double>(mixer.path_kinds(true)[0].width * mixer.expanded_width() * expanded);
+    }
+    if (is_awake(path, i) || path.divided) continue;
+    const LayerBytes layer(sizes(), shape_.at(i), path.latents);
+    const auto sums = [&](std::int64_t of) { return layer.of(of, true) - layer.of(of, false); };
+    out.forward += layer.of(rows_above, false) + layer.of(own_rows, false);
+    if (kind_.gradients) out.backward += layer.of(rows, true) + sums(rows_above);
   }
-  const std::int64_t asleep =
-      layers - layers_with_all_rows(shape_, std::min<std::int64_t>(path.layers_awake, shape_.layers), cp_);
-  if (asleep <= 0 || path.divided) return out;
-  const auto bytes_of = [&](std::int64_t rows, bool sums) {
-    return PathBuffers(block(), rows, sums, path.latents).peak();
-  };
-  const auto sums = [&](std::int64_t rows) { return bytes_of(rows, true) - bytes_of(rows, false); };
-  const std::int64_t rows = rows_above + own_rows;
-  out.forward = asleep * (bytes_of(rows_above, false) + bytes_of(own_rows, false));
-  if (kind_.gradients) out.backward = asleep * (bytes_of(rows, true) + sums(rows_above));
   return out;
 }
 
@@ -249,30 +266,37 @@ std::int64_t ActivationBytes::head_block_rows(std::int64_t outputs) const {
   return shape_.value_head ? outputs : std::max<std::int64_t>(1, head_buffers(outputs, false).block_rows);
 }
 
-std::int64_t ActivationBytes::members(const BlockRows& rows) const {
-  return AttentionSavedBuffers(block(), rows).peak() + MlpSavedBuffers(block(), rows).peak();
+namespace {
+
+std::int64_t mixer_half_saved(const BlockShape& block, const BlockRows& rows) {
+  return MixerHalfSaved(block, rows).peak() + block.layer.mixer->saved_bytes(block, rows);
 }
 
-std::int64_t ActivationBytes::members(const BlockRows& rows, ItemState state, ItemState::Member place) const {
-  return (state.attention == place ? AttentionSavedBuffers(block(), rows).peak() : 0) +
-         (state.mlp == place ? MlpSavedBuffers(block(), rows).peak() : 0);
+}  // namespace
+
+std::int64_t ActivationBytes::members(const LayerShape& layer, const BlockRows& rows) const {
+  return mixer_half_saved(block(layer), rows) + MlpSavedBuffers(block(layer), rows).peak();
+}
+
+std::int64_t ActivationBytes::members(const LayerShape& layer, const BlockRows& rows, ItemState state,
+                                      ItemState::Member place) const {
+  return (state.attention == place ? mixer_half_saved(block(layer), rows) : 0) +
+         (state.mlp == place ? MlpSavedBuffers(block(layer), rows).peak() : 0);
 }
 
 std::int64_t ActivationBytes::full_members(const Work& work, const FullKind& upto, ItemState state, bool wave,
                                            ItemState::Member place) const {
   std::int64_t sum = 0;
-  for (const MlpKind mlp : kMlpKinds)
-    for (const Leaves leaves : kLeaves) {
-      const std::int64_t layers = upto.of_kind[kind_of(mlp, leaves)];
-      if (layers > 0) sum += layers * members(full(work, wave, mlp, leaves), state, place);
-    }
+  for (std::size_t kind = 0; kind < kinds_.size(); ++kind)
+    if (const std::int64_t layers = upto.of_kind[kind]; layers > 0)
+      sum += layers * members(kinds_[kind], full(work, wave, kinds_[kind]), state, place);
   return sum;
 }
 
 void ActivationBytes::for_each_layer_kind(const Work& work, bool wave, auto&& visit) const {
   for (const FullKind& kind : full_kinds_)
-    if (kind.has_backward) visit(full(work, wave, kind.mlp, kind.leaves));
-  if (last_is_narrow_ && saved_layers() > 0) visit(narrow(work, wave));
+    if (kind.has_backward) visit(kinds_[kind.kind], full(work, wave, kinds_[kind.kind]));
+  if (last_is_narrow_ && saved_layers() > 0) visit(shape_.layer.back(), narrow(work, wave));
 }
 
 const ActivationBytes::Item& ActivationBytes::item(const Work& work, ItemState state, bool wave) const {
@@ -309,7 +333,8 @@ std::int64_t ActivationBytes::stored_of(const Work& work, ItemState state) const
 std::int64_t ActivationBytes::saved_members(const Work& work, ItemState state, bool wave,
                                             ItemState::Member place) const {
   const std::int64_t in_full = full_kinds_.empty() ? 0 : full_members(work, full_kinds_.back(), state, wave, place);
-  return in_full + (last_is_narrow_ && saved_layers() > 0 ? members(narrow(work, wave), state, place) : 0);
+  return in_full +
+         (last_is_narrow_ && saved_layers() > 0 ? members(shape_.layer.back(), narrow(work, wave), state, place) : 0);
 }
 
 std::int64_t ActivationBytes::in_flight(std::int64_t stored_bytes) const {
@@ -329,32 +354,33 @@ std::int64_t ActivationBytes::forward_peak_of(const Work& work, ItemState state,
   const bool keeps = kind_.gradients;
   // What is held while a layer runs: its members all, those of the layers before it that are kept, and inputs of
   // layers: all so far and the next one's; without those stored away; in a forward alone one that serves all of them.
-  const auto in_layer = [&](const BlockRows& rows, bool saved, std::int64_t streams, std::int64_t kept) {
+  const auto in_layer = [&](const LayerShape& layer, const BlockRows& rows, bool saved, std::int64_t streams,
+                            std::int64_t kept) {
     const std::int64_t inputs = !saved ? 1 : state.stream == kKeep ? streams : rows.narrow ? 1 : 2;
-    const std::int64_t before = saved ? kept - members(rows, state, kKeep) : 0;
-    return outputs + inputs * stream(work.rows) + before + members(rows) + layer_forward(rows, true);
+    const std::int64_t before = saved ? kept - members(layer, rows, state, kKeep) : 0;
+    return outputs + inputs * stream(work.rows) + before + members(layer, rows) + layer_forward(layer, rows, true);
   };
   std::int64_t most = after + head(work, keeps && !kind_.whole_rollout);
   for (const FullKind& kind : full_kinds_)
-    most = std::max(most, in_layer(full(work, wave, kind.mlp, kind.leaves), keeps && kind.has_backward,
+    most = std::max(most, in_layer(kinds_[kind.kind], full(work, wave, kinds_[kind.kind]), keeps && kind.has_backward,
                                    kind.layers() + 1, full_members(work, kind, state, wave, kKeep)));
   if (!last_is_narrow_) return most;
-  return std::max(most, in_layer(narrow(work, wave), keeps && saved_layers() > 0, streams(),
+  return std::max(most, in_layer(shape_.layer.back(), narrow(work, wave), keeps && saved_layers() > 0, streams(),
                                  saved_members(work, state, wave, kKeep)));
 }
 
 std::int64_t ActivationBytes::backward_peak_of(const Work& work, ItemState state, bool wave, std::int64_t saved) const {
   std::int64_t most = 0;
-  for_each_layer_kind(work, wave, [&](const BlockRows& rows) {
-    std::int64_t layer = layer_backward_bytes(block(), rows);
+  for_each_layer_kind(work, wave, [&](const LayerShape& layer, const BlockRows& rows) {
+    std::int64_t bytes = layer_backward_bytes(block(layer), rows);
     if (state.recomputes_attention())
-      layer = std::max(layer, layer_forward(rows, false));
+      bytes = std::max(bytes, layer_forward(layer, rows, false));
     else if (state.recomputes_mlp())
-      layer = std::max(layer, mlp_forward_bytes(block(), rows, false));
-    if (state.stream == kOffload) layer += stream(work.rows);
-    most = std::max(most, layer + members(rows) - members(rows, state, kKeep));
+      bytes = std::max(bytes, mlp_forward_bytes(block(layer), rows, false));
+    if (state.stream == kOffload) bytes += stream(work.rows);
+    most = std::max(most, bytes + members(layer, rows) - members(layer, rows, state, kKeep));
   });
-  const std::int64_t gradients = DecoderBackwardBuffers(block(), work.rows, has_outputs_ ? work.outputs : 0).peak();
+  const std::int64_t gradients = DecoderBackwardBuffers(sizes(), work.rows, has_outputs_ ? work.outputs : 0).peak();
   return saved + std::max(gradients + most, kind_.whole_rollout ? head(work, true) : 0);
 }
 

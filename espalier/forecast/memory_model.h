@@ -1,31 +1,25 @@
 // Bytes of a step by phase, from the shape alone: the arena's buffers, and the bytes that are always held.
 //
 // Every number of bytes in the planner comes from ActivationBytes. Bytes of the arena come from the declarations that
-// the engine itself uses (forecast/block_buffers.h). This file adds the order of layers, and PeakWalk the order of
-// items: the stack discipline of model/decoder_pass.cpp and of the schedule.
+// the engine itself uses (model/block_buffers.h and others of this kind). This file adds the order of layers, and
+// PeakWalk the order of items: the stack discipline of model/decoder_pass.cpp and of the schedule.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <numeric>
 #include <vector>
 
 #include "espalier/base/dtype.h"
-#include "espalier/forecast/block_buffers.h"
 #include "espalier/forecast/flops.h"
+#include "espalier/model/block_buffers.h"
+#include "espalier/objective/head_buffers.h"
 #include "espalier/program/program.h"
 #include "espalier/program/step_plan.h"
+#include "espalier/saved/spill_buffers.h"
 #include "espalier/shape/local_shape.h"
 
 namespace espalier {
-
-// Data in flight to or from the store (saved/spill_queue.h): bytes of a chunk, bounds on the number of chunks.
-inline constexpr std::int64_t kSpillChunkBytes = std::int64_t{1} << 20;
-inline constexpr std::int64_t kFewestSpillChunks = 2, kMostSpillChunks = 64;
-
-// An eighth of the offloaded bytes, within these bounds.
-std::int64_t chunks_in_flight(std::int64_t stored_bytes);
 
 // The path's bytes in a step: during a forward, during a backward, and in the store. A path that is not offloaded holds
 // the same bytes throughout.
@@ -38,24 +32,14 @@ struct PathBytes {
 // holds it without accumulators. Path sharded over cp: it is held with its accumulators, beside this rank's part of all
 // such layers and the rooms for one gathered layer and one layer's reduced gradients. A path of latents has besides the
 // room of the layer in use throughout.
-PathBytes path_bytes(const BlockShape& block, PathRows rows, bool with_gradients, const PathPlan& path,
+PathBytes path_bytes(const BufferSizes& sizes, PathRows rows, bool with_gradients, const PathPlan& path,
                      std::int64_t cp);
-// Whether layers with a window keep only the rows that it shows to rows below; these are then always in memory. Under
-// cp above 1 layers keep all rows.
-inline bool keeps_windows(const ModelShape& shape, std::int64_t cp) { return shape.window > 0 && cp == 1; }
-
-// Whether the path may be carried as latents: with latent attention in the model and no windows.
-inline bool may_carry_latents(const ModelShape& shape) { return shape.has_latents() && shape.window == 0; }
-
 // An item's work for its path: bytes moved between the path's store and memory, both ways counted; and FLOPs of the
 // products that expand latents to keys and values and take their gradients back.
 struct PathTraffic {
   std::int64_t forward = 0, backward = 0;
   double flops = 0;
 };
-
-// K and V of one prefix token over all layers of attention: 2 L J D b (mathematics, section 10).
-std::int64_t kv_bytes_per_token(const ModelShape& shape, DType dtype);
 
 // Bytes of activations. Not thread-safe: it caches the bytes of items, because a planner asks for an item many times:
 // for peaks, for seconds and for every other plan with the same item.
@@ -76,7 +60,7 @@ class ActivationBytes {
   // K and V, or latents, for every layer, with their accumulators if there are gradients; allocated once for the
   // longest path.
   PathBytes path(PathRows rows, const PathPlan& path = {}) const {
-    return path_bytes(block(), rows, kind_.gradients, path, cp_);
+    return path_bytes(sizes(), rows, kind_.gradients, path, cp_);
   }
   // For an item below `rows_above` path rows; `own_rows`: a trunk's rows, 0 for a wave. The forward reads K and V (or
   // latents) and writes a trunk's own; the backward reads all of them and writes the accumulators. From latents: the
@@ -111,8 +95,8 @@ class ActivationBytes {
   std::int64_t waves_in_flight() const { return kind_.gradients ? in_flight_ : 1; }
   // Peak bytes of a wave while similar waves are in flight.
   std::int64_t wave_peak(const Work& work, ItemState state) const;
-  std::int64_t layers() const { return shape_.layers; }
-  std::int64_t window() const { return shape_.window; }
+  std::int64_t layers() const { return shape_.layers(); }
+  std::int64_t window() const { return window_; }
   const ModelShape& shape() const { return shape_; }
 
  private:
@@ -125,69 +109,54 @@ class ActivationBytes {
   };
   const Item& item(const Work& work, ItemState state, bool wave) const;
   // The recurrent states that a trunk leaves for everything below it.
-  std::int64_t states(bool wave) const { return wave ? 0 : StateBuffers(block(), kind_.gradients).peak(); }
+  std::int64_t states(bool wave) const { return wave ? 0 : StateBuffers(sizes(), kind_.gradients).peak(); }
   std::int64_t saved_of(const Work& work, ItemState state, bool wave) const;
   std::int64_t stored_of(const Work& work, ItemState state) const;
   std::int64_t forward_peak_of(const Work& work, ItemState state, bool wave, std::int64_t saved) const;
   std::int64_t backward_peak_of(const Work& work, ItemState state, bool wave, std::int64_t saved) const;
 
-  enum class MlpKind : std::uint8_t { dense, experts, none };
-  static constexpr std::array<MlpKind, 3> kMlpKinds{MlpKind::dense, MlpKind::experts, MlpKind::none};
-  MlpKind mlp_of(std::int64_t layer) const {
-    if (!shape_.has_mlp(layer)) return MlpKind::none;
-    return shape_.has_experts(layer) ? MlpKind::experts : MlpKind::dense;
-  }
-  // A layer leaves for rows below a trunk: all rows in the path, the last ones of its own, or a recurrent state.
-  enum class Leaves : std::uint8_t { rows, window, state };
-  static constexpr std::array<Leaves, 3> kLeaves{Leaves::rows, Leaves::window, Leaves::state};
-  Leaves left_by(std::int64_t layer) const {
-    if (shape_.mixer_of(layer) != Mixer::attention) return Leaves::state;
-    return keeps_windows(shape_, cp_) && shape_.window_of(layer) > 0 ? Leaves::window : Leaves::rows;
-  }
-  static constexpr std::size_t kind_of(MlpKind mlp, Leaves leaves) {
-    return static_cast<std::size_t>(mlp) + kMlpKinds.size() * static_cast<std::size_t>(leaves);
-  }
-
-  // Layers in which all rows continue hold the same bytes if their MLPs and what they leave are of one kind. The peak
-  // is in the last layer of a kind, when this many layers of each kind are saved, itself included. Layers without a
-  // backward save nothing.
+  // Layers in which all rows continue hold the same bytes if they are of one kind: alike in mixer, MLP and norms. The
+  // peak is in the last layer of a kind, when this many layers of each kind are saved, itself included. Layers without
+  // a backward save nothing.
   struct FullKind {
-    MlpKind mlp;
-    Leaves leaves;
-    bool has_backward;                    // of some layer of the kind
-    std::array<std::int64_t, 9> of_kind;  // saved layers by kind
+    std::size_t kind;                   // in kinds_
+    bool has_backward;                  // of some layer of the kind
+    std::vector<std::int64_t> of_kind;  // saved layers by kind
 
     std::int64_t layers() const { return std::accumulate(of_kind.begin(), of_kind.end(), std::int64_t{0}); }
   };
+  std::size_t kind_of(const LayerShape& layer);  // adds it to kinds_ where it is the first
 
-  BlockShape block() const { return {shape_, element_bytes(dtype_), rounds_weight_gradients_}; }
-  std::int64_t stream(std::int64_t rows) const { return StreamBuffer(block(), rows).peak(); }
-  BlockRows full(const Work& work, bool wave, MlpKind mlp, Leaves leaves) const {
-    const bool in_path = !wave && cp_ == 1 && leaves != Leaves::window;
-    const Mixer mixer = leaves == Leaves::state ? Mixer::delta_rule : Mixer::attention;
-    return {work.rows,  work.rows,           false, in_path, mlp == MlpKind::experts, wave ? 1 : cp_, mixer,
-            work.forks, mlp != MlpKind::none};
+  BufferSizes sizes() const { return {shape_, element_bytes(dtype_), rounds_weight_gradients_}; }
+  BlockShape block(const LayerShape& layer) const { return {sizes(), layer}; }
+  std::int64_t stream(std::int64_t rows) const { return StreamBuffer(sizes(), rows).peak(); }
+  BlockRows full(const Work& work, bool wave, const LayerShape& layer) const {
+    BlockRows rows{.all = work.rows, .continuing = work.rows};
+    rows.in_path = !wave && cp_ == 1 && layer.mixer->window() == 0;
+    rows.ranks = wave ? 1 : cp_;
+    rows.forks = work.forks;
+    return rows;
   }
   BlockRows narrow(const Work& work, bool wave) const {
-    BlockRows rows = full(work, wave, last_mlp_, last_leaves_);
+    BlockRows rows = full(work, wave, shape_.layer.back());
     rows.continuing = work.outputs, rows.narrow = true;
     return rows;
   }
   std::int64_t forward_only() const { return shape_.trained.first_layer; }  // layers without a backward
-  std::int64_t saved_layers() const { return shape_.layers - forward_only(); }
+  std::int64_t saved_layers() const { return shape_.layers() - forward_only(); }
   // The number of saved streams: inputs of layers and of the final norm.
   std::int64_t streams() const { return saved_layers() == 0 ? 0 : saved_layers() + (last_is_narrow_ ? 0 : 1); }
   // Bytes of one layer's members in one place, without its input; of the members counted in `upto`.
-  std::int64_t members(const BlockRows& rows, ItemState state, ItemState::Member place) const;
-  std::int64_t members(const BlockRows& rows) const;
+  std::int64_t members(const LayerShape& layer, const BlockRows& rows, ItemState state, ItemState::Member place) const;
+  std::int64_t members(const LayerShape& layer, const BlockRows& rows) const;
   std::int64_t saved_members(const Work& work, ItemState state, bool wave, ItemState::Member place) const;
   std::int64_t full_members(const Work& work, const FullKind& upto, ItemState state, bool wave,
                             ItemState::Member place) const;
-  std::int64_t layer_forward(const BlockRows& rows, bool with_output) const {
-    return layer_forward_bytes(block(), rows, with_output);
+  std::int64_t layer_forward(const LayerShape& layer, const BlockRows& rows, bool with_output) const {
+    return layer_forward_bytes(block(layer), rows, with_output);
   }
   std::int64_t outputs_held(const Work& work) const {
-    return has_outputs_ ? ItemBuffers(block(), work.outputs, kind_.gradients).peak() : 0;
+    return has_outputs_ ? ItemBuffers(sizes(), work.outputs, kind_.gradients).peak() : 0;
   }
   // Visits every kind of layer that exists, and the last layer.
   void for_each_layer_kind(const Work& work, bool wave, auto&& visit) const;
@@ -202,15 +171,14 @@ class ActivationBytes {
                sums_ = 0;  // elements of rooms, and of sums of units, if weights are sharded
   StepKind kind_;
   StepSetting setting_;
-  std::int64_t cp_, in_flight_;
+  std::int64_t cp_, in_flight_, window_;
   DType dtype_;
   bool has_outputs_;              // the last stage of pp
   bool widens_products_;          // bfloat16 products use float32 panels on this machine
   bool rounds_weight_gradients_;  // the matrix library multiplies bfloat16 with kernels that it compiles
-  MlpKind last_mlp_ = MlpKind::dense;
   bool last_is_narrow_ = true;
-  Leaves last_leaves_ = Leaves::rows;
-  std::vector<FullKind> full_kinds_;  // at most nine; the kind of the last such layer is at the end
+  std::vector<LayerShape> kinds_;
+  std::vector<FullKind> full_kinds_;  // the kind of the last such layer is at the end
   // By a hash of what an item's bytes depend on; an item takes the place of another one with the same hash. Few places
   // until there are more items than that.
   static constexpr std::size_t kFewItems = 64, kManyItems = std::size_t{1} << 15;

@@ -76,9 +76,9 @@ std::vector<Json> answers_of_first(Group& group, const Ask& ask) {
 }  // namespace
 
 EnvironmentTurns::EnvironmentTurns(Environment& environment, TurnTexts& texts, const StopStrings* stops,
-                                   std::span<const Prompt> prompts, std::int64_t n, std::int64_t longest,
+                                   std::span<const Prompt> prompts, std::int64_t n, std::int64_t longest, bool renders,
                                    const Mesh& mesh)
-    : environment_(environment), mesh_(mesh), texts_(texts), stops_(stops) {
+    : environment_(environment), mesh_(mesh), texts_(texts), stops_(stops), renders_(renders) {
   begin(prompts, n, longest);
 }
 
@@ -98,9 +98,13 @@ void EnvironmentTurns::begin(std::span<const Prompt> prompts, std::int64_t n, st
       prompts_.back().dp_rank = rank_of[p];
       if (prompts_.back().group.empty()) prompts_.back().group = std::to_string(p);
       const std::string place = prompts[p].where.empty() ? text_of("prompt ", p + 1) : prompts[p].where;
+      if (renders_ && !is_chat)
+        throw InputError({place + ": prompt", "a list of messages, for --observations render", "a text",
+                          "give messages, or --observations append"});
       states_.push_back({text_of("trajectory ", i + 1, " of ", place),
                          is_chat,
                          is_chat ? template_fields(prompts[p].carried) : "",
+                         is_chat ? prompt.dump() : "",
                          {}});
       items.push_back({{"trajectory", items.size()}, {"prompt", prompt}, {"fields", fields}});
     }
@@ -164,6 +168,7 @@ void EnvironmentTurns::add_first(const std::vector<Json>& answers) {
     Json carried = carried_of(prompt);
     carried["messages"] = Json::parse(messages[i]), carried["prompt"] = encoded[i].text;
     prompt.carried = carried.dump();
+    states_[chat[i]].messages = messages[i];
     prompt.observed = std::max<std::int64_t>(
         0, static_cast<std::int64_t>(encoded[i].ids.size()) - static_cast<std::int64_t>(prompt.ids.size()));
     prompt.ids = encoded[i].ids;
@@ -175,9 +180,12 @@ void EnvironmentTurns::ask(std::vector<EndedTurn> turns) {
   std::vector<std::span<const std::int32_t>> ids;
   for (const EndedTurn& turn : asked_) ids.emplace_back(turn.ids);
   said_ = texts_.read(ids);
+  cut_.assign(said_.size(), 0);
   std::vector<Json> items;
   for (std::size_t i = 0; i < asked_.size(); ++i) {
+    const std::size_t whole = said_[i].size();
     if (stops_) said_[i] = stops_->before(said_[i]);
+    cut_[i] = said_[i].size() < whole;
     items.push_back({{"trajectory", asked_[i].response}, {"text", said_[i]}, {"last", asked_[i].last}});
   }
   if (mesh_.tp.rank() > 0) return;
@@ -193,7 +201,6 @@ std::vector<NextTurn> EnvironmentTurns::answers() {
   const std::vector<Json> answers = answers_of_first(mesh_.tp, [&] { return answers_.get(); });
   std::vector<NextTurn> out(answers.size());
   std::vector<std::size_t> observed;
-  std::vector<Observation> observations;
   for (std::size_t i = 0; i < answers.size(); ++i) {
     State& state = states_[static_cast<std::size_t>(asked_[i].response)];
     state.rewards.push_back(answers[i]["reward"].get<double>());
@@ -201,13 +208,41 @@ std::vector<NextTurn> EnvironmentTurns::answers() {
     const Json& observation = answers[i]["observation"];
     if (out[i].done || asked_[i].last || observation.is_null()) continue;
     observed.push_back(i);
-    observations.push_back({observation.dump(), state.is_chat, asked_[i].ids.back(), state.template_fields});
   }
-  auto ids = texts_.observations(observations, [&](std::size_t i) {
-    return states_[static_cast<std::size_t>(asked_[observed[i]].response)].where;
-  });
-  for (std::size_t i = 0; i < observed.size(); ++i) out[observed[i]].observation_ids = std::move(ids[i]);
+  renders_ ? render(answers, observed, out) : append(answers, observed, out);
   return out;
+}
+
+void EnvironmentTurns::append(const std::vector<Json>& answers, std::span<const std::size_t> observed,
+                              std::vector<NextTurn>& out) {
+  std::vector<Observation> observations;
+  const auto state_of = [&](std::size_t i) -> State& {
+    return states_[static_cast<std::size_t>(asked_[observed[i]].response)];
+  };
+  for (std::size_t i = 0; i < observed.size(); ++i)
+    observations.push_back({answers[observed[i]]["observation"].dump(), state_of(i).is_chat,
+                            asked_[observed[i]].ids.back(), state_of(i).template_fields});
+  auto ids = texts_.observations(observations, [&](std::size_t i) { return state_of(i).where; });
+  for (std::size_t i = 0; i < observed.size(); ++i) out[observed[i]].observation_ids = std::move(ids[i]);
+}
+
+void EnvironmentTurns::render(const std::vector<Json>& answers, std::span<const std::size_t> observed,
+                              std::vector<NextTurn>& out) {
+  std::vector<RenderedTurn> turns;
+  const auto state_of = [&](std::size_t i) -> State& {
+    return states_[static_cast<std::size_t>(asked_[observed[i]].response)];
+  };
+  for (std::size_t i = 0; i < observed.size(); ++i) {
+    const std::size_t turn = observed[i];
+    turns.push_back({state_of(i).messages, asked_[turn].ids,
+                     cut_[turn] != 0 ? std::optional(said_[turn]) : std::nullopt, answers[turn]["observation"].dump(),
+                     state_of(i).template_fields});
+  }
+  std::vector<RenderedChat> chats = texts_.rendered(turns, [&](std::size_t i) { return state_of(i).where; });
+  for (std::size_t i = 0; i < observed.size(); ++i) {
+    state_of(i).messages = std::move(chats[i].messages);
+    out[observed[i]].history = std::move(chats[i].ids);
+  }
 }
 
 // Those of the turns that other ranks of dp played.
@@ -229,19 +264,24 @@ void EnvironmentTurns::gather_rewards() {
   }
 }
 
-void EnvironmentTurns::add_to(std::vector<Rollout>& rollouts) {
-  ESPALIER_INTERNAL_EQ(rollouts.size(), states_.size());
+void EnvironmentTurns::add_to(Generated& generated) {
+  std::vector<Rollout>& rollouts = generated.rollouts;
   gather_rewards();
   std::vector<std::span<const std::int32_t>> ids;
   for (const Rollout& rollout : rollouts) ids.emplace_back(rollout.response_ids);
   const std::vector<std::string> texts = texts_.read(ids);
   for (std::size_t i = 0; i < rollouts.size(); ++i) {
-    const std::vector<double>& rewards = states_[i].rewards;
+    const bool last = i + 1 == rollouts.size() || generated.trajectory[i + 1] != generated.trajectory[i];
+    std::size_t end = i;  // the trajectory's last record
+    while (end + 1 < rollouts.size() && generated.trajectory[end + 1] == generated.trajectory[i]) ++end;
+    const std::vector<double>& all = states_[static_cast<std::size_t>(generated.trajectory[i])].rewards;
+    const auto first = rollouts[i].turn.value_or(0), behind = last ? std::ssize(all) : *rollouts[i + 1].turn;
+    const std::vector<double> own(all.begin() + first, all.begin() + behind);
     std::string& carried = rollouts[i].carried;
-    if (carried_fields(rollouts[i]).value("finish_reason", "") != "abort")
-      rollouts[i].reward = std::accumulate(rewards.begin(), rewards.end(), 0.0);
-    add_carried(carried, "turns", std::to_string(rewards.size()));
-    add_carried(carried, "turn_rewards", Json(rewards).dump());
+    if (carried_fields(rollouts[end]).value("finish_reason", "") != "abort")
+      rollouts[i].reward = std::accumulate(all.begin(), all.end(), 0.0);
+    add_carried(carried, "turns", std::to_string(own.size()));
+    add_carried(carried, "turn_rewards", Json(own).dump());
     carry_text(carried, "response", texts[i]);
   }
 }
@@ -249,10 +289,10 @@ void EnvironmentTurns::add_to(std::vector<Rollout>& rollouts) {
 Generated generate_trajectories(const Decoder& decoder, std::span<const Prompt> prompts, SamplingSettings settings,
                                 Environment& environment, TurnTexts& texts, Arena& arena, Progress& progress) {
   EnvironmentTurns trajectories(environment, texts, settings.stops, prompts, std::exchange(settings.n, 1),
-                                settings.max_response_length, decoder.mesh());
+                                settings.max_response_length, settings.renders, decoder.mesh());
   settings.turns = &trajectories;
   Generated out = generate(decoder, trajectories.prompts(), settings, arena, progress);
-  trajectories.add_to(out.rollouts);
+  trajectories.add_to(out);
   out.report.prompts = static_cast<std::int64_t>(prompts.size());
   return out;
 }

@@ -20,8 +20,10 @@ class EnvironmentTurns final : public Turns {
   // null. A rank of dp plays the trajectories of its prompts, `longest` tokens each, and sends reset's observations
   // to the others; among ranks of tp only the first asks the environment. Errors: those of Environment and
   // TurnTexts.
+  // With `renders`, observations are histories (NextTurn), and every prompt is a list of messages.
   EnvironmentTurns(Environment& environment, TurnTexts& texts, const StopStrings* stops,
-                   std::span<const Prompt> prompts, std::int64_t n, std::int64_t longest, const Mesh& mesh);
+                   std::span<const Prompt> prompts, std::int64_t n, std::int64_t longest, bool renders,
+                   const Mesh& mesh);
 
   const std::vector<Prompt>& prompts() const { return prompts_; }
 
@@ -29,19 +31,21 @@ class EnvironmentTurns final : public Turns {
   void ask(std::vector<EndedTurn> turns) override;
   std::vector<NextTurn> answers() override;
 
-  // Adds to the result of prompts()[i]: `reward`, the sum of its turns' rewards, if it ended; and the carried fields
-  // `turns`, `turn_rewards`, `response`. Every rank calls it.
-  void add_to(std::vector<Rollout>& rollouts);
+  // Adds to each record of the trajectory of prompts()[i]: `reward`, the sum of the trajectory's rewards, if it ended;
+  // and the carried fields `turns`, `turn_rewards` and `response`, of the record's own turns. Every rank calls it.
+  void add_to(Generated& generated);
 
  private:
   struct State {
-    std::string where;     // "trajectory 2 of prompts.jsonl:3"
-    bool is_chat = false;  // the prompt is a list of messages
-    std::string template_fields;
+    std::string where;                      // "trajectory 2 of prompts.jsonl:3"
+    bool is_chat = false;                   // the prompt is a list of messages
+    std::string template_fields, messages;  // JSON texts of a chat
     std::vector<double> rewards;
   };
 
   void begin(std::span<const Prompt> prompts, std::int64_t n, std::int64_t longest);
+  void append(const std::vector<Json>& answers, std::span<const std::size_t> observed, std::vector<NextTurn>& out);
+  void render(const std::vector<Json>& answers, std::span<const std::size_t> observed, std::vector<NextTurn>& out);
   std::vector<Json> reset(const std::vector<Json>& items);
   void add_first(const std::vector<Json>& answers);
   void gather_rewards();
@@ -51,10 +55,12 @@ class EnvironmentTurns final : public Turns {
   const Mesh& mesh_;
   TurnTexts& texts_;
   const StopStrings* stops_;
+  bool renders_;
   std::vector<Prompt> prompts_;
   std::vector<State> states_;  // of prompts_
   std::vector<EndedTurn> asked_;
   std::vector<std::string> said_;  // the texts of asked_
+  std::vector<std::uint8_t> cut_;  // whether a stop text ended them
   std::future<std::vector<Json>> answers_;
 };
 

@@ -8,14 +8,14 @@
 #include <filesystem>
 
 #include "espalier/base/error.h"
-#include "espalier/base/json.h"
 #include "espalier/base/units.h"
-#include "espalier/checkpoint/json_file.h"
+#include "espalier/config/model_config.h"
+#include "espalier/config/rope_config.h"
+#include "espalier/generate/end_tokens.h"
 #include "espalier/generate/environment_turns.h"
 #include "espalier/generate/prompts_file.h"
 #include "espalier/parallel/agreement.h"
 #include "espalier/rollout/writer.h"
-#include "espalier/shape/rope_config.h"
 #include "espalier/step/held_models.h"
 #include "espalier/step/model_state.h"
 #include "espalier/step/planning.h"
@@ -27,25 +27,12 @@
 namespace espalier {
 namespace {
 
-// eos_token_id of one file; false where it has none.
-bool read_eos(const std::filesystem::path& file, std::vector<std::int32_t>& out) {
-  if (!std::filesystem::exists(file)) return false;
-  const Json config = read_json_object(file);
-  const auto eos = config.find("eos_token_id");
-  if (eos == config.end() || eos->is_null()) return false;
-  for (const Json& id : eos->is_array() ? *eos : Json::array({*eos})) {
-    if (!id.is_number_integer() || id < 0 || id > std::numeric_limits<std::int32_t>::max())
-      throw InputError({file.string() + ": eos_token_id", "a token id or a list of them", eos->dump(),
-                        "or give the tokens that end a response with --stop-ids"});
-    out.push_back(id.get<std::int32_t>());
-  }
-  return true;
-}
-
-double mean_reward(std::span<const Rollout> rollouts) {
+// Over trajectories, whose records repeat it.
+double mean_reward(const Generated& generated) {
   double sum = 0;
-  for (const Rollout& rollout : rollouts) sum += *rollout.reward;
-  return sum / static_cast<double>(rollouts.size());
+  for (std::size_t i = 0; i < generated.rollouts.size(); ++i)
+    if (i == 0 || generated.trajectory[i] != generated.trajectory[i - 1]) sum += *generated.rollouts[i].reward;
+  return sum / static_cast<double>(generated.report.responses);
 }
 
 // What ranks must have the same of.
@@ -69,10 +56,12 @@ SamplingSettings sampling_settings(const Options& options) {
   settings.temperature = options.temperature;
   settings.top_p = options.top_p;
   settings.top_k = options.top_k;
+  settings.kept_sets = options.kept_sets == KeptSetsUse::automatic;
   settings.max_response_length = options.max_response_length;
   settings.max_num_seqs = options.max_num_seqs;
   settings.token_budget = options.token_budget;
   settings.most_turns = options.turns;
+  settings.renders = options.observations == ObservationForm::render;
   settings.seed = static_cast<std::uint64_t>(options.seed);
   return settings;
 }
@@ -81,6 +70,9 @@ void check_environment(const Options& options) {
   if (options.env.empty() && options.turns > 1)
     throw OptionError({"--turns", "--env, a Python file with a class Environment", "none",
                        "give --env FILE.py (docs/agents.md), or leave --turns out"});
+  if (options.env.empty() && options.observations == ObservationForm::render)
+    throw OptionError({"--observations", "--env, a Python file with a class Environment", "none",
+                       "give --env FILE.py (docs/agents.md), or leave --observations out"});
   if (options.env.empty()) return;
   if (!options.reward.empty())
     throw OptionError({"--reward", "no reward function with --env, whose step gives the rewards", options.reward,
@@ -90,8 +82,7 @@ void check_environment(const Options& options) {
 std::vector<std::int32_t> stop_ids(const Options& options, std::int64_t vocabulary, const Tokenizer* tokenizer) {
   std::vector<std::int32_t> ids;
   if (options.stop_ids.empty()) {
-    const std::filesystem::path model = options.model;
-    if (!read_eos(model / "generation_config.json", ids)) read_eos(model / "config.json", ids);
+    ids = model_end_tokens(options.model);
     const std::optional<std::int32_t> eos = tokenizer ? tokenizer->eos() : std::nullopt;
     if (eos && std::ranges::find(ids, *eos) == ids.end()) ids.push_back(*eos);
     return ids;
@@ -136,7 +127,7 @@ GeneratedRecords generate_records(const Options& options, Progress& progress, co
   std::optional<Environment> environment;
   if (!options.env.empty()) environment.emplace(options.env, options.reward_timeout);
   LazyTokenizer tokenizers(options.model, options.chat_template_kwargs);
-  const PromptFile file = read_prompts(options.prompts, shape.vocabulary, tokenizers, progress);
+  const PromptFile file = read_prompts(options.prompts, shape.vocabulary, tokenizers, progress, options.columns);
   for (const std::string& note : file.notes) progress.note(note);
   for (const Prompt& prompt : file.prompts) refuse_image_tokens(prompt.ids, prompt.where + ": prompt", shape);
   Tokenizer* const tokenizer = environment || !options.reward.empty() || !options.stop.empty() || file.has_text
@@ -176,11 +167,13 @@ GeneratedRecords generate_records(const Options& options, Progress& progress, co
       const std::vector<Score> scores = reward->of(rollouts, progress);
       add_scores(rollouts, scores);
       out.reward = mean_score(scores);
+      const auto unjudged = std::ranges::count_if(scores, [](const Score& score) { return !score.score; });
+      if (const std::string note = unjudged_note(unjudged, std::ssize(scores)); !note.empty()) progress.note(note);
     } catch (const InputError& error) {
       unrewarded = error.text();
     }
   }
-  if (environment && !generated.failure) out.reward = mean_reward(rollouts);
+  if (environment && !generated.failure) out.reward = mean_reward(generated);
   for (const Rollout& rollout : rollouts) writer->write(rollout);
   writer->finish();
   if (unrewarded) {

@@ -48,12 +48,11 @@ std::vector<StateRun> GroupSource::runs(std::int64_t layer, const at::Tensor&, c
   std::vector<StateRun> out;
   std::int64_t first_row = 0;
   for (const OnDevice& one : groups_) {
-    const std::int64_t at = one.group.own->number_of_state(layer);
     for (const RowGroup::Run& run : one.group.runs)
       out.push_back({.begin = first_row + run.begin,
                      .end = first_row + run.end,
-                     .start_N = run.start_LN.defined() ? run.start_LN[at] : at::Tensor(),
-                     .end_N = run.end_LN[at],
+                     .start_N = one.group.own->state_in(run.start_N, layer),
+                     .end_N = one.group.own->state_in(run.end_N, layer),
                      .grad_start_N = {},
                      .grad_end_N = {}});
     first_row += static_cast<std::int64_t>(one.group.own_row.size());

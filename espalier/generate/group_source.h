@@ -30,7 +30,7 @@ struct RowGroup {
   // and after them; both may be the same tensors.
   struct Run {
     std::int64_t begin, end;
-    at::Tensor start_LN, end_LN;
+    at::Tensor start_N, end_N;
   };
   std::vector<Run> runs;  // of all rows; empty where no layer's rows carry one
 };

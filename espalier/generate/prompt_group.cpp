@@ -5,48 +5,57 @@
 #include <numeric>
 
 #include "espalier/device/scalar_type.h"
-#include "espalier/forecast/block_buffers.h"
+#include "espalier/model/block_buffers.h"
 #include "espalier/ops/operations.h"
 
 namespace espalier {
 namespace {
 
-// What the group takes: a row of width M, and K and V of every layer in two stores.
+BufferSizes sizes_of(const ModelShape& shape, at::ScalarType dtype) { return {shape, element_bytes(dtype), false}; }
+
+// What the group takes: a row of width M, what layers leave for each row in two stores, and states.
 std::int64_t bytes_taken(const ModelShape& shape, at::ScalarType dtype, std::int64_t prompt_rows,
                          std::int64_t response_rows, std::int64_t responses) {
-  const auto taken = [&](std::int64_t count) {
-    return arena_bytes(count * static_cast<std::int64_t>(c10::elementSize(dtype)));
-  };
-  const auto of_rows = [&](std::int64_t rows) {
-    return taken(rows * shape.key_width()) + taken(rows * shape.value_width());
-  };
-  const StateBuffers states({shape, element_bytes(dtype), false}, false);
-  return states.peak() * (1 + responses) + taken(shape.hidden) +
-         (shape.layers - shape.states_in(0, shape.layers)) * (of_rows(prompt_rows) + of_rows(response_rows));
+  const BufferSizes sizes = sizes_of(shape, dtype);
+  std::int64_t bytes = StateBuffers(sizes, false).peak() * (1 + responses) +
+                       arena_bytes(shape.hidden * static_cast<std::int64_t>(c10::elementSize(dtype)));
+  for (const LayerShape& layer : shape.layer)
+    for (const std::int64_t rows : {prompt_rows, response_rows})
+      bytes += PathBuffers({sizes, layer}, rows, false).peak();
+  return bytes;
 }
 
 }  // namespace
 
 PromptGroup::PromptGroup(const ModelShape& shape, at::ScalarType dtype, std::int64_t prompt_rows,
                          std::int64_t responses, std::int64_t longest, Device& device)
-    : layers_(shape.layers),
+    : layers_(shape.layers()),
       prompt_rows_(prompt_rows),
       packing_(responses, longest),
-      states_(shape.states_in(0, shape.layers)),
+      states_(shape.states()),
       memory_(bytes_taken(shape, dtype, prompt_rows, packing_.capacity(), responses), device),
       last_hidden_M_(memory_.take({shape.hidden}, dtype)),
       prompt_(shape, prompt_rows, dtype, false, memory_),
       responses_(shape, packing_.capacity(), dtype, false, memory_),
       prompt_end_(static_cast<std::size_t>(prompt_rows), static_cast<std::int32_t>(prompt_rows)),
-      has_window_(shape.window > 0),
+      has_window_(shape.window() > 0),
       prompt_depth_(has_window_ ? static_cast<std::size_t>(prompt_rows) : 0) {
   std::iota(prompt_depth_.begin(), prompt_depth_.end(), 0);
   if (states_ == 0) return;
-  const StateBuffers states({shape, element_bytes(dtype), false}, false);
-  prompt_LN_ = memory_.take(states, states.states_LN, dtype);
+  const StateBuffers states(sizes_of(shape, dtype), false);
+  prompt_N_ = memory_.take(states, states.states_N, dtype);
   for (std::int64_t i = responses - 1; i >= 0; --i) {
-    response_LN_.push_back(memory_.take(states, states.states_LN, dtype));
+    response_N_.push_back(memory_.take(states, states.states_N, dtype));
     free_.push_back(static_cast<std::size_t>(i));
+  }
+}
+
+void PromptGroup::take_rows(const PromptGroup& other, std::int64_t rows) {
+  for (std::int64_t layer = 0; layer < layers_; ++layer) {
+    const std::vector<at::Tensor> from = other.prompt_.rows_of(layer), to = prompt_.rows_of(layer);
+    for (std::size_t kind = 0; kind < to.size(); ++kind)
+      if (to[kind].defined())
+        memory_.device().operations().convert(from[kind].narrow(0, 0, rows), to[kind].narrow(0, 0, rows));
   }
 }
 
@@ -64,6 +73,11 @@ void PromptGroup::remove(std::int64_t response) {
   place_of_.erase(response);
 }
 
+bool PromptGroup::keep_first(std::int64_t response, std::int64_t rows) {
+  if (states_ == 0) packing_.keep_first(response, rows);
+  return states_ == 0;
+}
+
 RowGroup PromptGroup::append_prompt(std::int64_t begin, std::int64_t end) const {
   RowGroup group;
   group.own_row.resize(static_cast<std::size_t>(end - begin));
@@ -71,19 +85,16 @@ RowGroup PromptGroup::append_prompt(std::int64_t begin, std::int64_t end) const 
   group.subtree_end = std::span(prompt_end_).first(static_cast<std::size_t>(end));
   if (has_window_) group.depth = std::span(prompt_depth_).first(static_cast<std::size_t>(end));
   group.own = group.path = &prompt_;
-  if (states_ > 0) group.runs = {{0, end - begin, begin == 0 ? at::Tensor() : prompt_LN_, prompt_LN_}};
+  if (states_ > 0) group.runs = {{0, end - begin, begin == 0 ? at::Tensor() : prompt_N_, prompt_N_}};
   return group;
 }
 
 RowGroup PromptGroup::append_step() {
   packing_.make_room(moves_);
   for (std::int64_t layer = 0; layer < layers_ && !moves_.empty(); ++layer) {
-    const KvPath::Layer own = responses_.path(layer, packing_.capacity());
-    if (!own.k.defined()) continue;  // its rows carry a state
-    for (const RowPacking::Move& move : moves_) {
-      memory_.device().operations().move_rows(own.k, move.from, move.to, move.count);
-      memory_.device().operations().move_rows(own.v, move.from, move.to, move.count);
-    }
+    for (const at::Tensor& rows : responses_.rows_of(layer))
+      for (const RowPacking::Move& move : moves_)
+        memory_.device().operations().move_rows(rows, move.from, move.to, move.count);
   }
   packing_.grow();
   RowGroup group;
@@ -98,11 +109,12 @@ RowGroup PromptGroup::append_step() {
         response_depth_[static_cast<std::size_t>(row)] += row - run.begin;
     group.depth = response_depth_;
   }
+  std::int64_t first = 0;
   for (const RowPacking::Run& run : packing_.runs()) {
-    if (states_ == 0) break;
-    const at::Tensor& own_LN = response_LN_[place_of_.at(run.owner)];
-    const auto row = static_cast<std::int64_t>(group.runs.size());
-    group.runs.push_back({row, row + 1, run.count == 1 ? prompt_LN_ : own_LN, own_LN});
+    if (states_ == 0 || run.more == 0) continue;
+    const at::Tensor& own_N = response_N_[place_of_.at(run.owner)];
+    group.runs.push_back({first, first + run.more, run.count == run.more ? prompt_N_ : own_N, own_N});
+    first += run.more;
   }
   group.own = &responses_;
   group.path = &prompt_;

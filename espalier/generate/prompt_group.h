@@ -30,8 +30,16 @@ class PromptGroup {
   // The normalised hidden row of the last prompt token, [M], filled by the caller that computes the prompt.
   const at::Tensor& last_hidden_M() const { return last_hidden_M_; }
 
+  // Whether rows of another prompt can be taken: where no layer's rows carry a state, which only the last row has.
+  bool can_take_rows() const { return states_ == 0; }
+  // The first `rows` rows become those of `other`, whose prompt begins with the same tokens.
+  void take_rows(const PromptGroup& other, std::int64_t rows);
+
   void add(std::int64_t response);
   void remove(std::int64_t response);
+  // Drops the response's rows behind its first `rows`. False, and nothing changes, if its rows carry states, which
+  // cannot go back.
+  bool keep_first(std::int64_t response, std::int64_t rows);
   // Responses that have rows, in the order of those rows.
   std::span<const RowPacking::Run> responses() const { return packing_.runs(); }
   // Sets the number of rows that append_step adds to the response of run `run`: 1 by default; 0: the response waits.
@@ -42,13 +50,13 @@ class PromptGroup {
  private:
   std::int64_t layers_, prompt_rows_;
   RowPacking packing_;
-  std::int64_t states_;  // layers whose rows carry a state
+  std::int64_t states_;  // numbers of states
   Arena memory_;
   at::Tensor last_hidden_M_;
   KvPath prompt_, responses_;
   // States of recurrent layers: the prompt's, and one for each live response; a response has one of the places.
-  at::Tensor prompt_LN_;
-  std::vector<at::Tensor> response_LN_;
+  at::Tensor prompt_N_;
+  std::vector<at::Tensor> response_N_;
   std::vector<std::size_t> free_;
   std::map<std::int64_t, std::size_t> place_of_;
   std::vector<std::int32_t> prompt_end_;  // [P], all P

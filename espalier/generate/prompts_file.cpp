@@ -8,6 +8,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/base/json.h"
+#include "espalier/options/column_names.h"
 #include "espalier/rollout/byte_stream.h"
 #include "espalier/rollout/json_text.h"
 #include "espalier/rollout/line_reader.h"
@@ -39,7 +40,8 @@ struct PromptLines {
   PromptFile file;
   std::vector<TextPrompt> texts;
   RecordReader reader;
-  std::map<std::string, std::string> without_template;  // arguments of a template beside a text: name -> where
+  std::map<std::string, std::string, std::less<>> columns;  // of the user: name there -> name here
+  std::map<std::string, std::string> without_template;      // arguments of a template beside a text: name -> where
 };
 
 JsonType type_of(JsonValue& value, const RecordPlace& place, std::string_view field) {
@@ -82,11 +84,18 @@ void read_carried(JsonValue value, const RecordPlace& place, std::string_view ke
   add_carried(prompt.carried, key, read_whole_text(value, place, key));
 }
 
+bool is_renamed(const PromptLines& lines, std::string_view name) {
+  return std::ranges::any_of(lines.columns, [&](const auto& column) { return column.second == name; });
+}
+
 void read_prompt(PromptLines& lines, std::string_view line, const RecordPlace& place) {
   Prompt prompt;
   std::string text;
   std::vector<std::string> for_template;
-  for_each_member(lines.reader.parser, line, place, [&](std::string_view key, JsonValue value) {
+  for_each_member(lines.reader.parser, line, place, [&](std::string_view column, JsonValue value) {
+    const auto renamed = lines.columns.find(column);
+    const std::string_view key = renamed == lines.columns.end() ? column : renamed->second;
+    if (renamed == lines.columns.end() && is_renamed(lines, key)) return;  // another column stands for it
     if (std::ranges::find(kResponseFields, key) != std::end(kResponseFields))
       throw place.wrong(
           key, "a prompt: prompt or prompt_ids, and fields to copy", "a field of a response",
@@ -110,7 +119,9 @@ void read_prompt(PromptLines& lines, std::string_view line, const RecordPlace& p
     }
   });
   if (prompt.ids.empty() && text.empty())
-    throw place.wrong("prompt", "a prompt in every record: this field, or prompt_ids", "neither");
+    throw place.wrong("prompt", "a prompt in every record: this field, or prompt_ids", "neither",
+                      lines.columns.empty() ? "A prompt in a field of another name: --columns prompt=NAME"
+                                            : "Are the fields of --columns those of the file?");
   prompt.where = place.where();
   const bool messages = text.starts_with('[');
   if (messages) add_carried(prompt.carried, "messages", text);
@@ -165,8 +176,10 @@ bool is_parquet(const std::string& path) {
 }
 
 PromptFile read_all(ByteStream& stream, const std::string& name, std::int64_t vocabulary, LazyTokenizer& tokenizer,
-                    Progress& progress, const std::function<void(std::int64_t)>& refilled) {
+                    Progress& progress, const std::string& columns, const std::function<void(std::int64_t)>& refilled) {
   PromptLines lines;
+  lines.columns = column_names(columns, {"prompt", "prompt_ids", "ground_truth", "reward_model", "data_source",
+                                         "extra_info", "group", "id", "tools", "chat_template_kwargs"});
   lines.reader.vocabulary = vocabulary;
   LineReader reader(stream, name, refilled);
   for (Line line; reader.next(line);) read_prompt(lines, line.text, {name, line.number, line.ends_file});
@@ -186,8 +199,8 @@ PromptFile read_all(ByteStream& stream, const std::string& name, std::int64_t vo
 
 }  // namespace
 
-PromptFile read_prompts(const std::string& path, std::int64_t vocabulary, LazyTokenizer& tokenizer,
-                        Progress& progress) {
+PromptFile read_prompts(const std::string& path, std::int64_t vocabulary, LazyTokenizer& tokenizer, Progress& progress,
+                        const std::string& columns) {
   std::int64_t total = 0;
   auto stream = open_file_bytes(path, total);
   const bool parquet = is_parquet(path);
@@ -198,14 +211,14 @@ PromptFile read_prompts(const std::string& path, std::int64_t vocabulary, LazyTo
         path, [&] { progress.advance_to(0); }, std::vector<std::string>{"espalier.texts", "prompts"});
   else
     stream = unpacked(std::move(stream), path);
-  return read_all(*stream, path, vocabulary, tokenizer, progress, advance);
+  return read_all(*stream, path, vocabulary, tokenizer, progress, columns, advance);
 }
 
 PromptFile parse_prompts(std::string_view text, const std::string& name, std::int64_t vocabulary,
-                         LazyTokenizer& tokenizer) {
+                         LazyTokenizer& tokenizer, const std::string& columns) {
   NoProgress silent;
   const auto stream = unpacked(memory_bytes(text), name);
-  return read_all(*stream, name, vocabulary, tokenizer, silent, {});
+  return read_all(*stream, name, vocabulary, tokenizer, silent, columns, {});
 }
 
 }  // namespace espalier

@@ -27,10 +27,12 @@ struct PromptFile {
 // `messages` if it was given as messages; `prompt_ids` beside a `prompt` override its text.
 // Errors: InputError with "file:line", the field, what was expected and found; ids are checked against the vocabulary.
 // Also errors of PythonRecords for Parquet, and of Tokenizer.
-PromptFile read_prompts(const std::string& path, std::int64_t vocabulary, LazyTokenizer& tokenizer, Progress& progress);
+// `columns`: --columns, the user's names of fields. Errors also: those of column_names.
+PromptFile read_prompts(const std::string& path, std::int64_t vocabulary, LazyTokenizer& tokenizer, Progress& progress,
+                        const std::string& columns = "");
 
 // The same for JSON Lines in memory (plain, gzip or zstd); `name` stands for the file in messages.
 PromptFile parse_prompts(std::string_view text, const std::string& name, std::int64_t vocabulary,
-                         LazyTokenizer& tokenizer);
+                         LazyTokenizer& tokenizer, const std::string& columns = "");
 
 }  // namespace espalier

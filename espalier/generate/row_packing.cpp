@@ -19,6 +19,12 @@ void RowPacking::remove(std::int64_t owner) {
   subtree_end_.resize(runs_.empty() ? 0 : static_cast<std::size_t>(runs_.back().end));
 }
 
+void RowPacking::keep_first(std::int64_t owner, std::int64_t rows) {
+  const auto run = std::find_if(runs_.begin(), runs_.end(), [&](const Run& r) { return r.owner == owner; });
+  ESPALIER_INTERNAL(run != runs_.end() && rows <= run->count, rows, " rows of ", owner);
+  run->count = static_cast<std::int32_t>(rows);
+}
+
 void RowPacking::make_room(std::vector<Move>& moves) {
   moves.clear();
   if (std::ranges::none_of(runs_, [](const Run& run) { return run.begin + run.count + run.more > run.end; })) return;

@@ -32,6 +32,7 @@ class RowPacking {
 
   void add(std::int64_t owner);  // an empty run behind the others, without room
   void remove(std::int64_t owner);
+  void keep_first(std::int64_t owner, std::int64_t rows);  // of the owner's run
 
   // Sets the number of rows that grow() adds to run i; 0: it waits.
   void set_more(std::size_t run, std::int64_t more) { runs_[run].more = static_cast<std::int32_t>(more); }

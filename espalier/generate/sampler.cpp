@@ -1,41 +1,16 @@
 #include "espalier/generate/sampler.h"
 
-#include <ATen/ATen.h>
-#include <ATen/Parallel.h>
-
-#include <algorithm>
-#include <array>
-#include <cmath>
-#include <limits>
-#include <map>
-#include <memory>
-#include <numeric>
-#include <utility>
-
-#include "espalier/base/dtype.h"
-#include "espalier/base/error.h"
-#include "espalier/base/random.h"
-#include "espalier/base/units.h"
-#include "espalier/device/control_block.h"
-#include "espalier/device/host_values.h"
-#include "espalier/forecast/memory_model.h"
-#include "espalier/generate/prompt_group.h"
-#include "espalier/model/decoder_pass.h"
-#include "espalier/model/joined_experts.h"
-#include "espalier/objective/fused_head.h"
-#include "espalier/observe/timer.h"
-#include "espalier/ops/operations.h"
-#include "espalier/plan/dealing.h"
-#include "espalier/rollout/json_text.h"
+#include "espalier/generate/generation.h"
 
 namespace espalier {
+namespace generation {
 namespace {
 
 DType dtype_of(at::ScalarType type) {
   return type == at::kDouble ? DType::float64 : type == at::kFloat ? DType::float32 : DType::bfloat16;
 }
 
-// What every rank has, so that all admit as many responses.
+// The least number of any rank, so that all admit as many responses.
 std::int64_t least_of_all(const Mesh& mesh, std::int64_t bytes) {
   return static_cast<std::int64_t>(-maxima_over_ranks(mesh.world, {-static_cast<double>(bytes)}).front());
 }
@@ -73,131 +48,23 @@ void check_prompt(const ModelShape& shape, const Prompt& prompt, const SamplingS
                         "Was this prompt made with another tokenizer or model?"});
 }
 
-// A distinct prompt and every response to it.
-struct PromptState {
-  std::span<const std::int32_t> ids;
-  std::string where;
-  std::int64_t dp_rank = -1;             // as Prompt has it
-  std::vector<std::int64_t> responses;   // indices into the results
-  std::int64_t longest = 0, places = 0;  // tokens of a response; responses that may be live at once
-  std::size_t admitted = 0, finished = 0;
-  std::unique_ptr<PromptGroup> group;  // while some are live
-
-  std::int64_t prompt_rows() const { return static_cast<std::int64_t>(ids.size()); }
-  std::int64_t live() const { return static_cast<std::int64_t>(admitted - finished); }
-};
-
-// A token and its log-prob.
-struct TokenChoice {
-  std::int32_t token;
-  double logprob;
-};
-
-// A set of rows and the sequences that they append to.
-struct AppendedRows {
-  ModelInput input;
-  GroupSource kv;
-};
-
-// Why a response ended.
-enum class Finish : std::int64_t { none, stop, length, done, turns, abort };
-constexpr std::array<const char*, 6> kFinishTexts = {"",         "\"stop\"",  "\"length\"",
-                                                     "\"done\"", "\"turns\"", "\"abort\""};
-
-struct Response {
-  PromptState* state;
-  Random random;
-  std::int64_t pending = 0;     // its newest tokens, whose rows have not been run
-  std::int64_t turn_begin = 0;  // the first token of the turn
-  std::int64_t turns = 0;       // that have ended
-  bool has_run = false;         // of rows in the prompt's group
-  bool waits = false;           // for an observation
-  Finish finish = Finish::none;
-};
-
 bool ends_with_stop_id(const Rollout& rollout, const SamplingSettings& settings) {
   return std::ranges::find(settings.stop_ids, rollout.response_ids.back()) != settings.stop_ids.end();
 }
 
-class Generation {
- public:
-  Generation(const Decoder& decoder, std::span<const Prompt> prompts, const SamplingSettings& settings, Arena& arena,
-             Progress& progress);
-  Generated run();
-
- private:
-  // Responses whose next token depends on one row of hidden values: [begin[row], begin[row + 1]) of `response`.
-  struct Asked {
-    std::vector<std::int64_t> response;
-    std::vector<std::int32_t> begin{0};
-  };
-
-  void make_prompts(std::span<const Prompt> prompts);
-  void make_results(std::span<const Prompt> prompts);
-  void keep_own_prompts();
-  void gather_results();
-  void gather_ends();
-  void gather_report();
-  bool somebody_runs(bool own);
-  at::Tensor whole_logits(const at::Tensor& logits_BV);
-  void admit();
-  void open(PromptState& state);
-  void compute_prompts(std::span<PromptState* const> opened);
-  void compute_prompt_rows(AppendedRows& rows, std::vector<PromptState*>& ends);
-  void step();
-  void add_rows_of_step(AppendedRows& rows, Asked& asked);
-  at::Tensor forward(AppendedRows& rows);
-  at::Tensor hidden_of_step(AppendedRows& rows, Asked& asked);
-  std::vector<TokenChoice> choose(const at::Tensor& hidden_OM, const Asked& asked);
-  void append(std::int64_t response, const TokenChoice& choice);
-  void settle(std::int64_t response, bool stopped_by_text);
-  void end_turn(std::int64_t response);
-  void finish(std::int64_t response, Finish reason);
-  void keep_rows(std::int64_t response);
-  bool anything_runs() const;
-  void exchange_turns();
-  void take_up(std::int64_t response, const NextTurn& next);
-  void cut_unfinished();
-  Response& response(std::int64_t index) { return responses_[static_cast<std::size_t>(index)]; }
-  Rollout& result(std::int64_t index) { return results_[static_cast<std::size_t>(index)]; }
-  std::vector<std::uint8_t> stopped_by_text(std::span<const std::int64_t> responses);
-  void count_held();
-  std::int64_t promised_bytes(const PromptState& state, std::int64_t live) const;
-
-  const Decoder& decoder_;
-  const SamplingSettings& settings_;
-  const ChoiceRule rule_;
-  Arena& arena_;
-  Progress& progress_;
-  std::int64_t kv_bytes_, state_bytes_;  // of one row; of a prompt, and of each response that lives
-  std::int64_t kv_limit_, most_at_once_;
-
-  std::vector<std::unique_ptr<PromptState>> prompts_;
-  std::vector<Response> responses_;
-  std::vector<Rollout> results_;
-  std::vector<std::uint8_t> own_;  // of results: decoded by this rank
-  std::vector<PromptState*> open_;
-  std::vector<std::int64_t> fresh_;  // admitted, without a token yet, prompt by prompt
-  std::size_t next_prompt_ = 0;
-  std::vector<EndedTurn> ended_;     // turns to ask about
-  std::vector<std::int64_t> asked_;  // responses whose turns are being asked about
-  std::int64_t asked_at_ = 0;        // decode steps before
-  std::int64_t live_ = 0, waiting_ = 0;
-  std::int64_t prompt_rows_ = 0;  // of all prompts, each once
-  std::int64_t done_ = 0;         // of the progress: rows of prompts and tokens of responses, each at its longest
-  GenerateReport report_;
-  std::optional<ErrorText> failure_;
-};
+}  // namespace
 
 Generation::Generation(const Decoder& decoder, std::span<const Prompt> prompts, const SamplingSettings& settings,
                        Arena& arena, Progress& progress)
     : decoder_(decoder),
       settings_(settings),
       rule_{settings.temperature, settings.top_k, settings.top_p},
+      keeps_sets_(settings.kept_sets && settings.temperature > 0 &&
+                  !rule_.keeps_all(decoder.local().whole().vocabulary)),
       arena_(arena),
       progress_(progress),
       kv_bytes_(kv_bytes_per_token(decoder.shape(), dtype_of(decoder.dtype()))),
-      state_bytes_(StateBuffers(decoder.block(), false).peak()),
+      state_bytes_(StateBuffers(decoder.sizes(), false).peak()),
       kv_limit_(least_of_all(
           decoder.mesh(), settings.kv_limit_bytes > 0 ? settings.kv_limit_bytes : decoder.device().free_bytes() / 2)),
       most_at_once_(settings.max_num_seqs > 0 ? settings.max_num_seqs : kMostDecoded) {
@@ -210,95 +77,11 @@ Generation::Generation(const Decoder& decoder, std::span<const Prompt> prompts, 
   keep_own_prompts();
 }
 
-// The longest first, each to the rank that has least.
-void Generation::keep_own_prompts() {
-  own_.assign(results_.size(), 1);
-  Group& dp = decoder_.mesh().dp;
-  if (dp.size() == 1) return;
-  std::vector<double> tokens;
-  for (const auto& state : prompts_)
-    tokens.push_back(static_cast<double>(state->prompt_rows() +
-                                         state->longest * static_cast<std::int64_t>(state->responses.size())));
-  const std::vector<std::int64_t> rank_of = deal_by_weight(tokens, dp.size());
-  std::vector<std::unique_ptr<PromptState>> own;
-  for (std::size_t i = 0; i < prompts_.size(); ++i) {
-    if ((prompts_[i]->dp_rank < 0 ? rank_of[i] : prompts_[i]->dp_rank) == dp.rank()) {
-      own.push_back(std::move(prompts_[i]));
-      continue;
-    }
-    for (const std::int64_t response : prompts_[i]->responses) own_[static_cast<std::size_t>(response)] = 0;
-  }
-  prompts_ = std::move(own);
-}
-
-// What other ranks of dp decoded, for which this one adds nothing.
-void Generation::gather_results() {
-  Group& dp = decoder_.mesh().dp;
-  if (dp.size() == 1) return;
-  std::vector<std::int64_t> lengths, tokens;
-  for (const Rollout& rollout : results_) lengths.push_back(rollout.response_length());
-  add_over_ranks(dp, lengths);
-  std::vector<double> logprobs;
-  for (std::size_t i = 0; i < results_.size(); ++i) {
-    Rollout& rollout = results_[i];
-    const auto length = static_cast<std::size_t>(lengths[i]);
-    rollout.response_ids.resize(length), rollout.rollout_logprobs.resize(length), rollout.loss_mask.resize(length);
-    // A token and its mask in one number.
-    for (std::size_t t = 0; t < length; ++t) tokens.push_back(2 * rollout.response_ids[t] + rollout.loss_mask[t]);
-    logprobs.insert(logprobs.end(), rollout.rollout_logprobs.begin(), rollout.rollout_logprobs.end());
-  }
-  add_over_ranks(dp, tokens);
-  logprobs = sums_over_ranks(dp, std::move(logprobs));
-  std::size_t next = 0;
-  for (Rollout& rollout : results_)
-    for (std::size_t t = 0; t < rollout.response_ids.size(); ++t, ++next) {
-      rollout.response_ids[t] = static_cast<std::int32_t>(tokens[next] / 2);
-      rollout.loss_mask[t] = static_cast<std::uint8_t>(tokens[next] % 2);
-      rollout.rollout_logprobs[t] = logprobs[next];
-    }
-  gather_ends();
-  gather_report();
-}
-
-// Why responses ended, and the first rank's failure.
-void Generation::gather_ends() {
-  Group& dp = decoder_.mesh().dp;
-  std::vector<std::int64_t> reasons;
-  for (const Response& one : responses_) reasons.push_back(static_cast<std::int64_t>(one.finish));
-  add_over_ranks(dp, reasons);
-  for (std::size_t i = 0; i < results_.size(); ++i)
-    if (!own_[i]) add_carried(results_[i].carried, "finish_reason", kFinishTexts[static_cast<std::size_t>(reasons[i])]);
-  const std::vector<std::uint64_t> failed = numbers_of_ranks(dp, failure_ ? 1 : 0);
-  const auto first = std::ranges::find(failed, 1u);
-  if (first == failed.end()) return;
-  if (!failure_) failure_.emplace();
-  for (std::string ErrorText::*part : {&ErrorText::where, &ErrorText::expected, &ErrorText::got, &ErrorText::remedy})
-    *failure_.*part = text_of_rank(dp, *failure_.*part, static_cast<int>(first - failed.begin()));
-}
-
-void Generation::gather_report() {
-  Group& dp = decoder_.mesh().dp;
-  std::vector<std::int64_t> counts{report_.prompt_rows_physical, report_.response_tokens, report_.turns,
-                                   report_.observation_tokens};
-  add_over_ranks(dp, counts);
-  report_.prompt_rows_physical = counts[0], report_.response_tokens = counts[1];
-  report_.turns = counts[2], report_.observation_tokens = counts[3];
-  const std::vector<double> most = maxima_over_ranks(
-      dp, {static_cast<double>(report_.decode_steps), report_.seconds_prompt, report_.seconds_decode});
-  report_.decode_steps = std::llround(most[0]), report_.seconds_prompt = most[1], report_.seconds_decode = most[2];
-}
-
-// Ranks of ep with other prompts than each other run their forwards together; who has ended joins the others'.
-bool Generation::somebody_runs(bool own) {
-  const Mesh& mesh = decoder_.mesh();
-  if (mesh.degrees.ep <= mesh.degrees.tp) return own;
-  return sums_over_ranks(mesh.ep, {own ? 1.0 : 0.0}).front() > 0;
-}
-
 void Generation::make_results(std::span<const Prompt> prompts) {
   results_.reserve(prompts.size() * static_cast<std::size_t>(settings_.n));
   for (std::size_t p = 0; p < prompts.size(); ++p)
     for (std::int64_t r = 0; r < settings_.n; ++r) {
+      report_.prompt_rows_logical += static_cast<std::int64_t>(prompts[p].ids.size());
       Rollout rollout;
       rollout.prompt_ids = prompts[p].ids;
       rollout.group = prompts[p].group.empty() ? std::to_string(p) : prompts[p].group;
@@ -327,7 +110,9 @@ void Generation::make_prompts(std::span<const Prompt> prompts) {
       PromptState*& state = known[{prompts[p].dp_rank, prompts[p].ids}];
       if (!state || !settings_.share_prompts) state = add(prompts[p]);
       state->responses.push_back(static_cast<std::int64_t>(responses_.size()));
-      responses_.push_back({.state = state, .random = random.fork(p).fork(static_cast<std::uint64_t>(r))});
+      const std::int64_t limit = state->prompt_rows() + longest_response(decoder_.shape(), prompts[p], settings_);
+      responses_.push_back(
+          {.state = state, .random = random.fork(p).fork(static_cast<std::uint64_t>(r)), .limit = limit});
     }
   }
   for (const auto& state : prompts_) {
@@ -336,19 +121,6 @@ void Generation::make_prompts(std::span<const Prompt> prompts) {
                               std::max<std::int64_t>(1, kv_limit_ / (rows * kv_bytes_ + state_bytes_)),
                               std::numeric_limits<std::int32_t>::max() / rows});
   }
-}
-
-// Steps have few rows: the weights are held as the kernels read them, where they stay in their place and memory allows.
-std::shared_ptr<void> hold_weights(const Decoder& decoder) {
-  if (decoder.gathering() != nullptr) return nullptr;
-  const ModelViews& views = decoder.weights();
-  std::vector<at::Tensor> weights{views.head_VM};
-  for (const LayerViews& layer : views.layers)
-    for (const Projection* projection :
-         {&layer.query, &layer.key_value, &layer.output, &layer.projected, &layer.query_latent, &layer.key_value_latent,
-          &layer.rotary_key, &layer.gate_up, &layer.down, &layer.router, &layer.shared_expert_gate})
-      weights.push_back(projection->weight);
-  return decoder.device().operations().hold_weights(weights, decoder.dtype(), decoder.device().free_bytes() / 4);
 }
 
 Generated Generation::run() {
@@ -361,7 +133,7 @@ Generated Generation::run() {
   }
   progress_.begin("generating", prompt_rows_ + responses, "tokens");
   const Timer timer;
-  while (!failure_ && (next_prompt_ < prompts_.size() || live_ > 0)) {
+  while (!failure_ && (next_prompt_ < prompts_.size() || live_ > 0 || !moved_.empty())) {
     admit();
     if (anything_runs()) step();
     if (settings_.turns) exchange_turns();
@@ -371,10 +143,19 @@ Generated Generation::run() {
   progress_.end();
   report_.seconds_decode = timer.total() - report_.seconds_prompt;
   gather_results();
+  report_.kept_sets = keeps_sets_;
   report_.responses = static_cast<std::int64_t>(results_.size());
   report_.prompts = report_.responses / settings_.n;
-  for (const Rollout& rollout : results_) report_.prompt_rows_logical += rollout.prompt_length();
-  return {std::move(results_), report_, std::move(failure_)};
+  Generated out{{}, {}, report_, std::move(failure_)};
+  std::vector<std::vector<Rollout>> records = all_records();
+  for (std::size_t i = 0; i < records.size(); ++i)
+    for (Rollout& record : records[i]) {
+      if (record.kept_sets.ids.empty()) record.kept_sets = {}, record.full_logprobs.clear();
+      record.index = static_cast<std::int64_t>(out.rollouts.size());
+      out.rollouts.push_back(std::move(record));
+      out.trajectory.push_back(static_cast<std::int64_t>(i));
+    }
+  return out;
 }
 
 // Keys and values that a prompt with so many live responses may come to hold. Rows of finished responses are used
@@ -389,7 +170,8 @@ void Generation::admit() {
   std::int64_t promised = 0;
   for (const PromptState* state : open_) promised += promised_bytes(*state, state->live());
   std::vector<PromptState*> opened;
-  while (next_prompt_ < prompts_.size() && live_ < most_at_once_) {
+  const bool all_moved = admit_moved(promised, opened);
+  while (all_moved && next_prompt_ < prompts_.size() && live_ < most_at_once_) {
     PromptState& state = *prompts_[next_prompt_];
     if (state.live() == state.places) break;
     const std::int64_t before = state.group ? promised_bytes(state, state.live()) : 0;
@@ -411,6 +193,28 @@ void Generation::admit() {
     ++live_;
   }
   compute_prompts(opened);
+}
+
+// Trajectories with a new history, before any response begins. False where one still waits.
+bool Generation::admit_moved(std::int64_t& promised, std::vector<PromptState*>& opened) {
+  for (; !moved_.empty(); moved_.pop_front()) {
+    PromptState& state = *moved_.front();
+    const std::int64_t more = promised_bytes(state, 1);
+    if (promised + more > kv_limit_) {
+      if (live_ > 0) return false;
+      throw MemoryBudgetError({state.where, text_of("keys and values of one response within ", format_bytes(kv_limit_)),
+                               text_of(format_bytes(more), " for a history of ", state.prompt_rows(), " tokens and ",
+                                       state.longest, " more"),
+                               "lower --max-response-length or raise --memory-budget"});
+    }
+    open(state);
+    opened.push_back(&state);
+    fresh_.push_back(state.responses.front());
+    state.admitted = 1;
+    promised += more;
+    ++live_;
+  }
+  return true;
 }
 
 void Generation::open(PromptState& state) {
@@ -571,18 +375,29 @@ std::vector<TokenChoice> Generation::choose(const at::Tensor& hidden_OM, const A
     const std::int64_t rows = logits_BV.size(0), begin = asked.begin[static_cast<std::size_t>(first_row)];
     const std::int64_t tokens = asked.begin[static_cast<std::size_t>(first_row + rows)] - begin;
     const ArenaScope scope(arena_);
-    device.operations().choose_tokens(
-        whole_logits(logits_BV), rule_, begin_O1.narrow(0, first_row, rows + 1), uniform_N.narrow(0, begin, tokens),
-        drawn_2N.select(0, 0).narrow(0, begin, tokens), drawn_2N.select(0, 1).narrow(0, begin, tokens));
+    const at::Tensor whole_BV = whole_logits(logits_BV), drawn_of_block = drawn_2N.narrow(1, begin, tokens);
+    const at::Tensor kept_BW =
+        keeps_sets_ ? device.allocate({rows, (whole_BV.size(1) + 31) / 32}, at::kInt) : at::Tensor();
+    device.operations().choose_tokens(whole_BV, rule_, begin_O1.narrow(0, first_row, rows + 1),
+                                      uniform_N.narrow(0, begin, tokens), drawn_of_block.select(0, 0),
+                                      drawn_of_block.select(0, 1), kept_BW);
+    if (keeps_sets_)
+      kept_.add(device, whole_BV, settings_.temperature,
+                std::span(asked.begin).subspan(static_cast<std::size_t>(first_row), static_cast<std::size_t>(rows) + 1),
+                drawn_of_block.select(0, 0), kept_BW);
   };
+  kept_ = {};
   const VocabularyPart part{decoder_.local().vocabulary().begin, decoder_.shape().vocabulary, decoder_.mesh().tp,
                             decoder_.logits(), decoder_.weights().head_low_rank};
   for_each_logits(hidden_OM, decoder_.weights().head_VM, part, visit, arena_);
   const at::Tensor on_host = device.to_host(drawn_2N);
   const auto drawn = host_values<const double>(on_host);
   std::vector<TokenChoice> choices;
-  for (std::size_t i = 0; i < uniforms.size(); ++i)
-    choices.push_back({static_cast<std::int32_t>(drawn[i]), drawn[uniforms.size() + i]});
+  for (std::size_t i = 0; i < uniforms.size(); ++i) {
+    const double full = drawn[uniforms.size() + i];
+    choices.push_back({static_cast<std::int32_t>(drawn[i]), full, keeps_sets_ ? kept_.logprobs()[i] : full,
+                       keeps_sets_ ? kept_.set_of(i) : std::span<const std::int32_t>{}});
+  }
   return choices;
 }
 
@@ -608,12 +423,17 @@ at::Tensor Generation::whole_logits(const at::Tensor& logits_BV) {
 
 void Generation::append(std::int64_t index, const TokenChoice& choice) {
   Rollout& rollout = results_[static_cast<std::size_t>(index)];
-  if (!std::isfinite(choice.logprob))
-    throw InputError({rollout.where.empty() ? "the model" : rollout.where, "finite logits", text_of(choice.logprob),
-                      "are the weights damaged, or too large for --dtype?"});
+  if (!std::isfinite(choice.full_logprob))
+    throw InputError({rollout.where.empty() ? "the model" : rollout.where, "finite logits",
+                      text_of(choice.full_logprob), "are the weights damaged, or too large for --dtype?"});
   rollout.response_ids.push_back(choice.token);
   rollout.rollout_logprobs.push_back(choice.logprob);
   rollout.loss_mask.push_back(1);
+  if (keeps_sets_) {
+    rollout.full_logprobs.push_back(choice.full_logprob);
+    add_kept_set(rollout.kept_sets, choice.kept);
+    report_.kept_ids += choice.kept.empty() ? decoder_.local().whole().vocabulary : std::ssize(choice.kept);
+  }
   ++response(index).pending;
   ++report_.response_tokens;
   ++done_;
@@ -667,44 +487,6 @@ void Generation::finish(std::int64_t index, Finish reason) {
 
 bool Generation::anything_runs() const { return live_ > waiting_; }
 
-// Asks about ended turns, and takes up what was asked about kStepsAhead steps ago, or now where nothing else can run.
-void Generation::exchange_turns() {
-  if (!asked_.empty() && (report_.decode_steps - asked_at_ >= kStepsAhead || !anything_runs())) {
-    std::vector<NextTurn> answers;
-    try {
-      answers = settings_.turns->answers();
-    } catch (const InputError& error) {
-      failure_ = error.text();
-      return;
-    }
-    const std::vector<std::int64_t> asked = std::exchange(asked_, {});
-    for (std::size_t i = 0; i < asked.size(); ++i) take_up(asked[i], answers[i]);
-    std::erase_if(open_, [](const PromptState* state) { return state->group == nullptr; });
-  }
-  if (!asked_.empty() || ended_.empty()) return;
-  for (const EndedTurn& turn : ended_) asked_.push_back(turn.response);
-  settings_.turns->ask(std::exchange(ended_, {}));
-  asked_at_ = report_.decode_steps;
-}
-
-void Generation::take_up(std::int64_t index, const NextTurn& next) {
-  Response& one = response(index);
-  Rollout& rollout = result(index);
-  const auto count = static_cast<std::int64_t>(next.observation_ids.size());
-  one.waits = false;
-  --waiting_;
-  if (next.done) return finish(index, Finish::done);
-  if (rollout.response_length() == one.state->longest) return finish(index, Finish::length);
-  if (one.turns == settings_.most_turns) return finish(index, Finish::turns);
-  if (rollout.response_length() + count >= one.state->longest) return finish(index, Finish::length);
-  rollout.response_ids.insert(rollout.response_ids.end(), next.observation_ids.begin(), next.observation_ids.end());
-  rollout.rollout_logprobs.resize(rollout.response_ids.size(), 0.0);
-  rollout.loss_mask.resize(rollout.response_ids.size(), 0);
-  one.pending += count, one.turn_begin = rollout.response_length();
-  report_.observation_tokens += count, done_ += count;
-  keep_rows(index);
-}
-
 void Generation::cut_unfinished() {
   for (std::size_t i = 0; i < results_.size(); ++i) {
     if (!own_[i] || responses_[i].finish != Finish::none) continue;
@@ -725,27 +507,21 @@ void Generation::count_held() {
       std::max(report_.kv_bytes_unshared, unshared * kv_bytes_ + unshared_states * state_bytes_);
 }
 
-}  // namespace
+}  // namespace generation
 
 std::int64_t positions_needed(const ModelShape& shape, std::span<const Prompt> prompts,
                               const SamplingSettings& settings) {
   std::int64_t longest = 0;
   for (const Prompt& prompt : prompts)
-    longest =
-        std::max(longest, static_cast<std::int64_t>(prompt.ids.size()) + longest_response(shape, prompt, settings));
+    longest = std::max(
+        longest, static_cast<std::int64_t>(prompt.ids.size()) + generation::longest_response(shape, prompt, settings));
   return longest;
-}
-
-std::int64_t sampling_bytes(const LocalShape& shape, DType dtype, std::int64_t rows) {
-  const ActivationBytes bytes(shape, dtype, kForwardOnly);
-  return bytes.forward_peak({.rows = rows, .outputs = rows}, SavedState::keep, true) +
-         bytes.scratch(rows, 0, at::get_num_threads());
 }
 
 Generated generate(const Decoder& decoder, std::span<const Prompt> prompts, const SamplingSettings& settings,
                    Arena& arena, Progress& progress) {
   const ArenaScope scope(arena);
-  return Generation(decoder, prompts, settings, arena, progress).run();
+  return generation::Generation(decoder, prompts, settings, arena, progress).run();
 }
 
 }  // namespace espalier

@@ -18,6 +18,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/device/arena.h"
+#include "espalier/generate/step_rows.h"
 #include "espalier/generate/turns.h"
 #include "espalier/model/decoder.h"
 #include "espalier/observe/progress.h"
@@ -26,8 +27,6 @@
 
 namespace espalier {
 
-// More rows at once do not make products faster.
-inline constexpr std::int64_t kMostDecoded = 1024, kMostPromptRows = 1024;
 // Decode steps of the other trajectories while some wait for their observations.
 inline constexpr std::int64_t kStepsAhead = 4;
 
@@ -45,6 +44,8 @@ struct SamplingSettings {
   std::uint64_t seed = 0;
   Turns* turns = nullptr;       // null: a response is one turn
   std::int64_t most_turns = 1;  // of a trajectory
+  bool renders = false;         // --observations render: `turns` may answer with histories
+  bool kept_sets = false;       // log-probs are over what top_k and top_p keep, which rollouts record
   bool share_prompts = true;    // false: the prompt is computed and held for every response (the comparison)
 };
 
@@ -61,6 +62,8 @@ struct GenerateReport {
   std::int64_t prompt_rows_logical = 0, prompt_rows_physical = 0;  // one prompt per response; rows that were computed
   std::int64_t response_tokens = 0, decode_steps = 0;
   std::int64_t turns = 0, observation_tokens = 0;  // of trajectories; response_tokens counts sampled tokens alone
+  bool kept_sets = false;                          // log-probs are over kept sets
+  std::int64_t kept_ids = 0;                       // of all sampled tokens
   double seconds_prompt = 0, seconds_decode = 0;
   std::int64_t kv_bytes = 0;           // most keys, values and recurrent states that this rank held at once
   std::int64_t kv_bytes_unshared = 0;  // the same if each response held its own prompt
@@ -68,6 +71,7 @@ struct GenerateReport {
 
 struct Generated {
   std::vector<Rollout> rollouts;
+  std::vector<std::int64_t> trajectory;  // one per rollout: the response that it is a record of
   GenerateReport report;
   std::optional<ErrorText> failure;  // of `turns`; `rollouts` has the tokens that were sampled before it
 };
@@ -75,9 +79,6 @@ struct Generated {
 // Positions that generate() needs the decoder's rotary tables to cover (Decoder::reserve_positions).
 std::int64_t positions_needed(const ModelShape& shape, std::span<const Prompt> prompts,
                               const SamplingSettings& settings);
-
-// Bytes of activations for `rows` rows at once.
-std::int64_t sampling_bytes(const LocalShape& shape, DType dtype, std::int64_t rows);
 
 // Responses in prompt order, n for each prompt: prompt_ids, response_ids (the stop token included), loss_mask all 1,
 // rollout_logprobs, temperature, group (the prompt's own, else its ordinal), carried (the prompt's, and
@@ -90,8 +91,16 @@ std::int64_t sampling_bytes(const LocalShape& shape, DType dtype, std::int64_t r
 // the sampling of its rank; unfinished trajectories are then cut ("abort"). Every rank is told the failure of the first
 // rank that has one.
 //
+// An answer of `turns` may be a history, which replaces the trajectory's tokens. If it begins with them, only the rest
+// is new. Otherwise the record ends ("finish_reason": "render"), and the trajectory goes on in a further one, whose
+// prompt_ids are the history. Keys and values of the tokens that both have in common stay, unless the history differs
+// inside the prompt or the model has recurrent layers. With `renders`, records have `trajectory` and `turn`, the
+// index of their first turn; a trajectory's records follow each other.
+//
 // rollout_logprobs are log-softmax(logits / temperature) over the whole vocabulary, before top-k and top-p, as training
-// computes them. At temperature 0 they are those of temperature 1, and the record's temperature is 1.
+// computes them. At temperature 0 they are those of temperature 1, and the record's temperature is 1. With kept_sets,
+// rollouts record what top-k and top-p kept for each token (kept_sets, for tokens with less than the whole vocabulary);
+// rollout_logprobs are then over these sets, as training computes them, and full_logprobs over the whole vocabulary.
 // Random numbers depend on (seed, prompt, response, position) alone. So a response does not depend on the number of
 // responses decoded at once, on threads or on sharing, except where rounding decides between two tokens.
 // Activations come from `arena`; keys and values have memory of their own. Every rank of the decoder's mesh calls it

@@ -19,6 +19,8 @@ class TurnTexts {
   virtual std::vector<std::string> read(std::span<const std::span<const std::int32_t>> turns) = 0;
   virtual std::vector<std::vector<std::int32_t>> observations(std::span<const Observation> observations,
                                                               const Where& where) = 0;
+  // Chats rendered whole (Tokenizer::render); only prompts that are lists of messages have them.
+  virtual std::vector<RenderedChat> rendered(std::span<const RenderedTurn> turns, const Where& where) = 0;
   // Prompts that are lists of messages: chat_of each.
   virtual std::vector<EncodedPrompt> prompts(std::span<const std::string> messages, const Where& where) = 0;
 };
@@ -34,6 +36,9 @@ class TokenizerTexts final : public TurnTexts {
   std::vector<std::vector<std::int32_t>> observations(std::span<const Observation> observations,
                                                       const Where& where) override {
     return tokenizer_.encode_observations(observations, where);
+  }
+  std::vector<RenderedChat> rendered(std::span<const RenderedTurn> turns, const Where& where) override {
+    return tokenizer_.render(turns, where);
   }
   std::vector<EncodedPrompt> prompts(std::span<const std::string> messages, const Where& where) override {
     return tokenizer_.encode(messages, where);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 namespace espalier {
@@ -16,6 +17,8 @@ struct EndedTurn {
 struct NextTurn {
   bool done = false;  // the trajectory has ended; observation_ids are not used
   std::vector<std::int32_t> observation_ids;
+  // All tokens of the trajectory up to its next turn, rendered again, in place of observation_ids.
+  std::optional<std::vector<std::int32_t>> history;
 };
 
 class Turns {

@@ -10,6 +10,7 @@
 #include "espalier/base/error.h"
 #include "espalier/base/json.h"
 #include "espalier/grouping/prefix_tree.h"
+#include "espalier/grouping/shared_tokens.h"
 #include "espalier/rollout/mini_batches.h"
 #include "espalier/rollout/token_hash.h"
 #include "espalier/rollout/trajectories.h"
@@ -76,7 +77,7 @@ std::vector<Rollout> settled_lineage(std::span<const Rollout> rollouts) {
   std::vector<Rollout> out(rollouts.size());
   for (std::size_t i = 0; i < out.size(); ++i) {
     out[i].group = rollouts[i].group, out[i].step = rollouts[i].step;
-    out[i].trajectory = rollouts[i].trajectory, out[i].turn = rollouts[i].turn;
+    out[i].trajectory = rollouts[i].trajectory, out[i].turn = rollouts[i].turn, out[i].branch = rollouts[i].branch;
     out[i].reward = rollouts[i].reward, out[i].where = rollouts[i].where;
   }
   settle_turn_rewards(out, TurnRewards::automatic);
@@ -142,6 +143,60 @@ class Finder {
     ++equal_groups_;
   }
 
+  // Loss tokens that occur again, in the group's trajectories and between them.
+  void look_for_repeats(const Members& members, Inspection::Repeated& count) {
+    if (at(members[0]).pair.pair >= 0) return;  // answers to compare
+    for (const RepeatedTokens& repeat : repeated_tokens(rollouts_, members)) {
+      const Rollout &rollout = at(repeat.rollout), &earlier = at(repeat.earlier);
+      const std::int64_t of = trajectories_.of[static_cast<std::size_t>(repeat.rollout)];
+      const bool same = of == trajectories_.of[static_cast<std::size_t>(repeat.earlier)];
+      const Members& turns = trajectories_.turns[static_cast<std::size_t>(of)];
+      if (same && branches_of(rollouts_, turns).size() > 1) {
+        count.branches += repeat.tokens;
+      } else if (same) {
+        count.trajectory += repeat.tokens;
+        add(rollout, "repeated_tokens",
+            text_of(repeat.tokens, " of its sampled tokens are also those of ", earlier.where,
+                    " (same trajectory) and train in both; if the run branches here, add branch"));
+      } else {
+        count.rollouts += repeat.tokens;
+        if (continues(rollout, earlier))
+          add(rollout, "repeated_tokens",
+              text_of("it continues ", earlier.where, ", whose ", repeat.tokens,
+                      " sampled tokens train in both; turns and branches of one run have one trajectory, and a token's "
+                      "loss_mask is 1 in one record"));
+      }
+    }
+  }
+
+  // Recorded advantages of the turns of a trajectory are one number under one outcome, and rarely 0 for some turns
+  // alone.
+  void look_at_advantages() {
+    for (const Members& turns : trajectories_.turns) {
+      const Rollout* other = nullptr;      // the first turn with an advantage
+      std::optional<double> its_constant;  // its advantage, if one number
+      for (const std::int64_t index : turns) {
+        const std::vector<double> advantages = advantages_with_loss(at(index));
+        if (is_zero(advantages)) continue;
+        const bool constant = std::ranges::count(advantages, advantages.front()) == std::ssize(advantages);
+        if (other == nullptr) {
+          other = &at(index);
+          if (constant) its_constant = advantages.front();
+        } else if (constant && its_constant && *its_constant != advantages.front() && !rewards_differ(turns)) {
+          add(at(index), "unequal_advantages",
+              text_of("its recorded advantage is ", advantages.front(), ", that of ", other->where,
+                      ", another turn of its trajectory, ", *its_constant));
+        }
+      }
+      if (other == nullptr) continue;
+      for (const std::int64_t index : turns)
+        if (const auto advantages = advantages_with_loss(at(index)); !advantages.empty() && is_zero(advantages))
+          add(at(index), "zero_advantages",
+              text_of("its recorded advantages are 0 at all ", advantages.size(),
+                      " tokens with loss, but not those of ", other->where, ", another turn of its trajectory"));
+    }
+  }
+
   // Groups of one have no other reward to differ from, so they change nothing here.
   void look_at_all(std::int64_t groups_of_many) {
     if (groups_of_many > 0 && equal_groups_ == groups_of_many)
@@ -160,6 +215,32 @@ class Finder {
   }
   void add(const Rollout& rollout, const char* kind, std::string text) {
     out_.push_back({&rollout - rollouts_.data(), line_of(rollout.where), rollout.where, kind, std::move(text)});
+  }
+
+  // The tokens of `earlier` are the beginning of the rollout's.
+  static bool continues(const Rollout& rollout, const Rollout& earlier) {
+    if (earlier.length() >= rollout.length() || earlier.response_ids.empty()) return false;
+    for (std::int32_t depth = 0; depth < earlier.length(); ++depth)
+      if (rollout.token_at(depth) != earlier.token_at(depth)) return false;
+    return true;
+  }
+  static std::vector<double> advantages_with_loss(const Rollout& rollout) {
+    std::vector<double> out;
+    for (std::size_t t = 0; t < rollout.advantages.size(); ++t)
+      if (rollout.loss_mask[t] != 0) out.push_back(rollout.advantages[t]);
+    return out;
+  }
+  static bool is_zero(const std::vector<double>& advantages) {
+    return std::ranges::all_of(advantages, [](double advantage) { return advantage == 0; });
+  }
+  bool rewards_differ(const Members& turns) const {
+    const std::optional<double>* first = nullptr;
+    for (const std::int64_t index : turns) {
+      if (!at(index).reward) continue;
+      if (first != nullptr && *first != at(index).reward) return true;
+      first = &at(index).reward;
+    }
+    return false;
   }
 
   // A probability is at most 1. Where float32 rounds log-sum-exp of logits up to 1,000, 6e-5 may be left above 0.
@@ -313,7 +394,11 @@ Inspection inspect_rollouts(std::span<const Rollout> rollouts) {
 
   Finder finder(rollouts, out.anomalies);
   finder.look_at_rollouts();
-  for (const Members& members : groups) finder.look_at_group(members);
+  for (const Members& members : groups) {
+    finder.look_at_group(members);
+    finder.look_for_repeats(members, out.repeated);
+  }
+  finder.look_at_advantages();
   finder.look_at_all(std::ranges::count_if(groups, [](const Members& members) { return members.size() > 1; }));
   std::stable_sort(out.anomalies.begin(), out.anomalies.end(),
                    [](const Anomaly& a, const Anomaly& b) { return a.rollout < b.rollout; });
@@ -336,6 +421,10 @@ Json inspection_json(const Inspection& inspection) {
              {"physical", inspection.physical_tokens},
              {"loss", inspection.loss_tokens}}},
            {"saved_share", inspection.saved_share()},
+           {"repeated_tokens",
+            {{"branches", inspection.repeated.branches},
+             {"trajectory", inspection.repeated.trajectory},
+             {"rollouts", inspection.repeated.rollouts}}},
            {"prefix_share", four(inspection.prefix_share)},
            {"n", four(inspection.group_size)},
            {"prompt_length", four(inspection.prompt_length)},

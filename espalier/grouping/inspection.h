@@ -21,7 +21,8 @@ struct Anomaly {
   std::int64_t line = 0;     // in its file
   std::string where;         // "rollouts.jsonl:17"
   std::string kind;          // prompt_differs, empty_response, duplicate_response, fully_masked, group_of_one,
-                             // equal_rewards, no_signal, nothing_to_learn, partial_steps, positive_logprob
+                             // equal_rewards, no_signal, nothing_to_learn, partial_steps, positive_logprob,
+                             // repeated_tokens, unequal_advantages, zero_advantages
   std::string text;
 };
 
@@ -47,6 +48,14 @@ struct Inspection {
   std::int64_t pairs = 0, lists = 0;  // sets of answers
   Quantiles answers;                  // of a set
   Quantiles set_share;                // over sets: 1 - physical / logical tokens of the set alone
+
+  // Loss tokens equal to those of an earlier record, after equal tokens: on branches of one trajectory (sampled once,
+  // --shared-tokens), in other records of one trajectory, and in other rollouts of the group. The last two train each
+  // time.
+  struct Repeated {
+    std::int64_t branches = 0, trajectory = 0, rollouts = 0;
+  };
+  Repeated repeated;
 
   double saved_share() const;  // 1 - physical / logical of all
 };

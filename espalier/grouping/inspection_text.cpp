@@ -56,6 +56,9 @@ const char* sentence_of(const std::string& kind) {
       {"positive_logprob", "log-prob above 0"},
       {"nothing_to_learn", "neither reward nor advantage"},
       {"partial_steps", "step in some records only"},
+      {"repeated_tokens", "sampled tokens that train again in another record of the run"},
+      {"unequal_advantages", "turns of a trajectory with different recorded advantages"},
+      {"zero_advantages", "turns with recorded advantage 0 beside others of their trajectory"},
   };
   const auto found = kSentences.find(kind);
   return found == kSentences.end() ? kind.c_str() : found->second;
@@ -83,6 +86,19 @@ std::string anomaly_lines(const std::vector<Anomaly>& anomalies) {
     out += std::string(10, ' ') + (kind.count > 1 ? "first at " : "at ") + kind.first->where + ": ";
     out += kind.first->text + '\n';
   }
+  return out;
+}
+
+std::string repeat_lines(const Inspection::Repeated& repeated) {
+  std::string out;
+  const auto line = [&](const char* label, std::int64_t tokens, const char* text) {
+    if (tokens > 0) out += labelled(label) + padded(format_count(tokens), kColumnWidth) + "  " + text + '\n';
+  };
+  line("on branches", repeated.branches, "tokens with loss on several branches of a trajectory, trained once");
+  line("in turns", repeated.trajectory, "tokens with loss in several records of a trajectory, trained in each");
+  line("sampled alike", repeated.rollouts,
+       "tokens with loss in several rollouts of a group, trained in each; if these are branches of one run, see "
+       "docs/agents.md");
   return out;
 }
 
@@ -140,6 +156,7 @@ std::string inspection_text(const Inspection& inspection) {
   out += row("", {"logical", "physical", "saved", "with loss"});
   out += row("tokens", {format_count(inspection.logical_tokens), format_count(inspection.physical_tokens),
                         format_percent(inspection.saved_share()), format_count(inspection.loss_tokens)});
+  out += repeat_lines(inspection.repeated);
   out += '\n';
   if (inspection.trajectories > 0) out += turn_rows(inspection);
   out += anomaly_lines(inspection.anomalies);

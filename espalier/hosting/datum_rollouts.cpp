@@ -52,11 +52,12 @@ DatumTerms terms_of(const serve::TrainingCall& call, const serve::TrainingDatum&
 
 }  // namespace
 
-DatumRollouts::DatumRollouts(const serve::TrainingCall& call) {
-  for (std::size_t i = 0; i < call.data.size(); ++i) {
-    rollouts.push_back(rollout_of(call.data[i], i));
-    terms.push_back(terms_of(call, call.data[i]));
-  }
+DatumRollouts::DatumRollouts(const std::vector<const serve::TrainingCall*>& calls) {
+  for (const serve::TrainingCall* call : calls)
+    for (std::size_t i = 0; i < call->data.size(); ++i) {
+      rollouts.push_back(rollout_of(call->data[i], i));
+      terms.push_back(terms_of(*call, call->data[i]));
+    }
 }
 
 }  // namespace espalier

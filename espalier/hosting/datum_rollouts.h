@@ -11,7 +11,7 @@ namespace espalier {
 
 // One rollout for each datum, with given targets.
 struct DatumRollouts {
-  explicit DatumRollouts(const serve::TrainingCall& call);
+  explicit DatumRollouts(const std::vector<const serve::TrainingCall*>& calls);
 
   std::vector<Rollout> rollouts;
   std::vector<DatumTerms> terms;

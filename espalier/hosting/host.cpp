@@ -2,8 +2,12 @@
 
 #include <ATen/Parallel.h>
 
+#include <set>
+
+#include "espalier/base/atomic_file.h"
 #include "espalier/base/error.h"
 #include "espalier/base/units.h"
+#include "espalier/checkpoint/atomic_output.h"
 #include "espalier/step/planning.h"
 
 namespace espalier {
@@ -40,13 +44,13 @@ Host::Host(const std::vector<NamedFolder>& models, const Options& options, const
   if (left <= 0)
     throw MemoryBudgetError({"--memory-budget", text_of("more than ", format_bytes(weights), ", the weights alone"),
                              format_bytes(budget), ""});
-  hosting_ = std::make_unique<Hosting>(options, machine, left / 2);
+  hosting_ = std::make_unique<Hosting>(options, machine, left);
 }
 
 // The number of threads is a property of the thread that starts them.
 void Host::begin_thread() { at::set_num_threads(static_cast<int>(hosting_->options.threads)); }
 
-TunedModel& Host::run_of(const std::string& run) {
+TunedModel& Host::run_of(const std::string& run) const {
   const auto found = runs_.find(run);
   if (found == runs_.end())
     throw InputError(
@@ -55,11 +59,27 @@ TunedModel& Host::run_of(const std::string& run) {
 }
 
 void Host::create(const std::string& run, const std::string& base, const serve::LoraConfig& lora) {
+  make_room(*bases_.at(base), lora);
   runs_[run] = std::make_unique<TunedModel>(*bases_.at(base), *hosting_, lora);
 }
 
-serve::TrainingAnswer Host::forward_backward(const std::string& run, const serve::TrainingCall& call) {
-  return run_of(run).forward_backward(call);
+std::vector<serve::TrainingOutcome> Host::forward_backward(const std::string& run,
+                                                           const std::vector<const serve::TrainingCall*>& calls) {
+  TunedModel& model = run_of(run);
+  if (calls.size() > 1) try {
+      return model.forward_backward(calls);
+    } catch (const std::exception&) {  // of which call is not known: each by itself
+    }
+  std::vector<serve::TrainingOutcome> outcomes;
+  for (const serve::TrainingCall* call : calls) {
+    try {
+      outcomes.push_back(std::move(model.forward_backward({call}).front()));
+    } catch (const std::exception& error) {
+      if (call->backward) model.break_gradient(error.what());
+      outcomes.push_back({{}, std::current_exception()});
+    }
+  }
+  return outcomes;
 }
 
 void Host::break_gradient(const std::string& run, const std::string& why) { run_of(run).break_gradient(why); }
@@ -68,6 +88,139 @@ std::map<std::string, double> Host::optim_step(const std::string& run, const ser
   TunedModel& model = run_of(run);
   const AdamW::Update update = model.step(params);
   return {{"grad_norm:mean", update.grad_norm}, {"step:max", static_cast<double>(model.optimizer().steps_done())}};
+}
+
+void Host::save(const std::string& run, const std::filesystem::path& folder, serve::CheckpointKind kind,
+                const std::string& description) {
+  std::filesystem::create_directories(folder.parent_path());
+  AtomicDirectory directory(folder);
+  run_of(run).write(directory.path(), kind == serve::CheckpointKind::training);
+  OutputFile file(directory.path() / serve::kDescription);
+  file.write(description);
+  file.close_synced();
+  directory.commit();
+}
+
+void Host::load(const std::string& run, const std::string& base, const serve::LoraConfig& lora,
+                const std::filesystem::path& folder, bool optimizer) {
+  runs_.erase(run);
+  make_room(*bases_.at(base), lora);
+  runs_[run] = std::make_unique<TunedModel>(*bases_.at(base), *hosting_, lora, folder, optimizer);
+}
+
+std::int64_t Host::adapter_bytes() const {
+  std::int64_t sum = 0;
+  for (const auto& [name, run] : runs_) sum += run->held_bytes();
+  for (const auto& [name, sampler] : samplers_)
+    if (sampler.live) sum += sampler.live->weight_bytes();
+  return sum;
+}
+
+// The one that was used the longest ago; it is read again when somebody asks for it.
+bool Host::drop_idle_sampler() {
+  Sampler* oldest = nullptr;
+  for (auto& [name, sampler] : samplers_)
+    if (sampler.live && sampler.live->idle() && sampler.live->weight_bytes() > 0 && sampler.source.folder &&
+        (oldest == nullptr || sampler.last_used < oldest->last_used))
+      oldest = &sampler;
+  if (oldest == nullptr) return false;
+  oldest->live.reset();
+  return true;
+}
+
+void Host::make_room(const HostedBase& base, const serve::LoraConfig& lora) {
+  const std::int64_t needed = TunedModel::bytes_of(base, lora);
+  while (adapter_bytes() + needed > hosting_->adapter_bytes)
+    if (!drop_idle_sampler())
+      throw MemoryBudgetError(
+          {"the adapter",
+           text_of("one that fits the ", format_bytes(hosting_->adapter_bytes),
+                   " which this server keeps for adapters, of which ", format_bytes(adapter_bytes()), " are taken"),
+           text_of("one of rank ", lora.rank, " that needs ", format_bytes(needed)),
+           text_of(
+               "take a smaller rank, end other sessions, or start the server with a --memory-budget that is larger by ",
+               format_bytes(4 * (adapter_bytes() + needed - hosting_->adapter_bytes)))});
+}
+
+void Host::open_sampler(const std::string& name, const serve::SamplerSource& source) {
+  Sampler& sampler = samplers_[name];
+  if (sampler.live)
+    sampler.live->fail(std::make_exception_ptr(InputError({"", "", "the sampler was opened again", ""})));
+  sampler = {source, nullptr, ++clock_, nullptr};
+  if (!source.run) return;  // read when it is first used
+  HostedBase& base = *bases_.at(source.base);
+  auto weights = snapshot_of(run_of(*source.run).model());
+  weights->decoder.share_positions(base.decoder());
+  sampler.live = std::make_unique<HostedSampler>(base, *hosting_, std::move(weights));
+  while (adapter_bytes() > hosting_->adapter_bytes && drop_idle_sampler()) {
+  }
+}
+
+HostedSampler& Host::live(Sampler& sampler) {
+  sampler.last_used = ++clock_;
+  if (sampler.failed) std::rethrow_exception(sampler.failed);
+  if (sampler.live) return *sampler.live;
+  const auto found = bases_.find(sampler.source.base);
+  if (found == bases_.end())
+    throw InputError({"the sampler", "a base model of this server", sampler.source.base, "start the server with it"});
+  HostedBase& base = *found->second;
+  std::unique_ptr<ModelState> weights;
+  if (sampler.source.folder) {
+    weights = load_adapter(base, sampler.source.lora, *sampler.source.folder);
+    weights->decoder.share_positions(base.decoder());
+  }
+  sampler.live = std::make_unique<HostedSampler>(base, *hosting_, std::move(weights));
+  return *sampler.live;
+}
+
+void Host::fail_sampler(const std::string& sampler, std::exception_ptr error) { samplers_[sampler].failed = error; }
+
+void Host::close_sampler(const std::string& name) {
+  const auto found = samplers_.find(name);
+  if (found == samplers_.end()) return;
+  if (found->second.live)
+    found->second.live->fail(std::make_exception_ptr(InputError({"", "", "the sampler was closed", ""})));
+  samplers_.erase(found);
+}
+
+void Host::add_sample(const std::string& name, std::int64_t ticket, const serve::SampleCall& call,
+                      serve::SampleDone done) {
+  const auto found = samplers_.find(name);
+  if (found == samplers_.end())
+    throw InputError({"sampler " + name, "one that was opened", "none", "create another sampling client"});
+  live(found->second).add(ticket, call, std::move(done));
+}
+
+void Host::cancel_sample(std::int64_t ticket) {
+  for (const auto& [name, sampler] : samplers_)
+    if (sampler.live && sampler.live->cancel(ticket)) return;
+}
+
+std::int64_t Host::kv_bytes_of(const HostedSampler& sampler) const {
+  std::int64_t left = hosting_->kv_bytes;
+  for (const auto& [name, other] : samplers_)
+    if (other.live && other.live.get() != &sampler) left -= other.live->held_bytes();
+  return left;
+}
+
+bool Host::step_samples() {
+  bool more = false;
+  std::set<HostedBase*> sampling;
+  for (const auto& [name, each] : samplers_) {
+    if (!each.live || each.live->idle()) continue;
+    HostedSampler& sampler = *each.live;
+    sampler.base().hold_weights(true);
+    sampling.insert(&sampler.base());
+    if (kv_bytes_of(sampler) < hosting_->kv_bytes / 2)
+      for (const auto& [other_name, other] : samplers_)
+        if (other.live) other.live->forget();
+    sampler.set_kv_bytes(kv_bytes_of(sampler));
+    sampler.step();
+    more = more || !sampler.idle();
+  }
+  for (const auto& [name, base] : bases_)
+    if (!sampling.contains(base.get())) base->hold_weights(false);
+  return more;
 }
 
 }  // namespace espalier

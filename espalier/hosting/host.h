@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "espalier/hosting/hosted_base.h"
+#include "espalier/hosting/hosted_sampler.h"
 #include "espalier/hosting/tuned_model.h"
 #include "espalier/serve/engine.h"
 
@@ -29,17 +30,45 @@ class Host final : public serve::Engine {
   void begin_thread() override;
   void create(const std::string& run, const std::string& base, const serve::LoraConfig& lora) override;
   void drop(const std::string& run) override { runs_.erase(run); }
-  serve::TrainingAnswer forward_backward(const std::string& run, const serve::TrainingCall& call) override;
+  std::vector<serve::TrainingOutcome> forward_backward(const std::string& run,
+                                                       const std::vector<const serve::TrainingCall*>& calls) override;
   void break_gradient(const std::string& run, const std::string& why) override;
   std::map<std::string, double> optim_step(const std::string& run, const serve::AdamParams& params) override;
+  void save(const std::string& run, const std::filesystem::path& folder, serve::CheckpointKind kind,
+            const std::string& description) override;
+  void load(const std::string& run, const std::string& base, const serve::LoraConfig& lora,
+            const std::filesystem::path& folder, bool optimizer) override;
+  void open_sampler(const std::string& sampler, const serve::SamplerSource& source) override;
+  void fail_sampler(const std::string& sampler, std::exception_ptr error) override;
+  void close_sampler(const std::string& sampler) override;
+  void add_sample(const std::string& sampler, std::int64_t ticket, const serve::SampleCall& call,
+                  serve::SampleDone done) override;
+  void cancel_sample(std::int64_t ticket) override;
+  bool step_samples() override;
 
  private:
-  TunedModel& run_of(const std::string& run);
+  struct Sampler {
+    serve::SamplerSource source;
+    std::unique_ptr<HostedSampler> live;  // null: its weights are in the folder alone
+    std::uint64_t last_used = 0;
+    std::exception_ptr failed;  // why it cannot be used
+  };
+
+  TunedModel& run_of(const std::string& run) const;
+  // Refuses an adapter for which there is no memory, after idle samplers have given up theirs.
+  void make_room(const HostedBase& base, const serve::LoraConfig& lora);
+  HostedSampler& live(Sampler& sampler);
+  // The limit of one sampler: what the others have not been promised.
+  std::int64_t kv_bytes_of(const HostedSampler& sampler) const;
+  std::int64_t adapter_bytes() const;  // of all models and samplers
+  bool drop_idle_sampler();
 
   std::map<std::string, std::unique_ptr<HostedBase>> bases_;
   std::vector<serve::BaseModel> facts_;
   std::unique_ptr<Hosting> hosting_;
   std::map<std::string, std::unique_ptr<TunedModel>> runs_;
+  std::map<std::string, Sampler> samplers_;
+  std::uint64_t clock_ = 0;
 };
 
 std::vector<NamedFolder> named_folders(const std::string& options);

@@ -5,23 +5,37 @@
 #include <filesystem>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "espalier/forecast/cost_model.h"
 #include "espalier/options/options.h"
 #include "espalier/step/model_state.h"
 #include "espalier/step/workspace.h"
+#include "espalier/text/tokenizer.h"
 
 namespace espalier {
 
 // The settings and the memory that all models of the process share.
 struct Hosting {
-  Hosting(const Options& run_options, const MachineProfile& machine_profile, std::int64_t bytes_of_a_step)
-      : options(run_options), machine(machine_profile), step_bytes(bytes_of_a_step), workspace(bytes_of_a_step) {}
+  // `left`: bytes beside the weights of all base models.
+  Hosting(const Options& run_options, const MachineProfile& machine_profile, std::int64_t left)
+      : options(run_options),
+        machine(machine_profile),
+        step_bytes(left / 2),
+        kv_bytes(left / 4),
+        adapter_bytes(left / 4),
+        check_every(run_options.check_every),
+        raw_logprobs(run_options.sampled_logprobs == SampledLogprobs::raw),
+        workspace(step_bytes) {}
 
   Options options;
   MachineProfile machine;
   std::int64_t step_bytes;  // of activations: the same for every call, so that its plan does not depend on other models
-  Workspace workspace;      // passes take turns
+  std::int64_t kv_bytes;    // of keys and values of all samplers
+  std::int64_t adapter_bytes;  // of adapters, their gradients and optimizers, and of the weights of samplers
+  std::int64_t check_every;    // calls after which one runs without sharing, too; 0: never
+  bool raw_logprobs;           // of samples: at temperature 1, whatever the temperature is
+  Workspace workspace;         // passes take turns
 };
 
 class HostedBase {
@@ -31,6 +45,13 @@ class HostedBase {
 
   const std::string& name() const { return name_; }
   const ModelState& model() const { return *model_; }
+  Decoder& decoder() { return model_->decoder; }
+  // Tokens that end a response: eos_token_id of the model, and the tokenizer's eos token.
+  const std::vector<std::int32_t>& end_tokens() const { return end_tokens_; }
+  // For texts that stop a sample. Errors: as Tokenizer.
+  Tokenizer& tokenizer() { return tokenizer_.get(); }
+  // Keeps the weights as the kernels of small steps read them, while somebody samples.
+  void hold_weights(bool hold);
 
   // Lets rows of `decoder`, this model's or one of its adapters', have positions below `positions`.
   void reserve_positions(Decoder& decoder, std::int64_t positions);
@@ -38,6 +59,9 @@ class HostedBase {
  private:
   std::string name_;
   std::unique_ptr<ModelState> model_;
+  std::vector<std::int32_t> end_tokens_;
+  LazyTokenizer tokenizer_;
+  std::shared_ptr<void> held_;
 };
 
 }  // namespace espalier

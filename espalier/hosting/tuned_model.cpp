@@ -1,5 +1,7 @@
 #include "espalier/hosting/tuned_model.h"
 
+#include <ATen/ATen.h>
+
 #include <cmath>
 #include <set>
 #include <utility>
@@ -13,6 +15,7 @@
 #include "espalier/shape/trained_parameters.h"
 #include "espalier/step/held_models.h"
 #include "espalier/step/pass.h"
+#include "espalier/train/trained_model.h"
 
 namespace espalier {
 namespace {
@@ -66,8 +69,10 @@ AdapterChoice adapter_choice(const serve::LoraConfig& lora, const ModelShape& sh
 
 struct TunedModel::Pass {
   std::vector<RolloutSeries> series;
-  std::vector<double> loss;  // of each datum
-  std::int64_t clipped = 0, logical_rows = 0, physical_rows = 0;
+  std::vector<double> loss;           // of each datum
+  std::vector<std::int64_t> clipped;  // targets of each datum
+  std::int64_t logical_rows = 0, physical_rows = 0;
+  std::optional<double> check;  // difference to a run without sharing
 };
 
 TunedModel::TunedModel(HostedBase& base, Hosting& hosting, const serve::LoraConfig& lora)
@@ -77,13 +82,65 @@ TunedModel::TunedModel(HostedBase& base, Hosting& hosting, const serve::LoraConf
       model_(adapted_model(base.model(), adapter_choice(lora, base.model().shape))),
       optimizer_(model_->table, model_->weights, AdamWSettings{}, model_->decoder.device()) {}
 
-std::int64_t TunedModel::held_bytes() const {
-  const auto bytes = static_cast<std::int64_t>(model_->weights.nbytes());
-  return bytes + 4 * static_cast<std::int64_t>(optimizer_.exp_avg().nbytes());
+std::unique_ptr<ModelState> load_adapter(const HostedBase& base, const serve::LoraConfig& lora,
+                                         const std::filesystem::path& folder) {
+  AdapterChoice choice = adapter_choice(lora, base.model().shape);
+  choice.directory = folder;
+  return adapted_model(base.model(), choice);
 }
 
-TunedModel::Pass TunedModel::run_backward(const serve::TrainingCall& call) {
-  const DatumRollouts data(call);
+TunedModel::TunedModel(HostedBase& base, Hosting& hosting, const serve::LoraConfig& lora,
+                       const std::filesystem::path& folder, bool optimizer)
+    : base_(base),
+      hosting_(hosting),
+      lora_(lora),
+      model_(load_adapter(base, lora, folder)),
+      optimizer_(model_->table, model_->weights, AdamWSettings{}, model_->decoder.device()) {
+  const bool has_state = std::filesystem::exists(folder / "espalier" / "state.json");
+  if (optimizer && !has_state)
+    throw InputError({folder.filename().string(), "a checkpoint with the optimizer's state", "weights for sampling",
+                      "load it without the optimizer, or save with save_state"});
+  if (has_state) continue_trained_model(folder, *model_, optimizer_);
+  if (optimizer) return;
+  const Operations& ops = model_->decoder.device().operations();
+  ops.zero(optimizer_.exp_avg());
+  ops.zero(optimizer_.exp_avg_sq());
+  optimizer_.set_steps_done(0);
+}
+
+void TunedModel::write(const std::filesystem::path& directory, bool state) const {
+  if (state)
+    save_trained_model(directory, *model_, optimizer_, {}, SaveDType::source, base_.name());
+  else
+    write_trained_weights(directory, *model_, optimizer_, SaveDType::source, base_.name());
+}
+
+std::int64_t TunedModel::bytes_of(const HostedBase& base, const serve::LoraConfig& lora) {
+  ModelShape shape = base.model().shape;
+  shape.trained = {};
+  shape = train_only(std::move(shape), TrainedChoice("all", adapter_choice(lora, shape)));
+  const DType dtype = base.model().dtype;
+  // Two gradients, of the calls so far and of the one that runs; two moments; masters of weights in bfloat16.
+  const std::int64_t sums = dtype == DType::bfloat16 ? 5 : 4;
+  return LocalShape(shape).parameters(Parameters::trained) *
+         (espalier::bytes_of(dtype) + sums * espalier::bytes_of(accumulator_of(dtype)));
+}
+
+double TunedModel::check_gradient(const DatumRollouts& data, const at::Tensor& gradient) {
+  Timer timer;
+  Learner learner(*model_, hosting_.options, hosting_.machine, hosting_.workspace, &optimizer_);
+  learner.options = step_options(hosting_, learner.held());
+  learner.options.schedule = Schedule::dense;
+  learner.options.share = ShareMode::off;
+  DatumLoss loss(data.terms);
+  LanguageHead head(model_->decoder, data.rollouts, hosting_.workspace.arena, &loss, &learner.gradients);
+  run_gradient_pass(learner, data.rollouts, head, nullptr, true, timer);
+  const double size = at::linalg_vector_norm(gradient, 2).item().toDouble();
+  const double difference = at::linalg_vector_norm(at::sub(learner.gradients.flat(), gradient), 2).item().toDouble();
+  return size > 0 ? difference / size : difference;
+}
+
+TunedModel::Pass TunedModel::run_backward(const DatumRollouts& data) {
   base_.reserve_positions(model_->decoder, longest_of(data.rollouts));
   Timer timer;
   Learner learner(*model_, hosting_.options, hosting_.machine, hosting_.workspace, &optimizer_);
@@ -100,19 +157,20 @@ TunedModel::Pass TunedModel::run_backward(const serve::TrainingCall& call) {
   for (std::size_t i = 0; i < data.rollouts.size(); ++i) {
     const auto rollout = static_cast<std::int32_t>(i);
     pass.loss.push_back(loss.loss(rollout));
-    pass.clipped += loss.clipped(rollout);
+    pass.clipped.push_back(loss.clipped(rollout));
     if (!std::isfinite(pass.loss.back()))
       throw InputError({data.rollouts[i].where, "a finite loss", text_of(pass.loss.back()),
                         "check its log-probs, advantages and weights for extreme values"});
   }
+  if (hosting_.check_every > 0 && ++calls_ % hosting_.check_every == 0)
+    pass.check = check_gradient(data, learner.gradients.flat());
   add_gradient(learner.gradients.flat());
   pass.series = std::move(head.series());
   pass.logical_rows = report.plan.logical_rows, pass.physical_rows = report.plan.physical_rows();
   return pass;
 }
 
-TunedModel::Pass TunedModel::run_forward(const serve::TrainingCall& call) {
-  const DatumRollouts data(call);
+TunedModel::Pass TunedModel::run_forward(const DatumRollouts& data) {
   base_.reserve_positions(model_->decoder, longest_of(data.rollouts));
   const Options options = step_options(hosting_, {model_->decoder.local(), kWeightsOnly});
   LanguageHead head(model_->decoder, data.rollouts, hosting_.workspace.arena);
@@ -139,35 +197,43 @@ TunedModel::Pass TunedModel::run_forward(const serve::TrainingCall& call) {
     std::vector<double> unused(series.logprob.size()), unused_too(series.logprob.size());
     loss.add_rollout(rollout, series.logprob, series.entropy, unused, unused_too);
     pass.loss.push_back(loss.loss(rollout));
-    pass.clipped += loss.clipped(rollout);
+    pass.clipped.push_back(loss.clipped(rollout));
   }
   pass.logical_rows = report.logical_rows, pass.physical_rows = report.physical_rows;
   return pass;
 }
 
-serve::TrainingAnswer TunedModel::forward_backward(const serve::TrainingCall& call) {
-  Pass pass;
-  try {
-    pass = call.backward ? run_backward(call) : run_forward(call);
-  } catch (const std::exception& error) {
-    if (call.backward) break_gradient(error.what());
-    throw;
+std::vector<serve::TrainingOutcome> TunedModel::forward_backward(const std::vector<const serve::TrainingCall*>& calls) {
+  const DatumRollouts data(calls);
+  const Pass pass = calls.front()->backward ? run_backward(data) : run_forward(data);
+  std::vector<serve::TrainingOutcome> outcomes;
+  std::size_t next = 0;  // datum
+  std::int64_t rows_before = 0;
+  // Rows that ran are counted for calls in proportion to their tokens, so that their numbers add up.
+  const auto computed_before = [&](std::int64_t rows) { return pass.physical_rows * rows / pass.logical_rows; };
+  for (const serve::TrainingCall* call : calls) {
+    serve::TrainingAnswer answer;
+    double loss = 0;
+    std::size_t targets = 0;
+    std::int64_t clipped = 0, rows = 0;
+    for (std::size_t i = 0; i < call->data.size(); ++i, ++next) {
+      loss += pass.loss[next], clipped += pass.clipped[next];
+      const std::vector<double>& logprob = pass.series[next].logprob;
+      answer.logprobs.emplace_back(logprob.begin(), logprob.end());
+      targets += logprob.size(), rows += data.rollouts[next].length();
+    }
+    const std::int64_t computed = computed_before(rows_before + rows) - computed_before(rows_before);
+    rows_before += rows;
+    answer.metrics = {{"loss:sum", loss},
+                      {"tokens_computed:sum", static_cast<double>(computed)},
+                      {"tokens_shared:sum", static_cast<double>(rows - computed)}};
+    using serve::LossName;
+    if (call->loss == LossName::ppo || call->loss == LossName::cispo || call->loss == LossName::gspo)
+      answer.metrics["clip_fraction:mean"] = static_cast<double>(clipped) / static_cast<double>(targets);
+    if (pass.check) answer.metrics["check_gradient_error:max"] = *pass.check;
+    outcomes.push_back({std::move(answer), nullptr});
   }
-  serve::TrainingAnswer answer;
-  double loss = 0;
-  std::size_t targets = 0;
-  for (std::size_t i = 0; i < pass.series.size(); ++i) {
-    loss += pass.loss[i];
-    const std::vector<double>& logprob = pass.series[i].logprob;
-    answer.logprobs.emplace_back(logprob.begin(), logprob.end());
-    targets += logprob.size();
-  }
-  answer.metrics = {{"loss:sum", loss},
-                    {"tokens_computed:sum", static_cast<double>(pass.physical_rows)},
-                    {"tokens_shared:sum", static_cast<double>(pass.logical_rows - pass.physical_rows)}};
-  if (call.loss == serve::LossName::ppo || call.loss == serve::LossName::cispo || call.loss == serve::LossName::gspo)
-    answer.metrics["clip_fraction:mean"] = static_cast<double>(pass.clipped) / static_cast<double>(targets);
-  return answer;
+  return outcomes;
 }
 
 void TunedModel::add_gradient(const at::Tensor& gradient) {

@@ -6,13 +6,17 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <filesystem>
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
+#include "espalier/hosting/datum_rollouts.h"
 #include "espalier/hosting/hosted_base.h"
 #include "espalier/optimizer/adamw.h"
 #include "espalier/serve/calls.h"
+#include "espalier/serve/engine.h"
 #include "espalier/step/model_state.h"
 
 namespace espalier {
@@ -22,27 +26,36 @@ class TunedModel {
   // A fresh adapter: A drawn from the seed, B zero. `base` and `hosting` must outlive the object. Errors: as
   // adapted_model.
   TunedModel(HostedBase& base, Hosting& hosting, const serve::LoraConfig& lora);
+  // The adapter of a checkpoint. Without `optimizer` its moments and its count of steps are left there.
+  TunedModel(HostedBase& base, Hosting& hosting, const serve::LoraConfig& lora, const std::filesystem::path& folder,
+             bool optimizer);
 
-  // Errors: InputError for a loss that is not finite; MemoryBudgetError with the budget that would suffice. A call that
-  // goes backward then breaks the gradient.
-  serve::TrainingAnswer forward_backward(const serve::TrainingCall& call);
+  // The answers to calls that run as one: one call, or several that all go backward. Errors: InputError for a loss that
+  // is not finite; MemoryBudgetError with the budget that would suffice. The gradient is then as it was.
+  std::vector<serve::TrainingOutcome> forward_backward(const std::vector<const serve::TrainingCall*>& calls);
   void break_gradient(const std::string& why);
   // Errors: InputError, without a step and with the gradient dropped, if it is broken or not finite.
   AdamW::Update step(const serve::AdamParams& params);
+
+  // Writes the adapter as peft has it into a directory that exists, with `state` also what exact continuation needs.
+  void write(const std::filesystem::path& directory, bool state) const;
 
   const serve::LoraConfig& lora() const { return lora_; }
   HostedBase& base() const { return base_; }
   const ModelState& model() const { return *model_; }
   AdamW& optimizer() { return optimizer_; }
   // Bytes of the adapter, its gradients and its optimizer.
-  std::int64_t held_bytes() const;
+  std::int64_t held_bytes() const { return bytes_of(base_, lora_); }
+  static std::int64_t bytes_of(const HostedBase& base, const serve::LoraConfig& lora);
 
  private:
   struct Pass;
-  Pass run_backward(const serve::TrainingCall& call);
-  Pass run_forward(const serve::TrainingCall& call);
+  Pass run_backward(const DatumRollouts& data);
+  Pass run_forward(const DatumRollouts& data);
   void add_gradient(const at::Tensor& gradient);
   void drop_gradient();
+  // Runs the data once more without sharing: the difference of the gradients, relative to the gradient.
+  double check_gradient(const DatumRollouts& data, const at::Tensor& gradient);
 
   HostedBase& base_;
   Hosting& hosting_;
@@ -50,8 +63,13 @@ class TunedModel {
   std::unique_ptr<ModelState> model_;
   AdamW optimizer_;
   at::Tensor gradient_;                // undefined: zero
+  std::int64_t calls_ = 0;             // that went backward
   std::optional<std::string> broken_;  // why a part of the gradient is missing
 };
+
+// Reads the weights of an adapter from a checkpoint.
+std::unique_ptr<ModelState> load_adapter(const HostedBase& base, const serve::LoraConfig& lora,
+                                         const std::filesystem::path& folder);
 
 // The adapter that a client asks for.
 AdapterChoice adapter_choice(const serve::LoraConfig& lora, const ModelShape& shape);

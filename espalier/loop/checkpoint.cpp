@@ -6,6 +6,7 @@
 #include "espalier/base/json.h"
 #include "espalier/checkpoint/atomic_output.h"
 #include "espalier/checkpoint/run_state.h"
+#include "espalier/config/model_config.h"
 #include "espalier/options/options_json.h"
 #include "espalier/step/trained_choice.h"
 

@@ -16,8 +16,8 @@ FileQuestions::FileQuestions(const Options& options, const std::filesystem::path
                              Progress& progress)
     : seed_(options.seed), tokenizer_(source.string(), options.chat_template_kwargs) {
   if (!options.reward.empty()) reward_.emplace(options.reward, options.reward_timeout);
-  prompts_ = read(options.prompts, shape, progress);
-  if (!options.val_prompts.empty()) held_out_ = read(options.val_prompts, shape, progress);
+  prompts_ = read(options.prompts, options.columns, shape, progress);
+  if (!options.val_prompts.empty()) held_out_ = read(options.val_prompts, options.columns, shape, progress);
   if (static_cast<std::int64_t>(held_out_.size()) > options.val_size)
     held_out_.resize(static_cast<std::size_t>(options.val_size));
   Options own = options;
@@ -30,8 +30,9 @@ FileQuestions::FileQuestions(const Options& options, const std::filesystem::path
         "no stop tokens: neither model nor tokenizer has an eos token, so every response has the full length");
 }
 
-std::vector<Prompt> FileQuestions::read(const std::string& path, const ModelShape& shape, Progress& progress) {
-  PromptFile file = read_prompts(path, shape.vocabulary, tokenizer_, progress);
+std::vector<Prompt> FileQuestions::read(const std::string& path, const std::string& columns, const ModelShape& shape,
+                                        Progress& progress) {
+  PromptFile file = read_prompts(path, shape.vocabulary, tokenizer_, progress, columns);
   for (const std::string& note : file.notes) progress.note(note);
   for (const Prompt& prompt : file.prompts) {
     const auto tokens = static_cast<std::int64_t>(prompt.ids.size());
@@ -69,7 +70,11 @@ std::vector<Judgement> FileQuestions::judge(std::vector<Rollout>& rollouts, Prog
   const std::vector<Score> scores = reward_->of(rollouts, progress);
   add_scores(rollouts, scores);
   std::vector<Judgement> out;
-  for (const Score& score : scores) out.push_back({score.score, score.accuracy.value_or(score.score == 1 ? 1.0 : 0.0)});
+  for (const Score& score : scores) {
+    Judgement judgement{score.score, score.accuracy};
+    if (!judgement.right && score.score) judgement.right = *score.score == 1 ? 1.0 : 0.0;
+    out.push_back(judgement);
+  }
   return out;
 }
 

@@ -25,7 +25,8 @@ class FileQuestions final : public Questions {
   std::string fingerprint() const override;
 
  private:
-  std::vector<Prompt> read(const std::string& path, const ModelShape& shape, Progress& progress);
+  std::vector<Prompt> read(const std::string& path, const std::string& columns, const ModelShape& shape,
+                           Progress& progress);
   void shuffle(std::int64_t pass);
 
   std::int64_t seed_;

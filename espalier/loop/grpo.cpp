@@ -9,6 +9,8 @@
 #include "espalier/base/error.h"
 #include "espalier/base/units.h"
 #include "espalier/checkpoint/atomic_output.h"
+#include "espalier/config/model_config.h"
+#include "espalier/config/rope_config.h"
 #include "espalier/loop/checkpoint.h"
 #include "espalier/loop/fresh_model.h"
 #include "espalier/loop/random_streams.h"
@@ -21,7 +23,6 @@
 #include "espalier/report/plan_picture.h"
 #include "espalier/rollout/mini_batches.h"
 #include "espalier/rollout/writer.h"
-#include "espalier/shape/rope_config.h"
 #include "espalier/step/step.h"
 #include "espalier/step/step_json.h"
 #include "espalier/step/trained_choice.h"
@@ -303,6 +304,7 @@ bool Loop::run_batch() {
   batch["accuracy"] = sampled.accuracy;
   batch["length"] = {{"mean", sampled.mean_length}, {"max", sampled.longest}};
   if (sampled.mean_turns) batch["turns"] = *sampled.mean_turns;
+  if (sampled.unjudged > 0) batch["unjudged"] = sampled.unjudged;
   batch["groups_dropped"] = sampled.groups_dropped;
   batch["samplings"] = sampled.samplings;
   batch["tokens_saved"] = sampled.tokens_saved;
@@ -335,7 +337,7 @@ void Loop::add_logprobs(std::vector<Rollout>& rollouts, std::int64_t steps, std:
   // Ranks of dp count their own rollouts alone: they count again.
   const bool count = mesh_.dp.size() == 1 && model_->shape.experts > 0 && options_.router_aux_loss_coef != 0 &&
                      options_.router_aux_loss_scope == AuxScope::minibatch;
-  const bool needed = steps > 1 || options_.rollout_is != RolloutCorrection::none;
+  const bool needed = steps > 1 || options_.rollout_is != RolloutCorrection::none || !options_.rollout_rs.empty();
   if (needed && !count && sampler_has_bits_of_training()) {
     if (!std::exchange(told_of_bits_, true))
       progress_.note(
@@ -414,7 +416,7 @@ void Loop::write_samples(std::span<const Answer> answers) {
                 {"prompt", answer.prompt},
                 {"response", answer.response},
                 {"expected", answer.expected},
-                {"reward", answer.reward}});
+                {"reward", answer.reward ? Json(*answer.reward) : Json()}});
 }
 
 void Loop::save() {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -17,9 +18,10 @@
 
 namespace espalier {
 
+// None: the response was not judged.
 struct Judgement {
-  double reward = 0;  // before shaping
-  double right = 0;   // what `accuracy` is the mean of
+  std::optional<double> reward;  // before shaping
+  std::optional<double> right;   // what `accuracy` is the mean of
 };
 
 // The place in a run at which prompts are drawn. It follows from the options and the run so far.

@@ -4,6 +4,7 @@
 
 #include "espalier/base/atomic_file.h"
 #include "espalier/base/error.h"
+#include "espalier/config/model_config.h"
 #include "espalier/device/device.h"
 #include "espalier/generate/generate_records.h"
 #include "espalier/loop/fresh_model.h"

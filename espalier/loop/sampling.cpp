@@ -1,17 +1,21 @@
 #include "espalier/loop/sampling.h"
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <utility>
 
 #include "espalier/base/error.h"
 #include "espalier/base/units.h"
-#include "espalier/forecast/memory_model.h"
 #include "espalier/generate/environment_turns.h"
 #include "espalier/generate/generate_records.h"
 #include "espalier/loop/random_streams.h"
 #include "espalier/loop/shaping.h"
 #include "espalier/observe/timer.h"
 #include "espalier/rollout/json_text.h"
+#include "espalier/shape/path_leaves.h"
+#include "espalier/step/planning.h"
+#include "espalier/text/reward_function.h"
 #include "espalier/text/rollout_text.h"
 
 namespace espalier {
@@ -40,6 +44,16 @@ Json report_json(const GenerateReport& report) {
 std::string text_of_member(const Json& object, const char* name) {
   if (!object.contains(name)) return "";
   return object[name].is_string() ? object[name].get<std::string>() : object[name].dump();
+}
+
+// The records of each trajectory, which follow each other.
+std::vector<std::vector<std::int64_t>> records_of(std::span<const std::int64_t> trajectory) {
+  std::vector<std::vector<std::int64_t>> out;
+  for (std::size_t i = 0; i < trajectory.size(); ++i) {
+    if (i == 0 || trajectory[i] != trajectory[i - 1]) out.emplace_back();
+    out.back().push_back(static_cast<std::int64_t>(i));
+  }
+  return out;
 }
 
 Answer answer_of(const Rollout& rollout, const Judgement& judgement) {
@@ -93,7 +107,8 @@ Sampling::Scored Sampling::answer(std::vector<Prompt> prompts, const std::string
   Scored out;
   Generated generated = sampled(prompts, settings);
   out.rollouts = std::move(generated.rollouts), out.report = generated.report;
-  ESPALIER_INTERNAL_EQ(out.rollouts.size(), prompts.size() * static_cast<std::size_t>(settings.n));
+  out.trajectory = std::move(generated.trajectory);
+  ESPALIER_INTERNAL_EQ(out.report.responses, static_cast<std::int64_t>(prompts.size()) * settings.n);
   out.judgements = judge(out.rollouts);
   return out;
 }
@@ -118,10 +133,14 @@ std::vector<Judgement> Sampling::judge(std::vector<Rollout>& rollouts) {
     return judgements;
   }
   if (mesh.writes()) judgements = questions_.judge(rollouts, progress_);
-  std::vector<double> numbers;
-  for (const Judgement& one : judgements) numbers.push_back(one.reward), numbers.push_back(one.right);
+  std::vector<double> numbers;  // NaN stands for none
+  const double absent = mesh.writes() ? std::numeric_limits<double>::quiet_NaN() : 0.0;
+  for (const Judgement& one : judgements)
+    numbers.push_back(one.reward.value_or(absent)), numbers.push_back(one.right.value_or(absent));
   numbers = sums_over_ranks(mesh.world, std::move(numbers));  // the others add 0
-  for (std::size_t i = 0; i < judgements.size(); ++i) judgements[i] = {numbers[2 * i], numbers[2 * i + 1]};
+  const auto known = [](double number) { return std::isnan(number) ? std::nullopt : std::optional(number); };
+  for (std::size_t i = 0; i < judgements.size(); ++i)
+    judgements[i] = {known(numbers[2 * i]), known(numbers[2 * i + 1])};
   return judgements;
 }
 
@@ -129,7 +148,7 @@ SampledBatch Sampling::batch(std::int64_t index, std::int64_t drawn) {
   const Timer timer;
   SampledBatch out;
   GenerateReport generated;
-  double responses = 0;
+  double responses = 0, judged = 0, marked = 0;
   const Random samples = random_of(options_.seed, Stream::sampling).fork(static_cast<std::uint64_t>(index));
   const std::int64_t most = options_.filter_groups ? options_.max_num_gen_batches : 1;
   while (out.samplings < most && count_groups(out.rollouts) < options_.train_batch_size) {
@@ -140,25 +159,36 @@ SampledBatch Sampling::batch(std::int64_t index, std::int64_t drawn) {
     sampled_.seed = samples.fork(static_cast<std::uint64_t>(sampling)).bits();
     Scored scored = answer(std::move(prompts), text_of("batch ", index + 1, ", sampling ", sampling + 1), sampled_);
     add(generated, scored.report);
-    for (std::size_t i = 0; i < scored.rollouts.size(); ++i) {
-      Rollout& rollout = scored.rollouts[i];
-      const Judgement& judgement = scored.judgements[i];
-      rollout.reward =
-          judgement.reward + overlong_penalty(rollout.response_length(), options_.max_response_length,
-                                              options_.overlong_buffer_len, options_.overlong_penalty_factor);
-      out.reward += *rollout.reward;
-      out.accuracy += judgement.right;
-      out.mean_length += rollout.response_length();
-      out.longest = std::max<std::int64_t>(out.longest, rollout.response_length());
+    for (const std::vector<std::int64_t>& records : records_of(scored.trajectory)) {
+      std::int64_t length = 0;  // of all records of the trajectory
+      for (const std::int64_t i : records) length += scored.rollouts[static_cast<std::size_t>(i)].response_length();
+      const auto last = static_cast<std::size_t>(records.back());
+      const Judgement& judgement = scored.judgements[last];
+      std::optional<double> reward = judgement.reward;
+      if (reward) {
+        *reward += overlong_penalty(length, options_.max_response_length, options_.overlong_buffer_len,
+                                    options_.overlong_penalty_factor);
+        out.reward += *reward, judged += 1;
+      }
+      for (const std::int64_t i : records) scored.rollouts[static_cast<std::size_t>(i)].reward = reward;
+      if (judgement.right) out.accuracy += *judgement.right, marked += 1;
+      out.mean_length += static_cast<double>(length);
+      out.longest = std::max(out.longest, length);
       responses += 1;
-      if (i % static_cast<std::size_t>(sampled_.n) == 0) out.answers.push_back(answer_of(rollout, judgement));
+      if (scored.trajectory[last] % sampled_.n == 0) out.answers.push_back(answer_of(scored.rollouts[last], judgement));
     }
     if (options_.filter_groups)
       out.groups_dropped += keep_unequal_groups(std::move(scored.rollouts), options_.train_batch_size, out.rollouts);
     else
       out.rollouts = std::move(scored.rollouts);
   }
-  out.reward /= responses, out.accuracy /= responses, out.mean_length /= responses;
+  if (judged == 0)
+    throw InputError({options_.reward, "compute_score to judge a response of the batch", "None for every response",
+                      "return a number where the answer can be judged"});
+  out.reward /= judged, out.accuracy /= std::max(marked, 1.0), out.mean_length /= responses;
+  out.unjudged = std::llround(responses - judged);
+  if (const std::string note = unjudged_note(out.unjudged, std::llround(responses)); !note.empty())
+    progress_.note(note);
   for (std::size_t i = 0; i < out.rollouts.size(); ++i) out.rollouts[i].index = static_cast<std::int64_t>(i);
   if (questions_.environment()) out.mean_turns = static_cast<double>(generated.turns) / responses;
   out.generated = report_json(generated);
@@ -173,16 +203,20 @@ std::optional<Evaluation> Sampling::evaluate() {
   greedy.n = 1, greedy.temperature = 0, greedy.seed = 0;
   const Scored scored = answer(held_out_, "held out", greedy);
   Evaluation out;
+  double judged = 0, marked = 0;
   if (questions_.environment())
-    out.mean_turns = static_cast<double>(scored.report.turns) / static_cast<double>(scored.rollouts.size());
-  for (std::size_t i = 0; i < scored.rollouts.size(); ++i) {
-    out.accuracy += scored.judgements[i].right;
-    out.reward += scored.judgements[i].reward;
-    out.mean_length += scored.rollouts[i].response_length();
-    out.answers.push_back(answer_of(scored.rollouts[i], scored.judgements[i]));
+    out.mean_turns = static_cast<double>(scored.report.turns) / static_cast<double>(scored.report.responses);
+  for (const std::vector<std::int64_t>& records : records_of(scored.trajectory)) {
+    const auto last = static_cast<std::size_t>(records.back());
+    const Judgement& judgement = scored.judgements[last];
+    if (judgement.right) out.accuracy += *judgement.right, marked += 1;
+    if (judgement.reward) out.reward += *judgement.reward, judged += 1;
+    for (const std::int64_t i : records)
+      out.mean_length += scored.rollouts[static_cast<std::size_t>(i)].response_length();
+    out.answers.push_back(answer_of(scored.rollouts[last], judgement));
   }
-  const auto count = static_cast<double>(scored.rollouts.size());
-  out.accuracy /= count, out.reward /= count, out.mean_length /= count;
+  out.accuracy /= std::max(marked, 1.0), out.reward /= std::max(judged, 1.0);
+  out.mean_length /= static_cast<double>(scored.report.responses);
   return out;
 }
 
@@ -198,7 +232,7 @@ std::int64_t Sampling::most_kv_bytes() const {
   const std::int64_t token = kv_bytes_per_token(decoder_.shape(), options_.dtype);
   const std::int64_t states = std::max(options_.train_batch_size * (1 + sampled_.n), 2 * std::ssize(held_out_));
   return std::min(sampled_.kv_limit_bytes,
-                  std::max(batch, held_out) * token + states * StateBuffers(decoder_.block(), false).peak());
+                  std::max(batch, held_out) * token + states * StateBuffers(decoder_.sizes(), false).peak());
 }
 
 }  // namespace espalier

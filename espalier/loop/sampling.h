@@ -21,16 +21,18 @@ namespace espalier {
 
 struct Answer {
   std::string prompt, response, expected;
-  double reward = 0;
+  std::optional<double> reward;  // none: not judged
 };
 
 struct SampledBatch {
-  std::vector<Rollout> rollouts;                     // group after group, with reward and rollout_logprobs
-  std::vector<Answer> answers;                       // the first one to each prompt
-  double reward = 0, accuracy = 0, mean_length = 0;  // of everything that was sampled, dropped groups included
-  std::int64_t longest = 0;                          // tokens of the longest response
-  std::optional<double> mean_turns;                  // with --env
-  std::int64_t groups_dropped = 0;                   // of equal rewards; 0 without --filter-groups
+  std::vector<Rollout> rollouts;  // group after group, with reward and rollout_logprobs
+  std::vector<Answer> answers;    // the first one to each prompt
+  double reward = 0, accuracy = 0,
+         mean_length = 0;            // of everything that was sampled and judged, dropped groups included
+  std::int64_t unjudged = 0;         // responses without a reward
+  std::int64_t longest = 0;          // tokens of the longest response
+  std::optional<double> mean_turns;  // with --env
+  std::int64_t groups_dropped = 0;   // of equal rewards; 0 without --filter-groups
   std::int64_t samplings = 0;
   std::int64_t prompts_drawn = 0;  // for this batch
   std::int64_t tokens_saved = 0;   // prompt tokens that sharing did not compute
@@ -67,6 +69,7 @@ class Sampling {
  private:
   struct Scored {
     std::vector<Rollout> rollouts;
+    std::vector<std::int64_t> trajectory;  // of each rollout, as Generated has it
     GenerateReport report;
     std::vector<Judgement> judgements;
   };

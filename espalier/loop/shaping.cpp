@@ -22,7 +22,8 @@ std::int64_t keep_unequal_groups(std::vector<Rollout> rollouts, std::int64_t mos
   std::int64_t equal = 0, groups = count_groups(kept);
   for (auto begin = rollouts.begin(); begin != rollouts.end();) {
     const auto end = std::find_if(begin, rollouts.end(), [&](const Rollout& r) { return r.group != begin->group; });
-    if (std::all_of(begin, end, [&](const Rollout& r) { return r.reward == begin->reward; }))
+    const auto judged = std::find_if(begin, end, [](const Rollout& r) { return r.reward.has_value(); });
+    if (std::all_of(judged, end, [&](const Rollout& r) { return !r.reward || r.reward == judged->reward; }))
       ++equal;
     else if (groups++ < most)
       std::move(begin, end, std::back_inserter(kept));

@@ -15,8 +15,9 @@ namespace espalier {
 //   min(0, -factor (l - (limit - buffer)) / buffer);      0 where buffer is 0
 double overlong_penalty(std::int64_t response_length, std::int64_t limit, std::int64_t buffer, double factor);
 
-// Appends the groups of `rollouts` whose rewards are not all equal to `kept`, in order, until it holds `most` groups. A
-// group is a run of neighbouring rollouts with equal `group`. Returns the number of groups with equal rewards.
+// Appends the groups of `rollouts` whose rewards, of those that have one, are not all equal to `kept`, in order, until
+// it holds `most` groups. A group is a run of neighbouring rollouts with equal `group`. Returns the number of groups
+// with equal rewards.
 std::int64_t keep_unequal_groups(std::vector<Rollout> rollouts, std::int64_t most, std::vector<Rollout>& kept);
 
 // The number of runs of neighbouring rollouts with equal `group`.

@@ -34,6 +34,11 @@ std::vector<std::vector<std::int32_t>> TaskTexts::observations(std::span<const O
   return out;
 }
 
+std::vector<RenderedChat> TaskTexts::rendered(std::span<const RenderedTurn> turns, const Where&) {
+  ESPALIER_INTERNAL(turns.empty(), "prompts of a task are words");
+  return {};
+}
+
 std::vector<EncodedPrompt> TaskTexts::prompts(std::span<const std::string> messages, const Where&) {
   ESPALIER_INTERNAL(messages.empty(), "prompts of a task are words");
   return {};

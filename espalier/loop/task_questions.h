@@ -17,6 +17,7 @@ class TaskTexts final : public TurnTexts {
   std::vector<std::string> read(std::span<const std::span<const std::int32_t>> turns) override;
   std::vector<std::vector<std::int32_t>> observations(std::span<const Observation> observations,
                                                       const Where& where) override;
+  std::vector<RenderedChat> rendered(std::span<const RenderedTurn> turns, const Where& where) override;
   std::vector<EncodedPrompt> prompts(std::span<const std::string> messages, const Where& where) override;
 };
 

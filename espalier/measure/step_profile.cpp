@@ -45,7 +45,7 @@ StepProfile profile_of(const Timer& timer, double total, const StepPlan& plan, c
   }
   profile.seconds.emplace_back("other", rest);
   const double products = timer.seconds(part::kProducts);
-  kind.counting_pass = false;  // its products are in its own part
+  kind.counting_pass = kind.sequence_pass = false;  // their products are not in that part
   if (products > 0) profile.product_flops_per_second = layer_product_flops(plan.items, rank, kind) / products;
   for (const MachineProfile::Rate& rate : machine.matrix)
     profile.measured_flops_per_second = std::max(profile.measured_flops_per_second, rate.flops_per_second);

@@ -1,5 +1,8 @@
 #include "espalier/model/decoder.h"
 
+#include <algorithm>
+#include <utility>
+
 #include "espalier/device/scalar_type.h"
 
 namespace espalier {
@@ -15,34 +18,27 @@ Decoder::Decoder(const LocalShape& shape, ModelViews weights, Device& device, co
 }
 
 void Decoder::reserve_positions(std::int64_t positions) {
-  if (positions <= rotary_.positions()) return;
-  const auto make = [&](const Rope& rope, std::int64_t rotary_dim) {
-    return make_rotary_tables(rope, rotary_dim, positions, accumulator_type(dtype()));
+  if (positions <= positions_) return;
+  positions_ = positions;
+  std::vector<std::pair<RotaryShape, RotaryTables>> made;  // layers share equal tables
+  const auto tables_of = [&](const RotaryShape& of) {
+    const auto found = std::ranges::find(made, of, &std::pair<RotaryShape, RotaryTables>::first);
+    if (found != made.end()) return found->second;
+    const Rope rope = of.channels > 0 ? of.rope : Rope{};
+    RotaryTables tables = make_rotary_tables(rope, of.channels, positions, accumulator_type(dtype()));
+    if (of.growth > 0) tables = growing_tables(tables, of.growth, of.growth_length);
+    return made.emplace_back(of, RotaryTables{device_.adopt(tables.cos), device_.adopt(tables.sin)}).second;
   };
-  const auto adopt = [&](const RotaryTables& made) {
-    return RotaryTables{device_.adopt(made.cos), device_.adopt(made.sin)};
-  };
-  const auto tables = [&](const Rope& rope, std::int64_t rotary_dim) { return adopt(make(rope, rotary_dim)); };
-  rotary_ = tables(shape_.rope(), shape_.rotary_dim());
-  if (const AttentionShape& attention = shape_.attention; attention.query_growth > 0)
-    query_rotary_ = adopt(
-        growing_tables(make(shape_.rope(), shape_.rotary_dim()), attention.query_growth, attention.growth_length));
-  if (shape_.has_window_rope) window_rotary_ = tables(shape_.window_rope, shape_.rotary_dim());
-  if (!shape_.unrotated_layer.empty()) no_rotary_ = tables(Rope{}, 0);
+  rotations_.clear();
+  for (const LayerShape& layer : shape_.layer) {
+    std::vector<RotaryTables>& of_layer = rotations_.emplace_back();
+    for (const RotaryShape& rotation : layer.mixer->rotations()) of_layer.push_back(tables_of(rotation));
+  }
 }
 
 void Decoder::share_positions(const Decoder& other) {
-  rotary_ = other.rotary_, window_rotary_ = other.window_rotary_, no_rotary_ = other.no_rotary_;
-  query_rotary_ = other.query_rotary_;
-}
-
-const RotaryTables& Decoder::rotary(std::int64_t layer) const {
-  if (!shape_.rotates(layer)) return no_rotary_;
-  return shape_.has_window_rope && shape_.is_window_layer(layer) ? window_rotary_ : rotary_;
-}
-
-const RotaryTables& Decoder::query_rotary(std::int64_t layer) const {
-  return shape_.attention.query_growth > 0 ? query_rotary_ : rotary(layer);
+  positions_ = other.positions_;
+  rotations_ = other.rotations_;
 }
 
 // As transformers rounds it: to the dtype of the embedding.
@@ -52,22 +48,30 @@ double Decoder::embedding_factor() const {
                                   : factor;
 }
 
-BlockShape Decoder::block() const {
+BufferSizes Decoder::sizes() const {
   return {shape_, element_bytes(dtype()), device_.operations().rounds_weight_gradients(dtype())};
 }
 
 bool Decoder::last_block_is_narrow(const ModelInput& input) const {
-  return local_.is_last_stage() && (!input.all_rows_choose || !shape_.has_experts(shape_.layers - 1));
+  return local_.is_last_stage() && (!input.all_rows_choose || !shape_.has_experts(shape_.layers() - 1));
 }
 
 LayerContext Decoder::layer(const DecoderRun& run, std::int64_t layer, const RouterPenalties* penalties) const {
-  const bool narrow = layer + 1 == shape_.layers && last_block_is_narrow(run.input);
-  return {shape_,        weights_.layers[static_cast<std::size_t>(layer)],
-          rotary(layer), query_rotary(layer),
-          run.input,     run.kv,
-          layer,         narrow,
-          run.arena,     run.timer,
-          mesh_,         penalties};
+  static const std::vector<RotaryTables> none;
+  const auto at = static_cast<std::size_t>(layer);
+  const bool narrow = layer + 1 == shape_.layers() && last_block_is_narrow(run.input);
+  return {shape_,
+          shape_.layer[at],
+          weights_.layers[at],
+          rotations_.empty() ? none : rotations_[at],
+          run.input,
+          run.kv,
+          layer,
+          narrow,
+          run.arena,
+          run.timer,
+          mesh_,
+          penalties};
 }
 
 }  // namespace espalier

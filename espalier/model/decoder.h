@@ -29,7 +29,7 @@ class Decoder {
   void reserve_positions(std::int64_t positions);
   // The tables of another decoder of the same model, without a copy.
   void share_positions(const Decoder& other);
-  std::int64_t positions() const { return rotary_.positions(); }
+  std::int64_t positions() const { return positions_; }
 
   const ModelShape& shape() const { return shape_; }  // of this rank
   const LocalShape& local() const { return local_; }
@@ -40,9 +40,9 @@ class Decoder {
   // The backward ends at this layer, because nothing before it trains.
   std::int64_t first_layer() const { return shape_.trained.first_layer; }
   // False if no layer saves anything, because nothing in or before this rank's layers trains.
-  bool has_backward() const { return first_layer() < shape_.layers; }
+  bool has_backward() const { return first_layer() < shape_.layers(); }
   // The sizes on which its buffer declarations depend.
-  BlockShape block() const;
+  BufferSizes sizes() const;
   at::ScalarType dtype() const { return weights_.layers.front().dtype; }
   // The changes applied to the head's product.
   LogitShape logits() const { return {shape_.scales.logits, shape_.scales.logit_cap}; }
@@ -58,14 +58,11 @@ class Decoder {
   LayerContext layer(const DecoderRun& run, std::int64_t layer, const RouterPenalties* penalties = nullptr) const;
 
  private:
-  const RotaryTables& rotary(std::int64_t layer) const;
-  const RotaryTables& query_rotary(std::int64_t layer) const;
-
   LocalShape local_;
   ModelShape shape_;  // this rank's part: local_.own()
   ModelViews weights_;
-  RotaryTables rotary_, window_rotary_, no_rotary_;
-  RotaryTables query_rotary_;  // of queries alone, where their factor grows with the position
+  std::int64_t positions_ = 0;
+  std::vector<std::vector<RotaryTables>> rotations_;  // of each layer (Mixer::rotations)
   Device& device_;
   const Mesh& mesh_;
   Guest* gathering_;

@@ -12,7 +12,7 @@ namespace {
 // Whether the layer runs no row of these past keys and values, while other ranks of ep may send theirs.
 bool only_joins(const LayerContext& c) {
   const std::int64_t rows = c.narrow ? c.input.outputs() : c.input.rows();
-  return rows == 0 && c.shape.has_experts(c.layer) && c.mesh.ep.size() > 1;
+  return rows == 0 && c.own.has_experts() && c.mesh.ep.size() > 1;
 }
 
 // Where the members of a layer begin, and where they end, in the arena.
@@ -39,13 +39,13 @@ DecoderForward::DecoderForward(const Decoder& decoder, const DecoderRun& run, st
       run_(run),
       saves_(state.has_value()),
       saved_(saved),
-      stream_(decoder.block(), run.input.rows()) {
+      stream_(decoder.sizes(), run.input.rows()) {
   const ModelInput& input = run.input;
   Arena& arena = run.arena;
   saved = DecoderSaved();
   saved.state = state.value_or(SavedState::recompute);
   if (decoder.local().is_last_stage() && input.outputs() > 0) {
-    const ItemBuffers item(decoder.block(), input.outputs(), false);
+    const ItemBuffers item(decoder.sizes(), input.outputs(), false);
     saved.final_stream_OM = arena.take(item, item.final_stream_OM, decoder.dtype());
     saved.normed_OM = arena.take(item, item.normed_OM, decoder.dtype());
     saved.final_rstd_O = arena.take(item, item.final_rstd_O, decoder.dtype());
@@ -81,7 +81,7 @@ void DecoderForward::run_layer(std::int64_t layer) {
   saved.stream_in_TM = stream_TM_;
   // What stays lies below the next layer's input, what is made again above it.
   const std::int64_t attention_from = arena.in_use();
-  if (attention_stays) take_attention_saved(c, saved);
+  if (attention_stays) take_mixer_saved(c, saved);
   const std::int64_t mlp_from = arena.in_use();
   if (mlp_stays) take_mlp_saved(c, saved);
   const std::int64_t saved_to = arena.in_use();
@@ -89,7 +89,7 @@ void DecoderForward::run_layer(std::int64_t layer) {
   if (saves && !c.narrow) next = arena.take(stream_, stream_.stream_TM, decoder_.dtype());
   LayerSaved all = saved;
   const std::int64_t mark = arena.in_use();
-  if (!attention_stays) take_attention_saved(c, all);
+  if (!attention_stays) take_mixer_saved(c, all);
   if (!mlp_stays) take_mlp_saved(c, all);
   layer_forward(c, all, next);
   if (only_joins(c)) join_experts_forward(c);
@@ -103,8 +103,7 @@ void DecoderForward::run_layer(std::int64_t layer) {
 }
 
 void DecoderForward::keep_choices(const LayerContext& c, const LayerSaved& layer) const {
-  const auto& kinds = c.shape.expert_layer;
-  const std::int64_t l = std::count(kinds.begin(), kinds.begin() + c.layer, std::uint8_t{1});
+  const std::int64_t l = c.shape.expert_layers_before(c.layer);
   const at::Tensor& choice_RK = layer.router_choice_RK;
   c.ops.convert(choice_RK, saved_.choice_LTK.select(0, l).narrow(0, 0, choice_RK.size(0)));
 }
@@ -130,7 +129,7 @@ DecoderBackward::DecoderBackward(const Decoder& decoder, const DecoderRun& run, 
       grad_normed_OM_(grad_normed_OM),
       grads_(grads),
       penalties_(penalties),
-      declared_(decoder.block(), run.input.rows(), decoder.local().is_last_stage() ? run.input.outputs() : 0),
+      declared_(decoder.sizes(), run.input.rows(), decoder.local().is_last_stage() ? run.input.outputs() : 0),
       held_(run.arena, declared_, decoder.dtype()) {
   held_.enter(0);
   grad_stream_TM_ = grad_stream_ = held_[declared_.grad_stream_TM];

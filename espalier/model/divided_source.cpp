@@ -5,13 +5,13 @@
 #include <algorithm>
 
 #include "espalier/device/held_buffers.h"
-#include "espalier/model/path_latents.h"
+#include "espalier/model/divided_buffers.h"
 
 namespace espalier {
 
 DividedSource::DividedSource(KvPath& path, std::int64_t path_rows, bool is_trunk, at::Tensor subtree_end_S,
                              at::Tensor depth_S, const RowShares& shares, const DividedRows& rows,
-                             const BlockShape& block, at::ScalarType dtype, Group& cp, Arena& arena)
+                             const BufferSizes& sizes, at::ScalarType dtype, Group& cp, Arena& arena)
     : path_(path),
       path_rows_(path_rows),
       is_trunk_(is_trunk),
@@ -19,14 +19,16 @@ DividedSource::DividedSource(KvPath& path, std::int64_t path_rows, bool is_trunk
       depth_S_(std::move(depth_S)),
       shares_(shares),
       rows_(rows),
-      block_(block),
+      sizes_(sizes),
       dtype_(dtype),
       cp_(cp),
       arena_(arena) {}
 
-KeysValues DividedSource::parts_of(const at::Tensor& whole, std::int64_t place, std::int64_t rows) const {
-  const PathWidths given = path_widths(block_.shape, block_.shape.has_latents());
-  const std::int64_t most = shares_.most(), K = given.first, V = given.second;
+KeysValues DividedSource::parts_of(const LayerAttention& a, const at::Tensor& whole, std::int64_t place,
+                                   std::int64_t rows) const {
+  const Mixer& mixer = sizes_.shape.mixer(a.layer);
+  const std::vector<PathKind> given = mixer.path_kinds(mixer.narrows_path());
+  const std::int64_t most = shares_.most(), K = given[0].width, V = given[1].width;
   const at::Tensor flat = whole.view({-1}).narrow(0, place * most * (K + V), most * (K + V));
   return {flat.narrow(0, 0, rows * K).view({rows, K}), flat.narrow(0, most * K, rows * V).view({rows, V})};
 }
@@ -43,18 +45,16 @@ void DividedSource::give_own(const LayerAttention& a, const KeysValues& given) c
     a.ops.convert(a.own.v, given.v);
     return;
   }
-  const SourceLatents& own = *a.latents;
-  a.ops.norm_again(own.latent_TC, key_value_latent(own.layer.weights).norm_C, own.rstd_T, given.k);
-  a.ops.convert(own.rotary_key_TK, given.v);
+  a.latents->give(given);
 }
 
 // Rows behind those of a rank with fewer rows than others are padding; never read.
 void DividedSource::gather(const LayerAttention& a, const at::Tensor& part, const at::Tensor& whole,
                            const KeysValues& set) const {
-  give_own(a, parts_of(part, 0, shares_.rows_of(cp_.rank())));
+  give_own(a, parts_of(a, part, 0, shares_.rows_of(cp_.rank())));
   cp_.gather(part, whole);
   for (std::int64_t rank = 0; rank < shares_.ranks(); ++rank) {
-    const KeysValues of_rank = parts_of(whole, rank, shares_.rows_of(rank));
+    const KeysValues of_rank = parts_of(a, whole, rank, shares_.rows_of(rank));
     a.ops.scatter(of_rank.k, set_rows_of(rank), set.k);
     a.ops.scatter(of_rank.v, set_rows_of(rank), set.v);
   }
@@ -70,12 +70,12 @@ void DividedSource::give_to_owners(const LayerAttention& a, const KeysValues& gr
                                    const at::Tensor& whole, const KeysValues& grad_own) const {
   a.ops.zero(whole);
   for (std::int64_t rank = 0; rank < shares_.ranks(); ++rank) {
-    const KeysValues of_rank = parts_of(whole, rank, shares_.rows_of(rank));
+    const KeysValues of_rank = parts_of(a, whole, rank, shares_.rows_of(rank));
     a.ops.gather(grad_set.k, set_rows_of(rank), of_rank.k);
     a.ops.gather(grad_set.v, set_rows_of(rank), of_rank.v);
   }
   cp_.scatter_sum(whole, part);
-  const KeysValues own = parts_of(part, 0, shares_.rows_of(cp_.rank()));
+  const KeysValues own = parts_of(a, part, 0, shares_.rows_of(cp_.rank()));
   if (a.latents != nullptr) {
     a.ops.convert(own.k, grad_own.k);
     a.ops.convert(own.v, grad_own.v);
@@ -94,7 +94,7 @@ AttentionProblem DividedSource::problem(const LayerAttention& a, const KeysValue
 
 void DividedSource::attend(const LayerAttention& a, const at::Tensor& attended_RW, const at::Tensor& lse_HR) {
   using Stage = DividedForwardBuffers::Stage;
-  const DividedForwardBuffers declared(block_, shares_, is_trunk_);
+  const DividedForwardBuffers declared(block(a), shares_, is_trunk_);
   HeldBuffers held(arena_, declared, dtype_);
   held.enter(Stage::exchange);
   KeysValues set{held[declared.k_SW], held[declared.v_SW]};
@@ -108,7 +108,7 @@ void DividedSource::attend(const LayerAttention& a, const at::Tensor& attended_R
     held.enter(Stage::expansion);
     const bool in_room = is_trunk_ && path_.carries_latents();
     if (in_room ? !kept || !path_.room_holds(a.layer, path_.rows()) : !kept)
-      expand_rows(a.latents->layer, {held[declared.kv_BW], {}, {}, {}}, latents, {set.k, set.v, {}, {}});
+      a.latents->expand({held[declared.kv_BW], {}, {}, {}}, latents, {set.k, set.v, {}, {}});
     if (in_room) path_.filled_room(a.layer, path_.rows());
   }
   if (is_trunk_) kept_layers_ = std::max(kept_layers_, a.layer + 1);
@@ -122,7 +122,7 @@ void DividedSource::add_backward(const LayerAttention& a, const at::Tensor& atte
                                  const at::Tensor& grad_attended_RW, const at::Tensor& grad_q_RW,
                                  const KeysValues& grad_own) {
   using Stage = DividedBackwardBuffers::Stage;
-  const DividedBackwardBuffers declared(block_, shares_, is_trunk_);
+  const DividedBackwardBuffers declared(block(a), shares_, is_trunk_);
   HeldBuffers held(arena_, declared, dtype_);
   held.enter(Stage::exchange);
   KeysValues set{held[declared.k_SW], held[declared.v_SW]}, grad{held[declared.grad_k_SW], held[declared.grad_v_SW]};
@@ -147,7 +147,7 @@ void DividedSource::add_backward(const LayerAttention& a, const at::Tensor& atte
       gather(a, held[declared.part], held[declared.whole], set);
     } else {
       held.enter(Stage::expansion);
-      expand_rows(a.latents->layer, {held[declared.kv_BW], {}, {}, {}}, latents, {set.k, set.v, {}, {}});
+      a.latents->expand({held[declared.kv_BW], {}, {}, {}}, latents, {set.k, set.v, {}, {}});
     }
     a.ops.zero(grad.k);
     a.ops.zero(grad.v);
@@ -161,15 +161,12 @@ void DividedSource::add_backward(const LayerAttention& a, const at::Tensor& atte
   }
   if (a.latents != nullptr) {
     held.enter(Stage::latents);
-    const LayerContext& layer = a.latents->layer;
-    const Projection& grad_up = key_value_latent(*a.latents->grads).up;
     const at::Tensor& product = held[declared.product];
-    if (path_.carries_latents()) add_expand_path_backward(layer, grad_up, path_rows_with_own(), product);
+    if (path_.carries_latents()) a.latents->add_expand_path_backward(path_rows_with_own(), product);
     if (!(is_trunk_ && path_.carries_latents()))
-      add_expand_rows_backward(layer, grad_up,
-                               {held[declared.grad_kv_BW], held[declared.grad_latent_BC], held[declared.sum_latent_BC],
-                                held[declared.sum_rotary_BK]},
-                               {{}, {}, grad.k, grad.v}, latents, product);
+      a.latents->add_expand_backward({held[declared.grad_kv_BW], held[declared.grad_latent_BC],
+                                      held[declared.sum_latent_BC], held[declared.sum_rotary_BK]},
+                                     {{}, {}, grad.k, grad.v}, latents, product);
     grad = {latents.grad_latent_PC, latents.grad_rotary_PK};
   }
   held.enter(Stage::owners);

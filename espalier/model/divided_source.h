@@ -14,7 +14,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "espalier/device/arena.h"
-#include "espalier/forecast/block_buffers.h"
+#include "espalier/model/block_buffers.h"
 #include "espalier/model/kv_path.h"
 #include "espalier/model/kv_source.h"
 #include "espalier/parallel/group.h"
@@ -36,7 +36,7 @@ class DividedSource final : public KvSource {
   // of activations. subtree_end_S (int32) and depth_S (int32) are on the device; only layers with a window read
   // depth_S.
   DividedSource(KvPath& path, std::int64_t path_rows, bool is_trunk, at::Tensor subtree_end_S, at::Tensor depth_S,
-                const RowShares& shares, const DividedRows& rows, const BlockShape& block, at::ScalarType dtype,
+                const RowShares& shares, const DividedRows& rows, const BufferSizes& sizes, at::ScalarType dtype,
                 Group& cp, Arena& arena);
 
   bool divides() const override { return true; }
@@ -49,9 +49,11 @@ class DividedSource final : public KvSource {
                     const KeysValues& grad_own) override;
 
  private:
+  BlockShape block(const LayerAttention& attention) const { return {sizes_, sizes_.shape.at(attention.layer)}; }
   // In a buffer of several ranks' parts, the first rows of part `place`: [rows, J*D] and [rows, J*Dv], or of latents
   // [rows, C] and [rows, K].
-  KeysValues parts_of(const at::Tensor& whole, std::int64_t place, std::int64_t rows) const;
+  KeysValues parts_of(const LayerAttention& attention, const at::Tensor& whole, std::int64_t place,
+                      std::int64_t rows) const;
   at::Tensor set_rows_of(std::int64_t rank) const;
   // Writes what this rank gives to the others.
   void give_own(const LayerAttention& attention, const KeysValues& given) const;
@@ -72,7 +74,7 @@ class DividedSource final : public KvSource {
   at::Tensor subtree_end_S_, depth_S_;
   RowShares shares_;
   const DividedRows& rows_;
-  BlockShape block_;
+  BufferSizes sizes_;
   at::ScalarType dtype_;
   Group& cp_;
   Arena& arena_;

@@ -2,21 +2,17 @@
 
 #include <ATen/ATen.h>
 
-#include <algorithm>
-
 #include "espalier/base/error.h"
 #include "espalier/device/held_buffers.h"
 #include "espalier/device/scalar_type.h"
 #include "espalier/model/expert_products.h"
+#include "espalier/model/mlp_buffers.h"
 
 namespace espalier {
 namespace {
 
 // Which of the layers with experts this is.
-std::int64_t expert_layer(const LayerContext& c) {
-  const auto& kinds = c.shape.expert_layer;
-  return std::count(kinds.begin(), kinds.begin() + c.layer, std::uint8_t{1});
-}
+std::int64_t expert_layer(const LayerContext& c) { return c.shape.expert_layers_before(c.layer); }
 
 // The experts that each continuing row is given; undefined where no row is given any.
 at::Tensor given_experts(const LayerContext& c) {

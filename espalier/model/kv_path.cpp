@@ -28,42 +28,79 @@ KvPath::KvPath(const ModelShape& shape, std::int64_t capacity, at::ScalarType dt
     : device_(arena.device()),
       capacity_(capacity),
       window_capacity_(window_capacity),
-      window_rows_(window_capacity == kAllRows ? 0 : shape.window),
-      layers_(static_cast<std::size_t>(shape.layers)) {
-  const BlockShape block{shape, element_bytes(dtype), false};
-  const PathBuffers with(block, capacity, with_gradients, latents), without(block, capacity, false, latents),
-      with_window(block, window_capacity, with_gradients), without_window(block, window_capacity, false);
-  if (latents) take_room(block, with_gradients, dtype, arena);
-  if (keeper != nullptr && layers_awake < shape.layers)
+      window_rows_(window_capacity == kAllRows ? 0 : shape.window()),
+      layers_(shape.layer.size()),
+      carries_latents_(latents) {
+  const BufferSizes sizes{shape, element_bytes(dtype), false};
+  if (latents) {
+    const auto narrow =
+        std::ranges::find_if(shape.layer, [](const LayerShape& one) { return one.mixer->narrows_path(); });
+    take_room({sizes, *narrow}, with_gradients, dtype, arena);
+  }
+  if (keeper != nullptr && layers_awake < shape.layers())
     window_.emplace(*keeper, layers_awake, shape.trained.first_layer);
-  std::array<PathKeeper::Member, PathKeeper::kKinds> members;
-  for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
-    state_.push_back(shape.states_in(0, static_cast<std::int64_t>(layer)));
-    window_of_.push_back(window_rows_ > 0 ? shape.window_of(static_cast<std::int64_t>(layer)) : 0);
-    if (shape.mixer_of(static_cast<std::int64_t>(layer)) != Mixer::attention) {
+  take_layers(shape, sizes, with_gradients, dtype, arena);
+}
+
+namespace {
+
+// The buffers that several layers take in turn: as much as the largest of them needs.
+const LayerShape* largest_of(const BufferSizes& sizes, std::int64_t rows, bool with_gradients, bool latents) {
+  const LayerShape* largest = nullptr;
+  std::int64_t most = -1;
+  for (const LayerShape& layer : sizes.shape.layer)
+    if (const std::int64_t bytes = PathBuffers({sizes, layer}, rows, with_gradients, latents).peak(); bytes > most)
+      most = bytes, largest = &layer;
+  return largest;
+}
+
+}  // namespace
+
+void KvPath::take_layers(const ModelShape& shape, const BufferSizes& sizes, bool with_gradients, at::ScalarType dtype,
+                         Arena& arena) {
+  std::vector<PathKeeper::Member> shared;  // members of layers that use the buffers of each other
+  for (std::int64_t number = 0; number < shape.layers(); ++number) {
+    const LayerShape& own = shape.at(number);
+    LayerRows& layer = layers_[static_cast<std::size_t>(number)];
+    layer.first_state = shape.states_before(number), layer.state = own.mixer->state();
+    window_of_.push_back(window_rows_ > 0 ? own.mixer->window() : 0);
+    const std::vector<PathKind> kinds = own.mixer->path_kinds(carries_latents_);
+    const bool keeps_last = window_of_.back() > 0;
+    if (kinds.empty()) {
       if (window_) window_->add_layer_without_rows();
       continue;
     }
-    const bool has_backward = window_ || static_cast<std::int64_t>(layer) >= shape.trained.first_layer;
-    const bool keeps_last = window_of_.back() > 0;
-    const PathBuffers& declared = keeps_last     ? has_backward ? with_window : without_window
-                                  : has_backward ? with
-                                                 : without;
-    const BufferList::Place places[] = {declared.first_PW, declared.second_PW, declared.grad_first_PW,
-                                        declared.grad_second_PW};
-    for (int kind = 0; kind < PathKeeper::kKinds && (keeps_last || !(window_ && window_->shares_places())); ++kind) {
-      const std::int64_t begin = arena.in_use();
-      const at::Tensor taken_PW = arena.take(declared, places[kind], dtype);
-      members[static_cast<std::size_t>(kind)] = {
-          static_cast<PathKeeper::Kind>(kind), 0, {begin, arena.in_use()}, taken_PW};
+    const bool sums = with_gradients && (window_ || number >= shape.trained.first_layer),
+               shares = !keeps_last && window_ && window_->shares_places();
+    const std::int64_t rows = keeps_last ? window_capacity_ : capacity_;
+    const bool first_that_sleeps = window_ && !keeps_last && !shares && !window_->next_stays();
+    const LayerShape& taken =
+        first_that_sleeps && window_->keeper_has_one_place() ? *largest_of(sizes, rows, sums, carries_latents_) : own;
+    const PathBuffers room({sizes, taken}, rows, sums, carries_latents_);
+    std::vector<PathKeeper::Member> members;
+    for (std::size_t i = 0; i < 2 * kinds.size(); ++i) {
+      PathKeeper::Member member{.layer = number, .number = i, .kinds = kinds.size()};
+      member.name = i < kinds.size() ? kinds[i].name : kinds[i - kinds.size()].gradient_name;
+      if (shares) {
+        member.range = shared[i].range, member.rows_PW = shared[i].rows_PW;
+      } else {
+        const std::int64_t begin = arena.in_use();
+        if (i < room.rows_PW.size()) member.rows_PW = arena.take(room, room.rows_PW[i], dtype);
+        member.range = {begin, arena.in_use()};
+      }
+      members.push_back(std::move(member));
     }
-    const auto rows_PW = [&](std::size_t kind) { return members[kind].rows_PW; };
-    const auto heads = [&](std::size_t kind) { return by_heads(rows_PW(kind), shape.kv_heads); };
-    if (latents)
-      layers_[layer] = room_, latents_[layer] = {rows_PW(0), rows_PW(1), rows_PW(2), rows_PW(3)};
-    else
-      layers_[layer] = {heads(0), heads(1), heads(2), heads(3)};
-    for (PathKeeper::Member& member : members) member.layer = static_cast<std::int64_t>(layer);
+    if (first_that_sleeps) shared = members;
+    for (PathKeeper::Member& member : members) {  // of a buffer that is large enough for all layers
+      if (!member.rows_PW.defined()) continue;
+      const std::int64_t width = kinds[member.number % kinds.size()].width;
+      if (member.rows_PW.size(1) != width)
+        member.rows_PW = member.rows_PW.view({-1}).narrow(0, 0, rows * width).view({rows, width});
+    }
+    for (std::size_t i = 0; i < kinds.size(); ++i) {
+      layer.kinds.push_back({members[i].rows_PW, members[kinds.size() + i].rows_PW});
+      layer.heads.push_back(kinds[i].heads);
+    }
     if (window_ && keeps_last)
       window_->add_layer_without_rows();
     else if (window_)
@@ -73,11 +110,11 @@ KvPath::KvPath(const ModelShape& shape, std::int64_t capacity, at::ScalarType dt
 
 void KvPath::take_room(const BlockShape& block, bool with_gradients, at::ScalarType dtype, Arena& arena) {
   const PathRoomBuffers room(block, capacity_, with_gradients);
+  const std::int64_t of_heads = block.layer.mixer->path_kinds(false).front().heads;
   const auto taken = [&](BufferList::Place place) { return arena.take(room, place, dtype); };
-  const auto heads = [&](BufferList::Place place) { return by_heads(taken(place), block.shape.kv_heads); };
+  const auto heads = [&](BufferList::Place place) { return by_heads(taken(place), of_heads); };
   room_ = {heads(room.k_PW), heads(room.v_PW), heads(room.grad_k_PW), heads(room.grad_v_PW)};
   latent_block_ = {taken(room.kv_BW), taken(room.grad_latent_BC), taken(room.sum_latent_BC), taken(room.sum_rotary_BK)};
-  latents_.resize(layers_.size());
 }
 
 void KvPath::push(std::int64_t rows, std::int64_t contributions, const States& states) {
@@ -88,7 +125,7 @@ void KvPath::push(std::int64_t rows, std::int64_t contributions, const States& s
                     window_capacity_);
   trunks_.push_back(
       {rows_, rows_ + rows, kept_begin, kept_end, contributions, std::vector<std::int64_t>(layers_.size(), 0), states});
-  if (states.grad_states_LN.defined()) device_.operations().zero(states.grad_states_LN);
+  if (states.grad_states_N.defined()) device_.operations().zero(states.grad_states_N);
   rows_ += rows;
   for (std::int64_t layer = 0; layer < static_cast<std::int64_t>(layers_.size()); ++layer) {
     if (!keeps_all(layer))
@@ -121,35 +158,43 @@ void KvPath::end_backward(std::int64_t layer) {
 }
 
 void KvPath::zero_gradients(std::int64_t layer, std::int64_t begin, std::int64_t end) {
+  if (begin == end) return;
+  for (std::size_t kind = 0; kind < layers_.at(static_cast<std::size_t>(layer)).kinds.size(); ++kind)
+    if (const Rows rows = slice(layer, kind, begin, end); rows.gradients.defined())
+      device_.operations().zero(rows.gradients);
+}
+
+KvPath::Rows KvPath::slice(std::int64_t layer, std::size_t kind, std::int64_t begin, std::int64_t end) const {
+  const std::vector<Rows>& kinds = layers_.at(static_cast<std::size_t>(layer)).kinds;
+  if (kind >= kinds.size()) return {};
+  return {espalier::rows_of(kinds[kind].values, begin, end), espalier::rows_of(kinds[kind].gradients, begin, end)};
+}
+
+KvPath::Layer KvPath::heads_of(std::int64_t layer, std::int64_t begin, std::int64_t end) const {
   if (carries_latents()) {
-    const Latents rows = slice_of_latents(layer, begin, end);
-    if (begin == end || !rows.grad_latent_PC.defined()) return;
-    device_.operations().zero(rows.grad_latent_PC);
-    device_.operations().zero(rows.grad_rotary_PK);
-    return;
+    const auto rows = [&](const at::Tensor& tensor) { return espalier::rows_of(tensor, begin, end); };
+    return {rows(room_.k), rows(room_.v), rows(room_.grad_k), rows(room_.grad_v)};
   }
-  const Layer rows = slice(layer, begin, end);
-  if (begin == end || !rows.grad_k.defined()) return;
-  device_.operations().zero(rows.grad_k);
-  device_.operations().zero(rows.grad_v);
+  const Rows keys = slice(layer, 0, begin, end), values = slice(layer, 1, begin, end);
+  const std::vector<std::int64_t>& heads = layers_.at(static_cast<std::size_t>(layer)).heads;
+  if (heads.empty()) return {};
+  return {by_heads(keys.values, heads[0]), by_heads(values.values, heads[1]), by_heads(keys.gradients, heads[0]),
+          by_heads(values.gradients, heads[1])};
 }
 
-KvPath::Layer KvPath::slice(std::int64_t layer, std::int64_t begin, std::int64_t end) const {
-  const Layer& whole = layers_.at(static_cast<std::size_t>(layer));
-  const auto rows = [&](const at::Tensor& tensor) { return rows_of(tensor, begin, end); };
-  return {rows(whole.k), rows(whole.v), rows(whole.grad_k), rows(whole.grad_v)};
+KvPath::Latents KvPath::latents_of(std::int64_t layer, std::int64_t begin, std::int64_t end) const {
+  const Rows latents = slice(layer, 0, begin, end), shared_keys = slice(layer, 1, begin, end);
+  return {latents.values, shared_keys.values, latents.gradients, shared_keys.gradients};
 }
-
-KvPath::Latents KvPath::slice_of_latents(std::int64_t layer, std::int64_t begin, std::int64_t end) const {
-  const Latents& whole = latents_.at(static_cast<std::size_t>(layer));
-  const auto rows = [&](const at::Tensor& tensor) { return rows_of(tensor, begin, end); };
-  return {rows(whole.latent_PC), rows(whole.rotary_PK), rows(whole.grad_latent_PC), rows(whole.grad_rotary_PK)};
-}
-KvPath::Latents KvPath::latents(std::int64_t layer, std::int64_t rows) const {
-  return slice_of_latents(layer, 0, rows);
-}
+KvPath::Latents KvPath::latents(std::int64_t layer, std::int64_t rows) const { return latents_of(layer, 0, rows); }
 KvPath::Latents KvPath::top_latents(std::int64_t layer) const {
-  return slice_of_latents(layer, trunks_.back().begin, trunks_.back().end);
+  return latents_of(layer, trunks_.back().begin, trunks_.back().end);
+}
+
+std::vector<at::Tensor> KvPath::rows_of(std::int64_t layer) const {
+  std::vector<at::Tensor> out;
+  for (const Rows& rows : layers_.at(static_cast<std::size_t>(layer)).kinds) out.push_back(rows.values);
+  return out;
 }
 
 const KvPath::Trunk& KvPath::trunk_above(std::int64_t rows) const {
@@ -159,20 +204,25 @@ const KvPath::Trunk& KvPath::trunk_above(std::int64_t rows) const {
 }
 
 KvPath::Layer KvPath::path(std::int64_t layer, std::int64_t rows) const {
-  if (keeps_all(layer) || rows == 0) return slice(layer, 0, rows);
+  if (keeps_all(layer) || rows == 0) return heads_of(layer, 0, rows);
   const std::int64_t end = trunk_above(rows).kept_end;
-  return slice(layer, end - (rows - first_row(rows)), end);
+  return heads_of(layer, end - (rows - first_row(rows)), end);
 }
 KvPath::Layer KvPath::top(std::int64_t layer) const {
   const Trunk& trunk = trunks_.back();
-  return keeps_all(layer) ? slice(layer, trunk.begin, trunk.end) : slice(layer, trunk.kept_begin, trunk.kept_end);
+  return keeps_all(layer) ? heads_of(layer, trunk.begin, trunk.end) : heads_of(layer, trunk.kept_begin, trunk.kept_end);
+}
+
+at::Tensor KvPath::state_in(const at::Tensor& states_N, std::int64_t layer) const {
+  if (!states_N.defined()) return {};
+  const LayerRows& of_layer = layers_.at(static_cast<std::size_t>(layer));
+  return states_N.narrow(0, of_layer.first_state, of_layer.state);
 }
 
 KvPath::State KvPath::state_of(std::int64_t layer, std::size_t trunks) const {
   if (trunks == 0) return {};
   const States& all = trunks_.at(trunks - 1).states;
-  const std::int64_t at = number_of_state(layer);
-  return {all.states_LN[at], all.grad_states_LN.defined() ? all.grad_states_LN[at] : at::Tensor()};
+  return {state_in(all.states_N, layer), state_in(all.grad_states_N, layer)};
 }
 
 KvPath::State KvPath::state_above(std::int64_t layer, std::int64_t rows) const {

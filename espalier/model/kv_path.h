@@ -1,17 +1,18 @@
-// Keys and values of the open trunks, end to end, and the sum of their gradients from everything below.
+// Rows and states that the layers of the open trunks leave for rows below them, trunks end to end, and the sums of
+// their gradients from everything below.
 //
-// Shapes: P rows of the open trunks, J key/value heads, D head size, Dv that of values. A stack: a trunk's rows are
-// pushed when its forward begins and popped after its backward. Gradients are kept in float32 (float64 in float64
-// runs), so that any number of waves adds up without loss (mathematics, section 2). Every trunk knows its planned
-// number of contributions. Reading its gradient before the last contribution, or adding after it, is an error rather
-// than a wrong number.
+// Shapes: P rows of the open trunks, W numbers of a row of one kind. A mixer says which kinds of rows its layer leaves
+// (Mixer::path_kinds): keys and values, or latents; a recurrent layer leaves a state for each trunk instead. A stack: a
+// trunk's rows are pushed when its forward begins and popped after its backward. Gradients are kept in float32 (float64
+// in float64 runs), so that any number of waves adds up without loss (mathematics, section 2). Every trunk knows its
+// planned number of contributions. Reading its gradient before the last contribution, or adding after it, is an error
+// rather than a wrong number.
 //
 // A layer with a window may keep only what it shows to rows below: of each trunk its last rows (program/window_rows.h).
 // Its rows are then counted apart, and it is always in memory.
 //
-// With latent attention all layers may be carried as latents, with the sums of their gradients (model/path_latents.h).
-// Keys and values, and their gradients, are then those of the layer in use: in one room for all layers, which is always
-// in memory.
+// With latent attention all layers may be carried as latents, with the sums of their gradients. Keys and values, and
+// their gradients, are then those of the layer in use: in one room for all layers, which is always in memory.
 //
 // Layers that are not in use may be offloaded or sharded, so a pass announces each layer before it reads or writes it.
 // With a path sharded over cp (saved/divided_path.h) all ranks of cp announce it together, even those without rows.
@@ -23,7 +24,8 @@
 #include <vector>
 
 #include "espalier/device/arena.h"
-#include "espalier/forecast/block_buffers.h"
+#include "espalier/model/block_buffers.h"
+#include "espalier/model/kv_source.h"
 #include "espalier/model/path_window.h"
 #include "espalier/program/window_rows.h"
 #include "espalier/shape/model_shape.h"
@@ -32,21 +34,8 @@ namespace espalier {
 
 class KvPath {
  public:
-  struct Layer {
-    at::Tensor k, v;            // [P, J, D], [P, J, Dv]
-    at::Tensor grad_k, grad_v;  // of the same shapes, accumulator dtype; undefined in forward-only passes
-  };
-
-  // The rows of one layer carried as latents: C channels after the norm [P, C] and K rotated channels [P, K]. Gradients
-  // as above.
-  struct Latents {
-    at::Tensor latent_PC, rotary_PK, grad_latent_PC, grad_rotary_PK;
-  };
-  // Buffers for blocks of B rows: the latents' projection to heads, W wide; gradients of latents; and sums in the
-  // accumulator dtype.
-  struct LatentBlock {
-    at::Tensor kv_BW, grad_latent_BC, sum_latent_BC, sum_rotary_BK;
-  };
+  using Layer = PathHeads;      // [P, J, D], [P, J, Dv]; gradients are undefined in forward-only passes
+  using Latents = PathLatents;  // C channels after the norm [P, C] and K rotated channels [P, K]; gradients as above
 
   static constexpr std::int64_t kAllRows = -1;
 
@@ -62,9 +51,9 @@ class KvPath {
   struct State {
     at::Tensor state_N, grad_state_N;
   };
-  // The same for all recurrent layers, in order.
+  // The same for all recurrent layers, end to end (StateBuffers).
   struct States {
-    at::Tensor states_LN, grad_states_LN;
+    at::Tensor states_N, grad_states_N;
   };
 
   std::int64_t rows() const { return rows_; }
@@ -80,7 +69,7 @@ class KvPath {
   void end_backward(std::int64_t layer);
   bool sleeps() const { return window_.has_value(); }
 
-  bool carries_latents() const { return !latents_.empty(); }
+  bool carries_latents() const { return carries_latents_; }
   // The first `rows` rows, or those of the innermost trunk, as latents.
   Latents latents(std::int64_t layer, std::int64_t rows) const;
   Latents top_latents(std::int64_t layer) const;
@@ -93,13 +82,15 @@ class KvPath {
   // begin at depth first_row.
   Layer path(std::int64_t layer, std::int64_t rows) const;
   Layer top(std::int64_t layer) const;  // the rows of the innermost trunk, or its last ones
+  // All kinds of rows that a layer without windows leaves, for a move from row to row: undefined rows are not left.
+  std::vector<at::Tensor> rows_of(std::int64_t layer) const;
   // Whether the layer keeps all rows of a trunk.
   bool keeps_all(std::int64_t layer) const { return window_of_[static_cast<std::size_t>(layer)] == 0; }
   // The depth of the first row that a layer with a window can show below `rows` rows; 0 where all layers keep all rows.
   std::int64_t first_row(std::int64_t rows) const { return first_window_row(rows, window_rows_); }
 
-  // The index of this layer among the recurrent layers.
-  std::int64_t number_of_state(std::int64_t layer) const { return state_.at(static_cast<std::size_t>(layer)); }
+  // The part of all recurrent layers' states that is this layer's; undefined stays undefined.
+  at::Tensor state_in(const at::Tensor& states_N, std::int64_t layer) const;
   // The state of the innermost trunk, or of the trunk that ends at path row `rows`.
   State state_of_top(std::int64_t layer) const { return state_of(layer, trunks_.size()); }
   State state_above(std::int64_t layer, std::int64_t rows) const;
@@ -118,10 +109,23 @@ class KvPath {
     States states;
   };
 
+  // Rows of one kind, and their gradients.
+  struct Rows {
+    at::Tensor values, gradients;
+  };
+  struct LayerRows {
+    std::vector<Rows> kinds;  // [P, W]
+    std::vector<std::int64_t> heads;
+    std::int64_t first_state = 0, state = 0;  // of the numbers of all states: the first one of this layer, and how many
+  };
+
+  void take_layers(const ModelShape& shape, const BufferSizes& sizes, bool with_gradients, at::ScalarType dtype,
+                   Arena& arena);
   void take_room(const BlockShape& block, bool with_gradients, at::ScalarType dtype, Arena& arena);
   State state_of(std::int64_t layer, std::size_t trunks) const;  // state of trunk number `trunks`, counted from 1
-  Layer slice(std::int64_t layer, std::int64_t begin, std::int64_t end) const;
-  Latents slice_of_latents(std::int64_t layer, std::int64_t begin, std::int64_t end) const;
+  Rows slice(std::int64_t layer, std::size_t kind, std::int64_t begin, std::int64_t end) const;
+  Layer heads_of(std::int64_t layer, std::int64_t begin, std::int64_t end) const;
+  Latents latents_of(std::int64_t layer, std::int64_t begin, std::int64_t end) const;
   const Trunk& trunk_above(std::int64_t rows) const;  // the one that ends at path row `rows`
   void zero_gradients(std::int64_t layer, std::int64_t begin, std::int64_t end);
 
@@ -129,12 +133,11 @@ class KvPath {
   std::int64_t capacity_, window_capacity_, rows_ = 0;
   std::int64_t window_rows_ = 0;         // W where layers with a window keep their last rows only; 0: all keep all
   std::vector<std::int64_t> window_of_;  // W of those layers, 0 of others
-  std::vector<Layer> layers_;
-  std::vector<Latents> latents_;  // empty: layers keep keys and values
-  Layer room_;                    // of keys and values, for all layers
+  std::vector<LayerRows> layers_;
+  bool carries_latents_;
+  Layer room_;  // of keys and values, for all layers of a path of latents
   LatentBlock latent_block_;
   std::int64_t room_layer_ = -1, room_rows_ = 0;
-  std::vector<std::int64_t> state_;  // index of a layer among the recurrent layers
   std::vector<Trunk> trunks_;
   std::optional<PathWindow> window_;  // empty: all layers stay in memory
 };

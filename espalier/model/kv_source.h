@@ -23,15 +23,35 @@ struct KeysValues {
   at::Tensor k, v;
 };
 
-struct LayerContext;
-struct LayerViews;
+// Rows carried as latents (mixers/latent_attention), for sources that expand them to keys and values.
+struct PathLatents {
+  at::Tensor latent_PC, rotary_PK, grad_latent_PC, grad_rotary_PK;
+};
+// Keys and values of rows, [P, J, D] and [P, J, Dv], and their gradients in the accumulator dtype.
+struct PathHeads {
+  at::Tensor k, v, grad_k, grad_v;
+};
+// Buffers for blocks of B rows: the latents' projection to heads, W wide; gradients of latents; and sums in the
+// accumulator dtype.
+struct LatentBlock {
+  at::Tensor kv_BW, grad_latent_BC, sum_latent_BC, sum_rotary_BK;
+};
 
-// This rank's latents before their norm, their 1/rms, and the rotated shared keys, in latent attention; and the layer
-// whose weights expand latents.
-struct SourceLatents {
-  const LayerContext& layer;
-  at::Tensor latent_TC, rstd_T, rotary_key_TK;
-  const LayerViews* grads = nullptr;  // null in a forward
+// A layer of latent attention whose rows give their latents to a source.
+class LatentLayer {
+ public:
+  virtual ~LatentLayer() = default;
+
+  // Overwrites `to` with the rows' normed latents and their rotated shared keys.
+  virtual void give(const KeysValues& to) const = 0;
+  // Overwrites keys and values of rows with those that their latents expand to, in blocks.
+  virtual void expand(const LatentBlock& block, const PathLatents& rows, const PathHeads& expanded) const = 0;
+  // From the gradients of these keys and values: adds to the gradients of the latents and shared keys, and of the
+  // weights. product_NC: scratch as in add_linear_grad_weight.
+  virtual void add_expand_backward(const LatentBlock& block, const PathHeads& expanded, const PathLatents& rows,
+                                   const at::Tensor& product_NC) const = 0;
+  // The same of the path's first `rows` rows.
+  virtual void add_expand_path_backward(std::int64_t rows, const at::Tensor& product_NC) const = 0;
 };
 
 // The arguments of one layer's attention.
@@ -44,7 +64,7 @@ struct LayerAttention {
   KeysValues own;                  // keys and values of the T rows, keys rotated; undefined if a source expands latents
   std::int64_t window = 0;         // the most rows that a row sees, itself included; 0: all above it
   double scale = 0, soft_cap = 0;  // as in AttentionProblem
-  const SourceLatents* latents = nullptr;  // null: other attention
+  const LatentLayer* latents = nullptr;  // of rows that give their latents; null: others
 };
 
 class KvPath;
@@ -60,7 +80,7 @@ class KvSource {
   // Called after every `attend`: where `keeps` is false, copies the keys and values that outlive the forward, if any.
   virtual void leave(const LayerAttention&) {}
 
-  // The path that carries the visible rows as latents (model/path_latents.h), and the number of rows seen; null: it
+  // The path that carries the visible rows as latents (mixers/latent_attention), and the number of rows seen; null: it
   // carries keys and values. `keeps` then says that the rows' own latents outlive the forward.
   virtual KvPath* path_of_latents() const { return nullptr; }
   virtual std::int64_t path_rows() const { return 0; }

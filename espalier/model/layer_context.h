@@ -1,8 +1,7 @@
-// Types shared by the two halves of a decoder block: the state saved for the backward, and the arguments of a run.
+// Types shared by the parts of a decoder block: the state saved for the backward, and the arguments of a run.
 //
-// Shapes: T rows, R rows that continue past the keys and values (all, or in a narrow last block those with an output),
-// M width, H query heads, J key/value heads, D head size, F inner width, E experts, k of them a row, L layers of
-// experts.
+// Shapes: T rows, R rows that continue past the mixer (all, or in a narrow last block those with an output), M width, F
+// inner width, E experts, k of them a row, L layers of experts.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,7 +9,8 @@
 #include <vector>
 
 #include "espalier/device/arena.h"
-#include "espalier/forecast/block_buffers.h"
+#include "espalier/device/saved_buffers.h"
+#include "espalier/model/block_buffers.h"
 #include "espalier/model/kv_source.h"
 #include "espalier/model/model_input.h"
 #include "espalier/model/model_views.h"
@@ -25,14 +25,10 @@ namespace espalier {
 // State for the backward of one block. Everything else is recomputed from it cheaply, row by row.
 struct LayerSaved {
   at::Tensor stream_in_TM;
-  at::Tensor norm_rstd_T, kv_TW;         // [T, 2*J*D] before norm and rotation, or of latents [T, J*(N + Dv)]
-  at::Tensor q_RW, attended_RW, lse_HR;  // [R, H*D], q before norm and rotation; [R, H*Dv]
-  // Latent attention: latents before their norm, and the rotated row that all keys share.
-  at::Tensor query_latent_RC, query_latent_rstd_R, latent_TC, latent_rstd_T, rotary_key_TK;
-  at::Tensor branch_RM, branch_rstd_R;  // o_proj's result, if a norm follows it
-  at::Tensor projected_TW, mixed_TV;    // of the delta rule (ops/delta_rule.h), instead of attention's members
-  at::Tensor gate_latents_TC;           // of z and a (DeltaRuleShape::gate_latent), side by side
-  at::Tensor stream_mid_RM, mlp_rstd_R;
+  // Around the mixer: 1/rms of the norm before it; the stream behind it; its last product, if a norm follows.
+  at::Tensor norm_rstd_T, stream_mid_RM, branch_RM, branch_rstd_R;
+  SavedBuffers mixer;  // what the kind declares
+  at::Tensor mlp_rstd_R;
   at::Tensor mlp_branch_RM, mlp_branch_rstd_R;
   at::Tensor gate_up_RW;  // [R, 2*F]; with experts [R*k, 2*F], sorted by expert
   at::Tensor router_logits_RE, router_choice_RK, router_weight_RK;  // experts only
@@ -47,9 +43,9 @@ struct RouterPenalties {
 
 struct LayerContext {
   const ModelShape& shape;  // this rank's part: LocalShape::own()
+  const LayerShape& own;    // of this layer
   const LayerViews& weights;
-  const RotaryTables& rotary;        // for this layer's kind
-  const RotaryTables& query_rotary;  // the same, or the tables of queries (growing_tables)
+  const std::vector<RotaryTables>& rotations;  // those of Mixer::rotations
   const ModelInput& input;
   KvSource& kv;
   std::int64_t layer;
@@ -62,20 +58,28 @@ struct LayerContext {
   const Products products{ops, timer, mesh.tp, arena};
 
   // The norms in `views`: the weights or their gradients.
-  NormWeights attention_norm(const LayerViews& views) const {
-    return {views.attention_norm_M, shape.norm, views.attention_norm_bias_M};
+  NormWeights mixer_norm(const LayerViews& views) const {
+    return {views.mixer_norm_M, shape.norm, views.mixer_norm_bias_M};
   }
   NormWeights mlp_norm(const LayerViews& views) const { return {views.mlp_norm_M, shape.norm, views.mlp_norm_bias_M}; }
-  bool has_norms_before() const { return shape.norm_place != NormPlace::after; }
-  bool has_norms_after() const { return shape.norm_place != NormPlace::before; }
+  bool has_norms_before() const { return own.has_norms_before(); }
+  bool has_norms_after() const { return own.has_norms_after(); }
   bool finishes_branch() const { return has_norms_after() || shape.scales.residual != 1; }
 
   at::ScalarType dtype() const { return weights.dtype; }
   // The sizes on which the block's buffer declarations depend.
   BlockShape block() const;
   BlockRows block_rows() const;
+  std::int64_t rows() const { return input.rows(); }
+  std::int64_t continuing() const { return narrow ? input.outputs() : input.rows(); }
+  const at::Tensor& continuing_position_R() const { return narrow ? input.output_position_O : input.position_T; }
   // Overwrites x_RM with x_TM at the output rows and returns it; if all rows continue, returns x_TM.
   at::Tensor continuing_rows(const at::Tensor& x_TM, const at::Tensor& x_RM) const;
+
+  // The input of a mixer: the layer's input, normalised into `room` if a norm stands before the mixer.
+  at::Tensor mixer_input(const LayerSaved& saved, const at::Tensor& room_TM) const;
+  // The same again, from what the forward saved; not filled unless `needed`.
+  at::Tensor mixer_input_again(const LayerSaved& saved, const at::Tensor& room_TM, bool needed) const;
 };
 
 }  // namespace espalier

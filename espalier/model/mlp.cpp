@@ -7,11 +7,12 @@
 #include "espalier/device/held_buffers.h"
 #include "espalier/model/branch.h"
 #include "espalier/model/expert_mlp.h"
+#include "espalier/model/mlp_buffers.h"
 
 namespace espalier {
 namespace {
 
-bool has_experts(const LayerContext& c) { return c.weights.router.weight.defined(); }
+bool has_experts(const LayerContext& c) { return c.own.has_experts(); }
 
 // The half of a block that ends with down.
 Branch branch_of(const LayerContext& c, const LayerSaved& saved) {
@@ -67,7 +68,7 @@ void add_dense_backward(const LayerContext& c, LayerSaved& saved, const at::Tens
 }  // namespace
 
 void mlp_forward(const LayerContext& c, LayerSaved& saved, const at::Tensor& stream_out_RM) {
-  if (!c.shape.has_mlp(c.layer)) {
+  if (c.own.mlp == MlpKind::none) {
     if (stream_out_RM.defined() && !stream_out_RM.is_same(saved.stream_mid_RM))
       c.ops.convert(saved.stream_mid_RM, stream_out_RM);
     return;
@@ -77,7 +78,7 @@ void mlp_forward(const LayerContext& c, LayerSaved& saved, const at::Tensor& str
 
 void add_mlp_backward(const LayerContext& c, LayerSaved& saved, const at::Tensor& grad_stream_RM,
                       const LayerViews& grads) {
-  if (!c.shape.has_mlp(c.layer)) return;  // the gradient of what follows is that of the mixer's result
+  if (c.own.mlp == MlpKind::none) return;  // the gradient of what follows is that of the mixer's result
   has_experts(c) ? add_expert_mlp_backward(c, saved, grad_stream_RM, grads)
                  : add_dense_backward(c, saved, grad_stream_RM, grads);
 }

@@ -3,7 +3,6 @@
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
-#include <initializer_list>
 
 #include "espalier/base/error.h"
 
@@ -23,6 +22,17 @@ class Viewer {
     const Parameter& parameter = buffer->table.at(name);
     return elements(*buffer, parameter, parameter.count).view(parameter.buffer_shape());
   }
+  // Parts end to end; a single one in the shape that files have.
+  at::Tensor tensors(const std::string& prefix, const TensorRow& row) const {
+    if (!row.exists()) return {};
+    if (row.parts.size() == 1) return one(prefix + row.parts.front().name);
+    const std::string first = prefix + row.parts.front().name;
+    const FlatParameters* const buffer = holder_of(first);
+    if (buffer == nullptr) return {};
+    std::int64_t count = 0;
+    for (const TensorShape& part : row.parts) count += buffer->table.at(prefix + part.name).count;
+    return range(first, prefix + row.parts.back().name, {count});
+  }
   at::Tensor norm(const std::string& prefix, const NormShape& norm) const {
     return norm.width > 0 ? one(prefix + norm.name + ".weight") : at::Tensor();
   }
@@ -31,21 +41,21 @@ class Viewer {
   }
 
   // The projections as one, their outputs end to end.
-  Projection projection(const std::string& prefix, std::initializer_list<ProjectionShape> joined) const {
-    const bool bias = joined.begin()->bias;
+  Projection projection(const std::string& prefix, const std::vector<ProjectionShape>& joined) const {
+    const bool bias = joined.front().bias;
     Projection out{ends(prefix, joined, ".weight"), bias ? ends(prefix, joined, ".bias") : at::Tensor(), {}};
     out.low_rank = low_rank(prefix, joined);
     return out;
   }
   // The adapters of projections whose outputs stand end to end; those with one A are one.
-  std::vector<LowRank> low_rank(const std::string& prefix, std::initializer_list<ProjectionShape> joined) const {
+  std::vector<LowRank> low_rank(const std::string& prefix, const std::vector<ProjectionShape>& joined) const {
     std::vector<LowRank> out;
     std::int64_t first = 0;
     for (const ProjectionShape& p : joined) {
       const bool joins = !out.empty() && p.shares_a;
       const LowRank pair = p.rank > 0 ? adapter(prefix, p) : LowRank();
       if (pair.defined() && joins) {
-        out.back().b_Nr = range(b_name(prefix, *joined.begin()), b_name(prefix, p),
+        out.back().b_Nr = range(b_name(prefix, joined.front()), b_name(prefix, p),
                                 {out.back().b_Nr.size(0) + pair.b_Nr.size(0), p.rank});
       } else if (pair.defined()) {
         out.push_back({pair.a_rK, pair.b_Nr, first, scale_});
@@ -61,9 +71,9 @@ class Viewer {
   }
   // The same for all experts of a layer, from the first to the last one's.
   std::vector<LowRank> low_rank(const std::string& first, const std::string& last,
-                                std::initializer_list<ProjectionShape> joined, std::int64_t experts) const {
+                                const std::vector<ProjectionShape>& joined, std::int64_t experts) const {
     std::vector<LowRank> out = low_rank(first, joined);
-    const ProjectionShape &begin = *joined.begin(), &end = *(joined.end() - 1);
+    const ProjectionShape &begin = joined.front(), &end = joined.back();
     for (LowRank& pair : out) {
       const std::int64_t r = pair.a_rK.size(0), K = pair.a_rK.size(1), N = pair.b_Nr.size(0);
       pair.a_rK = range(a_name(first, begin), a_name(last, begin), {experts, r, K});
@@ -133,14 +143,14 @@ class Viewer {
     return room.narrow(0, (unit->divided() ? unit->room : unit->place) + first.offset - unit->begin, count);
   }
 
-  at::Tensor ends(const std::string& prefix, std::initializer_list<ProjectionShape> joined, const char* kind) const {
-    const std::string first = prefix + joined.begin()->name + kind;
+  at::Tensor ends(const std::string& prefix, const std::vector<ProjectionShape>& joined, const char* kind) const {
+    const std::string first = prefix + joined.front().name + kind;
     const FlatParameters* const buffer = holder_of(first);
     if (buffer == nullptr) return {};
     std::vector<std::int64_t> shape = buffer->table.at(first).buffer_shape();
     shape[0] = 0;
     for (const ProjectionShape& p : joined) shape[0] += buffer->table.at(prefix + p.name + kind).shape[0];
-    return range(first, prefix + (joined.end() - 1)->name + kind, shape);
+    return range(first, prefix + joined.back().name + kind, shape);
   }
 
   std::span<const FlatParameters> buffers_;
@@ -149,33 +159,36 @@ class Viewer {
 
 void view_experts(const Viewer& viewer, const LocalShape& shape, const LayerParameters& p, std::int64_t layer,
                   LayerViews& views) {
-  const std::string first = expert_prefix(shape.whole(), layer, shape.experts().begin),
+  using Numbers = ExpertProductNumbers;
+  const std::string prefix = layer_prefix(layer), first = expert_prefix(shape.whole(), layer, shape.experts().begin),
                     last = expert_prefix(shape.whole(), layer, shape.experts().end - 1);
   const std::int64_t E = shape.experts().size(), M = shape.own().hidden, F = shape.own().expert_inner;
-  const auto weight = [](const std::string& prefix, const ProjectionShape& one) {
-    return prefix + one.name + ".weight";
+  const auto product = [&](std::size_t number) -> const std::vector<ProjectionShape>& {
+    return p.mlp.products()[number].parts;
   };
-  const auto bias = [](const std::string& prefix, const ProjectionShape& one) { return prefix + one.name + ".bias"; };
-  views.router = viewer.projection(layer_prefix(layer), {p.router});
-  if (!p.correction_bias.sides.empty())
-    views.correction_bias_E = viewer.one(layer_prefix(layer) + p.correction_bias.name);
+  const auto name_of = [](const std::string& of_expert, const ProjectionShape& one, const char* kind) {
+    return of_expert + one.name + kind;
+  };
+  const std::vector<ProjectionShape>& gate_up = product(Numbers::gate_up);
+  const ProjectionShape& down = product(Numbers::down).front();
+  views.router = viewer.projection(prefix, product(Numbers::router));
+  views.correction_bias_E = viewer.tensors(prefix, p.mlp.tensors().front());
   const std::int64_t W = shape.own().gate_up_width(F);
   views.expert_gate_up_EWM =
-      viewer.range(weight(first, p.gate.weights() > 0 ? p.gate : p.up), weight(last, p.up), {E, W, M});
-  views.expert_down_EMF = viewer.range(weight(first, p.down), weight(last, p.down), {E, M, F});
-  if (p.gate.bias) {
-    views.expert_gate_up_bias_EW = viewer.range(bias(first, p.gate), bias(last, p.up), {E, 2 * F});
-    views.expert_down_bias_EM = viewer.range(bias(first, p.down), bias(last, p.down), {E, M});
+      viewer.range(name_of(first, gate_up.front(), ".weight"), name_of(last, gate_up.back(), ".weight"), {E, W, M});
+  views.expert_down_EMF = viewer.range(name_of(first, down, ".weight"), name_of(last, down, ".weight"), {E, M, F});
+  if (down.bias) {
+    views.expert_gate_up_bias_EW =
+        viewer.range(name_of(first, gate_up.front(), ".bias"), name_of(last, gate_up.back(), ".bias"), {E, W});
+    views.expert_down_bias_EM = viewer.range(name_of(first, down, ".bias"), name_of(last, down, ".bias"), {E, M});
   }
-  views.expert_gate_up_low_rank = viewer.low_rank(first, last, {p.gate, p.up}, E);
-  views.expert_down_low_rank = viewer.low_rank(first, last, {p.down}, E);
-  if (p.shared_up.weights() == 0) return;
-  views.shared_gate_up = p.shared_gate.weights() > 0
-                             ? viewer.projection(layer_prefix(layer), {p.shared_gate, p.shared_up})
-                             : viewer.projection(layer_prefix(layer), {p.shared_up});
-  views.shared_down = viewer.projection(layer_prefix(layer), {p.shared_down});
-  if (p.shared_expert_gate.weights() > 0)
-    views.shared_expert_gate = viewer.projection(layer_prefix(layer), {p.shared_expert_gate});
+  views.expert_gate_up_low_rank = viewer.low_rank(first, last, gate_up, E);
+  views.expert_down_low_rank = viewer.low_rank(first, last, product(Numbers::down), E);
+  if (product(Numbers::shared_down).empty()) return;
+  views.shared_gate_up = viewer.projection(prefix, product(Numbers::shared_gate_up));
+  views.shared_down = viewer.projection(prefix, product(Numbers::shared_down));
+  if (!product(Numbers::shared_gate).empty())
+    views.shared_expert_gate = viewer.projection(prefix, product(Numbers::shared_gate));
 }
 
 // Rows [first, first + count) of the outputs.
@@ -192,65 +205,35 @@ Projection part_of(const Projection& whole, std::int64_t first, std::int64_t cou
   return out;
 }
 
-void view_latents(const Viewer& viewer, const LatentShape& s, const LayerParameters& p, const std::string& prefix,
-                  LayerViews& views) {
-  if (s.query > 0) views.query_latent = viewer.projection(prefix, {p.query_latent});
-  const Projection latents = viewer.projection(prefix, {p.key_value_latent});
-  views.key_value_latent = part_of(latents, 0, s.key_value);
-  views.rotary_key = part_of(latents, s.key_value, s.rotary);
-  views.query_latent_norm_C = viewer.norm(prefix, p.query_latent_norm);
-  views.key_value_latent_norm_C = viewer.norm(prefix, p.key_value_latent_norm);
-  views.key_value = viewer.projection(prefix, {p.key});
+PartViews view_part(const Viewer& viewer, const PartParameters& p, const std::string& prefix) {
+  PartViews views;
+  for (const ProductShape& product : p.products()) {
+    Projection whole = product.exists() ? viewer.projection(prefix, product.parts) : Projection();
+    const std::int64_t first = product.split_at, outputs = product.outputs();
+    views.behind.push_back(first > 0 ? part_of(whole, first, outputs - first) : Projection());
+    views.products.push_back(first > 0 ? part_of(whole, 0, first) : std::move(whole));
+  }
+  for (const TensorRow& row : p.tensors()) views.tensors.push_back(viewer.tensors(prefix, row));
+  return views;
 }
 
 LayerViews view_layer(const Viewer& viewer, const LocalShape& shape, std::int64_t layer) {
   const ModelShape& whole = shape.whole();
-  const LayerParameters p = adapted_parameters(whole, layer);
+  const LayerParameters p = layer_parameters(whole, whole.at(layer));
   const std::string prefix = layer_prefix(layer);
   LayerViews views;
-  views.attention_norm_M = viewer.norm(prefix, p.attention_norm);
-  if (whole.mixer_of(layer) == Mixer::delta_rule) {
-    const DeltaRuleShape& s = shape.own().delta_rule;
-    const std::size_t last = s.mamba ? 0 : s.by_key_head ? 1 : 3, last_conv = s.decays_channels() ? 2 : 0;
-    views.projected.weight =
-        viewer.range(prefix + p.projected[0].name + ".weight", prefix + p.projected[last].name + ".weight",
-                     {s.projected_from_rows(), whole.hidden});
-    if (s.decays_channels()) {
-      views.gate_latents = viewer.projection(prefix, {p.gate_latents[0], p.gate_latents[1]});
-      views.gate_z = viewer.projection(prefix, {p.gates[0]});
-      views.gate_a = viewer.projection(prefix, {p.gates[1]});
-    }
-    views.projected.low_rank =
-        viewer.low_rank(prefix, {p.projected[0], p.projected[1], p.projected[2], p.projected[3]});
-    views.conv_CK = viewer.range(prefix + p.conv[0].name, prefix + p.conv[last_conv].name, {s.channels(), s.kernel});
-    views.a_log_H = viewer.one(prefix + p.a_log.name);
-    views.dt_bias_H = viewer.one(prefix + p.dt_bias.name);
-    if (s.conv_bias) views.conv_bias_C = viewer.one(prefix + p.conv_bias.name);
-    if (s.mamba) views.skip_H = viewer.one(prefix + p.skip.name);
-    views.mixed_norm = viewer.one(prefix + p.mixed_norm.name);
-  } else {
-    views.query = viewer.projection(prefix, {p.query});
-    if (whole.has_latents()) {
-      view_latents(viewer, whole.latent, p, prefix, views);
-    } else {
-      views.key_value = viewer.projection(prefix, {p.key, p.value});
-    }
-    views.q_norm_D = viewer.norm(prefix, p.query_norm);
-    views.k_norm_D = viewer.norm(prefix, p.key_norm);
-    if (!p.sinks.sides.empty()) views.sinks_H = viewer.one(prefix + p.sinks.name);
-  }
-  views.output = viewer.projection(prefix, {p.output});
+  views.mixer_norm_M = viewer.norm(prefix, p.mixer_norm);
+  views.mixer_norm_bias_M = viewer.norm_bias(prefix, p.mixer_norm);
   views.mlp_norm_M = viewer.norm(prefix, p.mlp_norm);
-  views.attention_norm_bias_M = viewer.norm_bias(prefix, p.attention_norm);
   views.mlp_norm_bias_M = viewer.norm_bias(prefix, p.mlp_norm);
-  views.attention_post_norm_M = viewer.norm(prefix, p.attention_post_norm);
+  views.mixer_post_norm_M = viewer.norm(prefix, p.mixer_post_norm);
   views.mlp_post_norm_M = viewer.norm(prefix, p.mlp_post_norm);
+  views.mixer = view_part(viewer, p.mixer, prefix);
   if (p.experts > 0) {
     view_experts(viewer, shape, p, layer, views);
-  } else if (p.up.weights() > 0) {
-    views.gate_up =
-        p.gate.weights() > 0 ? viewer.projection(prefix, {p.gate, p.up}) : viewer.projection(prefix, {p.up});
-    views.down = viewer.projection(prefix, {p.down});
+  } else if (!p.mlp.products().empty()) {
+    views.gate_up = viewer.projection(prefix, p.mlp.products()[DenseProductNumbers::gate_up].parts);
+    views.down = viewer.projection(prefix, p.mlp.products()[DenseProductNumbers::down].parts);
   }
   return views;
 }

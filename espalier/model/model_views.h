@@ -1,9 +1,8 @@
 // Views of a flat buffer as a model: one tensor for each matrix of a product. Weights and gradients use the same
 // type.
 //
-// Shapes: V vocabulary, M width, H query heads, J key/value heads, D head size, F inner width, E experts; all of them
-// this rank's part (shape/local_shape.h). Absent parts (biases, QK-norm, the dense MLP of an expert layer and the
-// experts of a dense one) are undefined tensors.
+// Shapes: V vocabulary, M width, F inner width, E experts; all of them this rank's part (shape/local_shape.h). Absent
+// parts (biases, the dense MLP of an expert layer and the experts of a dense one) are undefined tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -26,29 +25,23 @@ struct Projection {
   bool trains() const { return weight.defined() || bias.defined() || !low_rank.empty(); }  // for gradients
 };
 
+// A mixer's products and tensors by their numbers (PartParameters); those that it lacks are undefined. A tensor of
+// several parts has one dimension, others have that of their files.
+struct PartViews {
+  std::vector<Projection> products;
+  std::vector<Projection> behind;  // the outputs from ProductShape::split_at on; `products` then has those before
+  std::vector<at::Tensor> tensors;
+};
+
 struct LayerViews {
   at::ScalarType dtype = at::kFloat;  // dtype of rows; held matrices may be bfloat16 beside float32
-  at::Tensor attention_norm_M;
-  Projection query;               // [H*D, M], with an output gate [H*2*D, M], or from latents [H*D, C]
-  Projection key_value;           // [2*J*D, M], keys then values, or from latents [J*(N + Dv), C] (ops/latent.h)
-  at::Tensor q_norm_D, k_norm_D;  // or over all heads [H*D], [J*D]
-  at::Tensor sinks_H;
-  Projection query_latent, key_value_latent;  // [C, M] each
-  Projection rotary_key;                      // [K, M]
-  at::Tensor query_latent_norm_C, key_value_latent_norm_C;
-  Projection output;  // [M, H*D], of latent attention [M, H*Dv], with the delta rule [M, V]
-  // With the delta rule, instead of query, key and value: `projected` [W, M]; where decays are of channels, z and a are
-  // left out of it and have latents [2 C, M] and projections [V, C] and [A, C].
-  Projection projected, gate_latents, gate_z, gate_a;
-  at::Tensor conv_CK, a_log_H, dt_bias_H, conv_bias_C, skip_H;  // ops/delta_rule.h
-  at::Tensor mixed_norm;
-  at::Tensor mlp_norm_M;
-  at::Tensor attention_norm_bias_M, mlp_norm_bias_M;
-  at::Tensor attention_post_norm_M, mlp_post_norm_M;  // norms of each half's addition to the stream
-  Projection gate_up;                                 // [2*F, M], gate then up; without a gate [F, M]
-  Projection down;                                    // [M, F]
-  Projection router;                                  // [E, M], all experts
-  at::Tensor expert_gate_up_EWM, expert_down_EMF;     // [E, 2*F, M], [E, M, F], F of one expert
+  at::Tensor mixer_norm_M, mixer_norm_bias_M, mlp_norm_M, mlp_norm_bias_M;
+  at::Tensor mixer_post_norm_M, mlp_post_norm_M;  // norms of each half's addition to the stream
+  PartViews mixer;
+  Projection gate_up;                              // [2*F, M], gate then up; without a gate [F, M]
+  Projection down;                                 // [M, F]
+  Projection router;                               // [E, M], all experts
+  at::Tensor expert_gate_up_EWM, expert_down_EMF;  // [E, 2*F, M], [E, M, F], F of one expert
   at::Tensor expert_gate_up_bias_EW, expert_down_bias_EM;
   at::Tensor correction_bias_E;            // for the router's choice, accumulator dtype; has no gradient
   Projection shared_gate_up, shared_down;  // of the shared expert, [2*F, M], [M, F]
@@ -56,6 +49,16 @@ struct LayerViews {
   // Adapters of all experts, A [E, r, M] and B [E, 2*F, r]; [E, r, F] and [E, M, r].
   std::vector<LowRank> expert_gate_up_low_rank, expert_down_low_rank;
 };
+
+// Calls visit for every projection of a layer but those of experts.
+template <class Views, class Visit>
+void for_each_projection(Views& layer, Visit visit) {
+  for (auto& projection : layer.mixer.products) visit(projection);
+  for (auto& projection : layer.mixer.behind) visit(projection);
+  for (auto* const projection : {&layer.gate_up, &layer.down, &layer.router, &layer.shared_gate_up, &layer.shared_down,
+                                 &layer.shared_expert_gate})
+    visit(*projection);
+}
 
 struct ModelViews {
   at::Tensor embedding_VM;         // without padding, as head_VM

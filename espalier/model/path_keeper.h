@@ -1,7 +1,6 @@
 // Interface for storing the path's tensors of layers not in use (saved/). The path decides which rows are valid.
 //
-// Shapes: P rows of the path's capacity, W elements of a row's keys, or values. A path of latents has latents in place
-// of keys, and shared keys in place of values.
+// Shapes: P rows of the path's capacity, W numbers of a row of one kind (Mixer::path_kinds).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,17 +13,16 @@ namespace espalier {
 
 class PathKeeper {
  public:
-  enum class Kind { keys, values, grad_keys, grad_values };
-  static constexpr int kKinds = 4;
-
-  // Tensors of the path for one layer; forward-only passes have no gradients.
+  // A tensor of the path for one layer: the rows of one kind, or their gradients, which forward-only passes lack.
   struct Member {
-    Kind kind = Kind::keys;
     std::int64_t layer = 0;
+    std::size_t number = 0;  // among the layer's: all kinds, then the gradients of all
+    std::size_t kinds = 0;
+    const char* name = "";  // "keys"
     Arena::Range range = {};
     at::Tensor rows_PW = {};  // undefined if there is nothing to keep
 
-    bool is_gradient() const { return kind == Kind::grad_keys || kind == Kind::grad_values; }
+    bool is_gradient() const { return number >= kinds; }
   };
 
   virtual ~PathKeeper() = default;

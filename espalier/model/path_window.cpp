@@ -5,13 +5,13 @@
 
 namespace espalier {
 
-void PathWindow::add_layer(const std::array<PathKeeper::Member, PathKeeper::kKinds>& members) {
-  const bool stays = static_cast<std::int64_t>(layers_.size()) < layers_awake_;
+void PathWindow::add_layer(const std::vector<PathKeeper::Member>& members) {
+  const bool stays = next_stays();
   Layer& layer = layers_.emplace_back();
   if (stays) return;
   layer.sleeps = true;
-  layer.keys_values = {keeper_.add(members[0]), keeper_.add(members[1])};
-  layer.gradients = {keeper_.add(members[2]), keeper_.add(members[3])};
+  for (const PathKeeper::Member& member : members)
+    (member.is_gradient() ? layer.gradients : layer.values).push_back(keeper_.add(member));
 }
 
 bool PathWindow::shares_places() const { return keeper_.one_place() && std::ranges::any_of(layers_, &Layer::sleeps); }
@@ -40,7 +40,7 @@ void PathWindow::use(std::int64_t number, bool gradients) {
   if (awake_ != number) {
     put_away();
     awake_ = number, changed_from_ = layer.rows;
-    for (const int member : layer.keys_values) keeper_.bring_back(member, layer.rows);
+    for (const int member : layer.values) keeper_.bring_back(member, layer.rows);
   }
   if (!gradients || gradients_awake_) return;
   gradients_awake_ = true;
@@ -50,7 +50,7 @@ void PathWindow::use(std::int64_t number, bool gradients) {
 void PathWindow::ask_ahead(std::int64_t number, bool gradients) {
   if (number < 0 || number >= static_cast<std::int64_t>(layers_.size()) || !sleeps(number) || number == awake_) return;
   const Layer& layer = at(number);
-  for (const int member : layer.keys_values) keeper_.ask(member, layer.rows);
+  for (const int member : layer.values) keeper_.ask(member, layer.rows);
   if (!gradients) return;
   for (const int member : layer.gradients) keeper_.ask(member, layer.gradient_rows);
 }
@@ -70,7 +70,7 @@ void PathWindow::put_away() {
   if (awake_ < 0) return;
   put_gradients_away();
   const Layer& layer = at(awake_);
-  for (const int member : layer.keys_values) keeper_.put_away(member, std::min(changed_from_, layer.rows), layer.rows);
+  for (const int member : layer.values) keeper_.put_away(member, std::min(changed_from_, layer.rows), layer.rows);
   awake_ = -1;
 }
 

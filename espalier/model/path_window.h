@@ -1,9 +1,8 @@
 // The layers of a path that are in memory: the first ones always, and the layer in use; the next layer
-// is fetched ahead. Keys and values of the last layer of a pass stay, because the next pass may begin
+// is fetched ahead. The rows of the last layer of a pass stay, because the next pass may begin
 // there.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -17,15 +16,17 @@ class PathWindow {
   PathWindow(PathKeeper& keeper, std::int64_t layers_awake, std::int64_t first_layer = 0)
       : keeper_(keeper), layers_awake_(layers_awake), first_layer_(first_layer) {}
 
-  // Adds the next layer's members, by kind. Unless it is one of the first layers, it is put away.
-  void add_layer(const std::array<PathKeeper::Member, PathKeeper::kKinds>& members);
+  // Adds the next layer's members. Unless it is one of the first layers, it is put away.
+  void add_layer(const std::vector<PathKeeper::Member>& members);
   // Adds a layer without rows in the path, which is never put away.
   void add_layer_without_rows() { layers_.emplace_back(); }
   bool sleeps(std::int64_t layer) const { return layers_[static_cast<std::size_t>(layer)].sleeps; }
-  // Whether the next layer uses the buffers of the previous one.
+  bool next_stays() const { return static_cast<std::int64_t>(layers_.size()) < layers_awake_; }
+  // Whether layers that are put away use the same buffers in turn, and whether the first of them has been added.
+  bool keeper_has_one_place() const { return keeper_.one_place(); }
   bool shares_places() const;
 
-  // Keys and values of a layer are in memory until another layer begins. All `rows` are valid afterwards, because new
+  // The rows of a layer are in memory until another layer begins. All `rows` are valid afterwards, because new
   // rows are written in this forward.
   void begin_forward(std::int64_t layer, std::int64_t rows);
   // Also brings the gradients. Returns how many of the first `rows` rows have gradients; the others are new and
@@ -38,8 +39,8 @@ class PathWindow {
 
  private:
   struct Layer {
-    std::array<int, 2> keys_values, gradients;  // the keeper's numbers
-    std::int64_t rows = 0, gradient_rows = 0;   // valid rows
+    std::vector<int> values, gradients;        // the keeper's numbers
+    std::int64_t rows = 0, gradient_rows = 0;  // valid rows
     bool sleeps = false;
   };
 
@@ -54,7 +55,7 @@ class PathWindow {
   std::vector<Layer> layers_;
   std::int64_t awake_ = -1;        // the layer in memory besides the first ones; -1: none
   bool gradients_awake_ = false;   // its gradients are in memory, and changed
-  std::int64_t changed_from_ = 0;  // the first row with changed keys and values
+  std::int64_t changed_from_ = 0;  // the first changed row
 };
 
 }  // namespace espalier

@@ -17,7 +17,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "espalier/ops/rotation.h"
-#include "espalier/shape/model_shape.h"
+#include "espalier/shape/rope.h"
 
 namespace espalier {
 

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstddef>
 #include <optional>
+#include <utility>
 
 #include "espalier/base/error.h"
 #include "espalier/objective/objective.h"
@@ -36,6 +37,9 @@ struct Unit {
       : rollouts(all), trajectories(trajectories_of(all)), rewards(rewards_of(all, trajectories)) {
     const std::vector<std::int64_t> of = group_of(all);
     for (const auto& turns : trajectories.turns) group.push_back(of[static_cast<std::size_t>(turns.front())]);
+    const bool some = std::ranges::any_of(rewards, [](const auto& reward) { return reward.has_value(); });
+    for (std::size_t i = 0; i < rollouts.size(); ++i)
+      estimates.push_back(!is_settled(rollouts[i]) && (reward_of(i) || !some));
   }
 
   const Rollout& at(std::int64_t index) const { return rollouts[static_cast<std::size_t>(index)]; }
@@ -50,7 +54,21 @@ struct Unit {
   Trajectories trajectories;
   std::vector<std::optional<double>> rewards;
   std::vector<std::int64_t> group;
+  // One per rollout: its advantages are estimated. Otherwise they are recorded, or 0 because nobody judged it while
+  // others were judged (TRL: unscorable completions).
+  std::vector<std::uint8_t> estimates;
 };
+
+// Estimators of returns go from turn to turn; behind a fork there are several next turns.
+void refuse_branches(const Unit& unit, const std::vector<std::int64_t>& turns, const char* option) {
+  if (branches_of(unit.rollouts, turns).size() == 1) return;
+  throw UnsupportedError(
+      {unit.at(turns.front()).where, text_of("trajectories without branches, for ", option),
+       text_of("trajectory ", unit.at(turns.front()).trajectory, ", whose records name branches"),
+       text_of("record advantage or returns, or choose another --adv-estimator: ", name_of(Estimator::grpo), ", ",
+               name_of(Estimator::dr_grpo), ", ", name_of(Estimator::rloo), " and ",
+               name_of(Estimator::reinforce_plus_plus_baseline), " count a trajectory once")});
+}
 
 void require_values(const Rollout& rollout) {
   if (rollout.values.size() != rollout.response_ids.size())
@@ -70,6 +88,9 @@ void check_fields(const Unit& unit, Estimator estimator) {
         ESPALIER_INTERNAL_EQ(rollout.advantages.size(), rollout.response_ids.size(), rollout.where);
         continue;
       }
+      if (!unit.estimates[static_cast<std::size_t>(index)] && estimator != Estimator::given &&
+          estimator != Estimator::gae)
+        continue;
       estimates = true;
       if (estimator == Estimator::given)
         throw InputError({rollout.where, "a field advantage, for --adv-estimator given", "none",
@@ -86,23 +107,28 @@ void check_fields(const Unit& unit, Estimator estimator) {
 }
 
 struct GroupStatistics {
-  std::int64_t count = 0;
+  std::int64_t count = 0, members = 0;  // rewards; trajectories
   double mean = 0, deviation = 1;
 };
 
-// Mean and unbiased standard deviation of each group's rewards; (0, 1) for a group of one. Differences are taken from
-// the group's first reward, so equal rewards have exactly their own value as mean and 0 as deviation.
-std::vector<GroupStatistics> compute_group_statistics(const Unit& unit) {
+// Mean and unbiased standard deviation of each group's rewards. A group of one has (0, 1) (verl), or its reward and 0
+// under --group-of-one zero. So has a group of which one was judged, since it compares nothing. Differences are taken
+// from the group's first reward, so equal rewards have exactly their own value as mean and 0 as deviation.
+std::vector<GroupStatistics> compute_group_statistics(const Unit& unit, LoneReward lone) {
   std::int64_t groups = 0;
   for (std::int64_t g : unit.group) groups = std::max(groups, g + 1);
   std::vector<GroupStatistics> statistics(groups);
   std::vector<double> first(groups), shifted_sum(groups), square_sum(groups);
   for (std::size_t i = 0; i < unit.rewards.size(); ++i) {
-    if (!unit.rewards[i]) continue;
     const std::int64_t g = unit.group[i];
+    ++statistics[g].members;
+    if (!unit.rewards[i]) continue;
     if (statistics[g].count++ == 0) first[g] = *unit.rewards[i];
     shifted_sum[g] += *unit.rewards[i] - first[g];
   }
+  for (std::int64_t g = 0; g < groups; ++g)
+    if (statistics[g].count == 1 && (lone == LoneReward::zero || statistics[g].members > 1))
+      statistics[g].mean = first[g], statistics[g].deviation = 0;
   for (std::int64_t g = 0; g < groups; ++g)
     if (statistics[g].count > 1)
       statistics[g].mean = first[g] + shifted_sum[g] / static_cast<double>(statistics[g].count);
@@ -134,6 +160,7 @@ double batch_deviation(const std::vector<std::optional<double>>& rewards) {
 
 double outcome_advantage(Estimator estimator, double reward, const GroupStatistics& group, double epsilon) {
   const double centred = reward - group.mean;
+  if (centred == 0) return 0;  // also where deviation and epsilon are 0
   if (estimator == Estimator::grpo) return centred / (group.deviation + epsilon);
   if (estimator == Estimator::rloo && group.count > 1)
     return centred * static_cast<double>(group.count) / static_cast<double>(group.count - 1);
@@ -148,8 +175,9 @@ void visit_backwards(const Unit& unit, const std::vector<std::int64_t>& turns, V
   for (std::size_t k = turns.size(); k-- > 0;) {
     const auto i = static_cast<std::size_t>(turns[k]);
     const Rollout& rollout = unit.rollouts[i];
-    earned += rollout.reward.value_or(0);
+    if (rollout.token_rewards.empty()) earned += rollout.reward.value_or(0);
     for (std::size_t t = rollout.loss_mask.size(); t-- > 0;) {
+      if (!rollout.token_rewards.empty()) earned += rollout.token_rewards[t];
       if (!rollout.loss_mask[t]) continue;
       visit(i, t, earned);
       earned = 0;
@@ -177,28 +205,29 @@ void compute_gae(const Unit& unit, const std::vector<std::int64_t>& turns, doubl
   });
 }
 
-// (x - mean) / sqrt(var + 1e-8) over the loss tokens of the rollouts whose advantages are estimated here. The mean is
-// taken from differences to the first number, so equal numbers become exactly 0: the root would make 1e4 of their
-// rounding.
-void whiten(std::span<const Rollout> rollouts, Series& series) {
+// (x - mean) / sqrt(var + 1e-8) over the loss tokens of the rollouts whose advantages are estimated here, each counted
+// by its share. The mean is taken from differences to the first number, so equal numbers become exactly 0: the root
+// would make 1e4 of their rounding.
+void whiten(const Unit& unit, Series& series) {
   const auto for_each_loss_token = [&](auto&& body) {
-    for (std::size_t i = 0; i < rollouts.size(); ++i) {
-      if (is_settled(rollouts[i])) continue;
+    for (std::size_t i = 0; i < unit.rollouts.size(); ++i) {
+      if (!unit.estimates[i]) continue;
       for (std::size_t t = 0; t < series[i].size(); ++t)
-        if (rollouts[i].loss_mask[t]) body(series[i][t]);
+        if (unit.rollouts[i].loss_mask[t]) body(series[i][t], unit.rollouts[i].loss_share(t));
     }
   };
   double count = 0, first = 0, shifted_sum = 0, squares = 0;
-  for_each_loss_token([&](double x) {
-    if (count == 0) first = x;
-    count += 1, shifted_sum += x - first;
+  bool any = false;
+  for_each_loss_token([&](double x, double share) {
+    if (!std::exchange(any, true)) first = x;
+    count += share, shifted_sum += share * (x - first);
   });
-  if (count == 0) return;
+  if (!any) return;
   const double mean = first + shifted_sum / count;
-  for_each_loss_token([&](double x) { squares += (x - mean) * (x - mean); });
+  for_each_loss_token([&](double x, double share) { squares += share * (x - mean) * (x - mean); });
   const double variance = count > 1 ? squares / (count - 1) : 0.0;
   const double scale = 1.0 / std::sqrt(variance + kWhitenEpsilon);
-  for_each_loss_token([&](double& x) { x = (x - mean) * scale; });
+  for_each_loss_token([&](double& x, double) { x = (x - mean) * scale; });
 }
 
 [[noreturn]] void refuse_target(const Rollout& rollout, const char* missing) {
@@ -225,6 +254,7 @@ std::vector<std::vector<double>> compute_value_targets(std::span<const Rollout> 
     for (const std::int64_t index : turns)
       targets[static_cast<std::size_t>(index)].assign(unit.at(index).response_ids.size(), 0.0);
     if (std::ranges::any_of(turns, asks)) {
+      refuse_branches(unit, turns, "--critic without recorded returns");
       for (const std::int64_t index : turns)
         if (unit.at(index).values.size() != unit.at(index).response_ids.size())
           refuse_target(unit.at(index), "no values");
@@ -241,12 +271,19 @@ std::vector<std::vector<double>> compute_value_targets(std::span<const Rollout> 
   return targets;
 }
 
+std::int64_t count_unjudged(std::span<const Rollout> rollouts) {
+  const Unit unit(rollouts);
+  std::int64_t count = 0;
+  for (std::size_t i = 0; i < rollouts.size(); ++i) count += !unit.estimates[i] && !is_settled(rollouts[i]);
+  return count;
+}
+
 std::vector<std::vector<double>> compute_advantages(std::span<const Rollout> rollouts, const Options& options) {
   const Estimator estimator = options.adv_estimator;
   const Unit unit(rollouts);
   check_fields(unit, estimator);
 
-  std::vector<GroupStatistics> statistics = compute_group_statistics(unit);
+  std::vector<GroupStatistics> statistics = compute_group_statistics(unit, options.group_of_one);
   if (options.adv_std == DeviationOf::batch) {
     const double deviation = batch_deviation(unit.rewards);
     for (GroupStatistics& of : statistics) of.deviation = deviation;
@@ -254,7 +291,11 @@ std::vector<std::vector<double>> compute_advantages(std::span<const Rollout> rol
   Series series(rollouts.size());
   for (std::size_t i = 0; i < rollouts.size(); ++i) series[i].assign(rollouts[i].response_ids.size(), 0.0);
   for (const auto& turns : unit.trajectories.turns) {
-    if (std::ranges::all_of(turns, [&](std::int64_t index) { return is_settled(unit.at(index)); })) continue;
+    if (std::ranges::none_of(turns,
+                             [&](std::int64_t index) { return unit.estimates[static_cast<std::size_t>(index)]; }))
+      continue;
+    if (estimator == Estimator::reinforce_plus_plus || estimator == Estimator::gae)
+      refuse_branches(unit, turns, text_of("--adv-estimator ", name_of(estimator)).c_str());
     if (estimator == Estimator::reinforce_plus_plus) {
       compute_returns(unit, turns, options.gamma, series);
     } else if (estimator == Estimator::gae) {
@@ -270,7 +311,7 @@ std::vector<std::vector<double>> compute_advantages(std::span<const Rollout> rol
   }
   for (std::size_t i = 0; i < rollouts.size(); ++i)
     if (is_settled(rollouts[i])) series[i] = rollouts[i].advantages;
-  if (whitens(estimator)) whiten(rollouts, series);
+  if (whitens(estimator)) whiten(unit, series);
   return series;
 }
 

@@ -11,8 +11,11 @@ Aggregation value_aggregation(const Options& options) {
   return given == Aggregation::of_the_loss ? Aggregation::token_mean : given;
 }
 
-std::int64_t count_loss_tokens(const Rollout& rollout) {
-  return std::count_if(rollout.loss_mask.begin(), rollout.loss_mask.end(), [](std::uint8_t m) { return m != 0; });
+std::int64_t count_loss_tokens(std::span<const Rollout> rollouts) {
+  std::int64_t tokens = 0;
+  for (const Rollout& rollout : rollouts)
+    tokens += std::ranges::count_if(rollout.loss_mask, [](std::uint8_t m) { return m != 0; });
+  return tokens;
 }
 
 namespace {
@@ -26,10 +29,10 @@ double items_scale_of(const Options& options, std::span<const Rollout> rollouts)
     throw InputError({bare->where, "a field num_items_in_batch, as in other records of the mini-batch", "none",
                       "give --token-mean-divisor, or --token-divisor-scale 0 for their own loss tokens"});
   if (scale > 0) return scale;
-  std::int64_t tokens = 0;
-  for (const Rollout& rollout : rollouts) tokens += count_loss_tokens(rollout);
+  double tokens = 0;
+  for (const Rollout& rollout : rollouts) tokens += rollout.loss_tokens();
   for (const Rollout& rollout : rollouts)
-    if (*rollout.num_items_in_batch != static_cast<double>(tokens))
+    if (*rollout.num_items_in_batch != tokens)
       throw InputError({rollout.where + ": num_items_in_batch",
                         text_of(tokens,
                                 ", the loss tokens of the mini-batch, or options that say how TRL divided the "
@@ -52,32 +55,27 @@ AggregationDivisors AggregationDivisors::from(const Options& options, std::span<
   bool recorded = false;
   for (const Rollout& rollout : rollouts) {
     recorded = recorded || rollout.token_divisor;
-    sum += rollout.token_divisor.value_or(static_cast<double>(count_loss_tokens(rollout)));
+    sum += rollout.token_divisor.value_or(rollout.loss_tokens());
   }
   if (recorded) divisors.loss_tokens = sum;
   return divisors;
 }
 
-MiniBatchTotals MiniBatchTotals::of(std::span<const Rollout> rollouts) {
-  MiniBatchTotals totals;
-  for (const Rollout& rollout : rollouts) {
-    ++totals.rollouts;
-    totals.loss_tokens += count_loss_tokens(rollout);
-    totals.longest_response = std::max(totals.longest_response, rollout.response_length());
-  }
-  return totals;
-}
-
-std::vector<double> compute_token_weights(std::span<const Rollout> rollouts, const MiniBatchTotals& totals,
+std::vector<double> compute_token_weights(std::span<const Rollout> rollouts, const LossSequences& sequences,
                                           Aggregation aggregation, const AggregationDivisors& divisors) {
-  const double count = static_cast<double>(totals.rollouts);
-  const double scale = divisors.longest > 0 ? divisors.longest : std::max<double>(totals.longest_response, 1);
-  const double divisor = divisors.loss_tokens > 0 ? divisors.loss_tokens : static_cast<double>(totals.loss_tokens);
+  const double count = sequences.count();
+  double scale = divisors.longest;
+  if (scale <= 0) {
+    scale = 1;
+    for (const Rollout& rollout : rollouts) scale = std::max<double>(scale, rollout.response_length());
+  }
+  const double divisor = divisors.loss_tokens > 0 ? divisors.loss_tokens : sequences.all_tokens();
 
   std::vector<double> weights;
   weights.reserve(rollouts.size());
-  for (const Rollout& rollout : rollouts) {
-    const auto tokens = static_cast<double>(count_loss_tokens(rollout));
+  for (std::size_t i = 0; i < rollouts.size(); ++i) {
+    const Rollout& rollout = rollouts[i];
+    const double tokens = sequences.tokens[static_cast<std::size_t>(sequences.of[i])];
     switch (aggregation) {
       case Aggregation::token_sum:
         weights.push_back(1);

@@ -1,13 +1,15 @@
 // Weight of one loss token in the mini-batch's loss. Every aggregation is a weighted sum over loss tokens,
 // agg(x) = sum_i w_i sum_t m_it x_it, with weights that are known before the first wave. So the loss does not depend on
 // how the rollouts are cut into waves. Equations: docs/objectives.md (20) to (24).
-// i rollout, t response token, m loss mask, n_i = sum_t m_it, N = sum_i n_i, B rollouts of the mini-batch.
+// i sequence (a rollout, or all of a trajectory), t its response tokens, m share of the token's loss (1 for a loss
+// token, 0 for a masked one), n_i = sum_t m_it, N = sum_i n_i, B sequences of the mini-batch.
 #pragma once
 
 #include <cstdint>
 #include <span>
 #include <vector>
 
+#include "espalier/objective/loss_sequences.h"
 #include "espalier/options/options.h"
 #include "espalier/rollout/rollout.h"
 
@@ -16,16 +18,8 @@ namespace espalier {
 // Aggregation of the critic's loss: --loss-agg-mode, by default token-mean for every policy loss.
 Aggregation value_aggregation(const Options& options);
 
-std::int64_t count_loss_tokens(const Rollout& rollout);
-
-// Sums over the whole mini-batch that a loss needs, counted from its records before the first row runs. Every rank
-// reads all records, so every rank has the same sums; computed values never enter a denominator.
-struct MiniBatchTotals {
-  std::int64_t rollouts = 0, loss_tokens = 0;
-  std::int32_t longest_response = 0;
-
-  static MiniBatchTotals of(std::span<const Rollout> rollouts);
-};
+// Tokens whose loss_mask is 1, whatever their share.
+std::int64_t count_loss_tokens(std::span<const Rollout> rollouts);
 
 // The divisor 0 means the mini-batch's own value: its longest response, or the number of its loss tokens.
 struct AggregationDivisors {
@@ -42,8 +36,10 @@ struct AggregationDivisors {
   static AggregationDivisors from(const Options& options, std::span<const Rollout> rollouts, Aggregation aggregation);
 };
 
-// w_i of each rollout of the mini-batch. The weight of a rollout without loss tokens is finite and multiplies nothing.
-std::vector<double> compute_token_weights(std::span<const Rollout> rollouts, const MiniBatchTotals& totals,
+// w_i of each rollout of the mini-batch, that of its sequence. The weight of a sequence without loss tokens is finite
+// and multiplies nothing. Everything is counted from the records before the first row runs. Every rank reads all
+// records, so every rank has the same weights; computed values never enter a denominator.
+std::vector<double> compute_token_weights(std::span<const Rollout> rollouts, const LossSequences& sequences,
                                           Aggregation aggregation, const AggregationDivisors& divisors);
 
 }  // namespace espalier

@@ -20,7 +20,7 @@
 #include "espalier/device/held_buffers.h"
 #include "espalier/device/host_values.h"
 #include "espalier/device/scalar_type.h"
-#include "espalier/forecast/block_buffers.h"
+#include "espalier/objective/head_buffers.h"
 #include "espalier/ops/operations.h"
 
 namespace espalier {
@@ -190,7 +190,7 @@ void check(const HeadProblem& problem, const HeadGradients* out) {
   ESPALIER_INTERNAL((weight.scalar_type() == dtype || narrow) && hidden.size(1) == weight.size(1) &&
                         hidden.is_contiguous() && weight.is_contiguous() && weight.size(0) > 0,
                     "hidden ", hidden.sizes(), ", weight ", weight.sizes());
-  ESPALIER_INTERNAL_EQ(problem.edges.temperature_O.size(0), hidden.size(0));
+  ESPALIER_INTERNAL_EQ(problem.edges.outputs(), hidden.size(0));
   if (!out) return;
   ESPALIER_INTERNAL(out->grad_hidden_OM.sizes() == hidden.sizes() && out->grad_hidden_OM.scalar_type() == dtype &&
                         out->grad_hidden_OM.is_contiguous(),
@@ -204,40 +204,32 @@ void check(const HeadProblem& problem, const HeadGradients* out) {
 // The edges of a head on the device, block by block, and their numbers.
 class EdgeNumbers {
  public:
-  EdgeNumbers(const HeadProblem& problem, Arena& arena)
-      : edges_(problem.edges),
-        first_token_(problem.part.first),
-        tp_(problem.part.tp),
-        shape_(problem.part.logits),
-        device_(arena.device()) {}
+  EdgeNumbers(const HeadEdges& edges, const VocabularyPart& part, Device& device)
+      : edges_(edges), first_token_(part.first), tp_(part.tp), shape_(part.logits), device_(device) {}
 
   // The edges of a block's rows.
   struct Block {
-    EdgeBlock edges;
-    std::int64_t begin, count;  // of the edges
+    HeadEdges::OfRows edges;
     LogitSums sums;
     at::Tensor series_2E;  // log-probs, then entropies
   };
-  Block score(const HeadPass::Block& block) const {
-    const std::int64_t first = block.first, rows = block.rows;
-    const std::int64_t begin = edges_.begin[static_cast<std::size_t>(first)];
-    const std::int64_t count = edges_.begin[static_cast<std::size_t>(first + rows)] - begin;
-    const EdgeBlock edges{edges_.temperature_O.narrow(0, first, rows), edges_.begin_O1.narrow(0, first, rows + 1),
-                          edges_.target_E.narrow(0, begin, count), shape_};
+  Block score(std::int64_t first_row, const at::Tensor& logits_BV) const {
+    const HeadEdges::OfRows edges =
+        edges_.of_rows(first_row, logits_BV.size(0), first_token_, logits_BV.size(1), shape_, device_);
+    const std::int64_t D = edges.distributions, count = edges.count;
     // The maximum over all ranks; then this rank's numbers, the last three to be summed over ranks in one call.
-    const at::Tensor numbers = device_.allocate({4 * rows + count}, at::kDouble), max_B = numbers.narrow(0, 0, rows);
-    const LogitSums sums{numbers.narrow(0, rows, rows), numbers.narrow(0, 2 * rows, rows),
-                         numbers.narrow(0, 3 * rows, rows)};
-    const at::Tensor raw_E = numbers.narrow(0, 4 * rows, count);
+    const at::Tensor numbers = device_.allocate({4 * D + count}, at::kDouble), max_D = numbers.narrow(0, 0, D);
+    const LogitSums sums{numbers.narrow(0, D, D), numbers.narrow(0, 2 * D, D), numbers.narrow(0, 3 * D, D)};
+    const at::Tensor raw_E = numbers.narrow(0, 4 * D, count);
     const Operations& ops = device_.operations();
-    ops.logit_sums(edges, first_token_, block.logits_BV, sums, raw_E);
-    ops.convert(sums.max_B, max_B);
-    tp_.max_over_ranks(max_B);
-    ops.raise_maximum(edges, max_B, sums);
-    tp_.add_over_ranks(numbers.narrow(0, 2 * rows, 2 * rows + count));
+    ops.logit_sums(edges.block, first_token_, logits_BV, sums, raw_E);
+    ops.convert(sums.max_D, max_D);
+    tp_.max_over_ranks(max_D);
+    ops.raise_maximum(edges.block, max_D, sums);
+    tp_.add_over_ranks(numbers.narrow(0, 2 * D, 2 * D + count));
     const at::Tensor series_2E = device_.allocate({2 * count}, at::kDouble);
-    ops.score_edges(edges, raw_E, sums, series_2E.narrow(0, 0, count), series_2E.narrow(0, count, count));
-    return {edges, begin, count, sums, series_2E};
+    ops.score_edges(edges.block, raw_E, sums, series_2E.narrow(0, 0, count), series_2E.narrow(0, count, count));
+    return {edges, sums, series_2E};
   }
   Device::Coming start_series(const Block& block) const { return device_.start_to_host(block.series_2E); }
   at::Tensor series(const Device::Coming& coming) const { return device_.arrived(coming); }
@@ -245,8 +237,9 @@ class EdgeNumbers {
   // Turns the logits into their gradient; derivatives by log-prob, then by entropy, of the block's edges.
   void compute_gradient(const Block& block, std::vector<double> derivatives, const at::Tensor& logits_BV) const {
     const at::Tensor of_edges = device_.upload(std::move(derivatives));
-    device_.operations().logit_gradients(block.edges, first_token_, block.sums, of_edges.narrow(0, 0, block.count),
-                                         of_edges.narrow(0, block.count, block.count), logits_BV);
+    const std::int64_t count = block.edges.count;
+    device_.operations().logit_gradients(block.edges.block, first_token_, block.sums, of_edges.narrow(0, 0, count),
+                                         of_edges.narrow(0, count, count), logits_BV);
   }
 
  private:
@@ -264,24 +257,84 @@ void check_series(const HeadProblem& problem, std::span<const double> logprob, s
 
 }  // namespace
 
-void HeadEdges::add_to(ControlBlock& block, std::span<const double> temperature, std::span<const HeadEdge> edges,
+void HeadEdges::add_to(ControlBlock& block, std::span<const double> temperature_O, std::span<const HeadEdge> edges,
                        std::int64_t vocabulary) {
-  std::vector<std::int32_t> targets;
+  const auto outputs = static_cast<std::int64_t>(temperature_O.size());
+  const bool has_sets = std::ranges::any_of(edges, [](const HeadEdge& edge) { return !edge.kept.empty(); });
+  std::vector<std::int32_t> targets, begin_of_sets;
+  std::vector<double> temperature_of_sets;
   targets.reserve(edges.size());
-  begin.reserve(temperature.size() + 1);
+  begin_.reserve(temperature_O.size() + 1);
+  if (has_sets) first_.push_back(0);
+  const auto begin_row = [&](std::int64_t row) {
+    begin_.resize(static_cast<std::size_t>(row) + 1, static_cast<std::int32_t>(targets.size()));
+    if (has_sets) first_.resize(static_cast<std::size_t>(row) + 1, static_cast<std::int32_t>(kept_.size()));
+  };
   for (const HeadEdge& edge : edges) {
-    const auto row = static_cast<std::int64_t>(begin.size()) - 1,
-               outputs = static_cast<std::int64_t>(temperature.size());
+    const std::int64_t row = this->outputs();
     ESPALIER_INTERNAL(edge.output >= row && edge.output < outputs && edge.target >= 0 && edge.target < vocabulary,
                       "edge from row ", edge.output, " to token ", edge.target, " after row ", row, "; ", outputs,
                       " rows, vocabulary ", vocabulary);
-    begin.resize(static_cast<std::size_t>(edge.output) + 1, static_cast<std::int32_t>(targets.size()));
+    begin_row(edge.output);
+    const bool is_first = targets.size() == size();
+    ESPALIER_INTERNAL(is_first || !edge.kept.empty() || !has_sets || kept_.back().empty(), "edges of row ", row,
+                      " over a kept set before those over the whole vocabulary");
+    if (has_sets && (is_first || !std::ranges::equal(kept_.back(), edge.kept))) {
+      kept_.push_back(edge.kept);
+      begin_of_sets.push_back(static_cast<std::int32_t>(targets.size()));
+      temperature_of_sets.push_back(temperature_O[static_cast<std::size_t>(edge.output)]);
+    }
     targets.push_back(edge.target);
   }
-  begin.resize(temperature.size() + 1, static_cast<std::int32_t>(targets.size()));
-  block.add(temperature, temperature_O);
-  block.add(begin, begin_O1);
+  begin_row(outputs);
+  if (has_sets) begin_of_sets.push_back(begin_.back());
+  block.add(has_sets ? std::span<const double>(temperature_of_sets) : temperature_O, temperature_D);
+  block.add(has_sets ? begin_of_sets : begin_, begin_D1);
   block.add(targets, target_E);
+}
+
+HeadEdges::OfRows HeadEdges::of_rows(std::int64_t first_row, std::int64_t rows, std::int64_t first_token,
+                                     std::int64_t columns, const LogitShape& shape, Device& device) const {
+  const auto from = static_cast<std::size_t>(first_row), to = static_cast<std::size_t>(first_row + rows);
+  const std::int64_t begin = begin_[from], count = begin_[to] - begin;
+  const std::int64_t first = first_.empty() ? first_row : first_[from];
+  const std::int64_t D = first_.empty() ? rows : first_[to] - first;
+  OfRows out{begin, count, D,
+             EdgeBlock{temperature_D.narrow(0, first, D), begin_D1.narrow(0, first, D + 1),
+                       target_E.narrow(0, begin, count), shape}};
+  if (!first_.empty()) out.block.kept = sets_of(from, to, first_token, columns, device);
+  return out;
+}
+
+KeptBlock HeadEdges::sets_of(std::size_t from, std::size_t to, std::int64_t first_token, std::int64_t columns,
+                             Device& device) const {
+  std::vector<std::int32_t> first, row, begin, end, column;
+  std::size_t ids = 0;
+  for (std::int32_t d = first_[from]; d < first_[to]; ++d) ids += kept_[static_cast<std::size_t>(d)].size();
+  column.reserve(ids);
+  for (std::size_t o = from; o < to; ++o) {
+    first.push_back(static_cast<std::int32_t>(row.size()));
+    for (std::int32_t d = first_[o]; d < first_[o + 1]; ++d) {
+      const auto kept = kept_[static_cast<std::size_t>(d)];
+      row.push_back(static_cast<std::int32_t>(o - from));
+      begin.push_back(static_cast<std::int32_t>(column.size()));
+      const auto here = std::ranges::lower_bound(kept, first_token),
+                 behind = std::ranges::lower_bound(kept, first_token + columns);
+      for (auto id = here; id != behind; ++id) column.push_back(static_cast<std::int32_t>(*id - first_token));
+      end.push_back(kept.empty() ? -1 : static_cast<std::int32_t>(column.size()));
+    }
+  }
+  first.push_back(static_cast<std::int32_t>(row.size()));
+  ESPALIER_INTERNAL(column.size() < std::size_t{1} << 31, column.size(), " kept tokens in a block of logits");
+  KeptBlock out;
+  ControlBlock block;
+  block.add(row, out.row_D);
+  block.add(begin, out.begin_D);
+  block.add(end, out.end_D);
+  block.add(column, out.column_Z);
+  block.add(first, out.first_B1);
+  block.hand_over(device);
+  return out;
 }
 
 void for_each_logits(const at::Tensor& hidden_OM, const at::Tensor& weight_VM, const VocabularyPart& part,
@@ -290,19 +343,31 @@ void for_each_logits(const at::Tensor& hidden_OM, const at::Tensor& weight_VM, c
   pass.run([&](const HeadPass::Block& block) { visit(block.first, block.logits_BV); });
 }
 
+std::vector<double> logprobs_of_logits(const at::Tensor& logits_BV, const HeadEdges& edges, std::int64_t first_row,
+                                       Device& device) {
+  const EdgeNumbers numbers(edges, {}, device);
+  const EdgeNumbers::Block block = numbers.score(first_row, logits_BV);
+  const at::Tensor series = numbers.series(numbers.start_series(block));
+  const auto logprobs = host_values<const double>(series).first(static_cast<std::size_t>(block.edges.count));
+  return {logprobs.begin(), logprobs.end()};
+}
+
 void head_forward(const HeadProblem& problem, std::span<double> logprob, std::span<double> entropy, Arena& arena) {
   check(problem, nullptr);
   check_series(problem, logprob, entropy);
   HeadPass pass(problem.hidden_OM, problem.weight_VM, problem.part, nullptr, arena);
-  const EdgeNumbers numbers(problem, arena);
+  const EdgeNumbers numbers(problem.edges, problem.part, arena.device());
   std::vector<EdgeNumbers::Block> blocks;
-  pass.run([&](const HeadPass::Block& block) { blocks.push_back(numbers.score(block)); });
+  pass.run([&](const HeadPass::Block& block) {
+    blocks.push_back(numbers.score(block.first, block.logits_BV));
+    blocks.back().edges.block = {};  // kept sets may be large
+  });
   for (const EdgeNumbers::Block& block : blocks) {
-    const auto count = static_cast<std::size_t>(block.count);
+    const auto count = static_cast<std::size_t>(block.edges.count);
     const at::Tensor series = numbers.series(numbers.start_series(block));
     const auto values = host_values<const double>(series);
-    std::ranges::copy(values.first(count), logprob.begin() + block.begin);
-    std::ranges::copy(values.last(count), entropy.begin() + block.begin);
+    std::ranges::copy(values.first(count), logprob.begin() + block.edges.begin);
+    std::ranges::copy(values.last(count), entropy.begin() + block.edges.begin);
   }
 }
 
@@ -321,7 +386,7 @@ void add_head_forward_backward(const HeadProblem& problem, const HeadObjective& 
                                Arena& arena) {
   check(problem, &out);
   HeadPass pass(problem.hidden_OM, problem.weight_VM, problem.part, &out, arena);
-  const EdgeNumbers numbers(problem, arena);
+  const EdgeNumbers numbers(problem.edges, problem.part, arena.device());
   struct Scored {
     HeadPass::Block block;
     EdgeNumbers::Block edges;
@@ -329,7 +394,7 @@ void add_head_forward_backward(const HeadProblem& problem, const HeadObjective& 
   };
   const auto scored_from = [&](std::int64_t first) {
     const HeadPass::Block block = pass.logits_from(first);
-    const EdgeNumbers::Block edges = numbers.score(block);
+    const EdgeNumbers::Block edges = numbers.score(block.first, block.logits_BV);
     return Scored{block, edges, numbers.start_series(edges)};
   };
   std::optional<Scored> next;
@@ -340,9 +405,9 @@ void add_head_forward_backward(const HeadProblem& problem, const HeadObjective& 
     if (pass.has_two_rooms() && first < pass.outputs()) next = scored_from(first);
     const at::Tensor series = numbers.series(here.series);
     const auto values = host_values<const double>(series);
-    const auto count = static_cast<std::size_t>(here.edges.count);
+    const auto count = static_cast<std::size_t>(here.edges.edges.count);
     std::vector<double> derivatives(2 * count);
-    objective(static_cast<std::size_t>(here.edges.begin), values.first(count), values.last(count),
+    objective(static_cast<std::size_t>(here.edges.edges.begin), values.first(count), values.last(count),
               std::span(derivatives).first(count), std::span(derivatives).last(count));
     numbers.compute_gradient(here.edges, std::move(derivatives), here.block.logits_BV);
     pass.add_gradients(here.block);

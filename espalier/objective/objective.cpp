@@ -9,29 +9,43 @@
 #include "espalier/objective/compensated_sum.h"
 #include "espalier/objective/denominator.h"
 #include "espalier/objective/kl.h"
+#include "espalier/objective/loss_sequences.h"
 #include "espalier/objective/policy_loss.h"
 #include "espalier/objective/rollout_weights.h"
 #include "espalier/program/step_kind.h"
 
 namespace espalier {
 
-namespace {
-
-// What of the rollout's own log-probs enters a token's loss as a constant.
-struct RolloutConstants {
-  double mean_log_ratio = 0;   // of lp - old
-  double sum_log_ratio = 0;    // of lp - old and the log of the token's weight, each clamped (vespo)
-  double sequence_weight = 1;  // --rollout-is sequence
-  double mean_kl = 0;          // of k3_unbiased, beside its ratio
-  double mean_gradient = 0;    // of the policy loss, where the rollout's tokens share one ratio
-  bool off_policy = false;     // --off-policy-threshold
+// Constants in the losses of a sequence's tokens that follow from its own log-probs. Means and sums are over its loss
+// tokens, each counted by its share.
+struct SequenceConstants {
+  double mean_log_ratio = 0;  // of lp - old
+  double sum_log_ratio = 0;   // of lp - old and the log of the token's weight, each clamped (vespo)
+  double sampler_weight = 1;  // --rollout-is sequence; seq-mask-tis: 1 for a kept sequence, else 0
+  double kl_gradient = 0;     // of k3_unbiased by the sequence's ratio: mean of the weighted KL
+  double ratio_gradient = 0;  // of the policy loss, where the sequence's tokens share one ratio: mean of the weighted
+  bool off_policy = false;    // --off-policy-threshold
 };
+
+namespace {
 
 void require_series(const Rollout& rollout, const std::vector<double>& series, const char* field,
                     const std::string& option, const char* remedy) {
   if (rollout.response_ids.empty()) return;
   if (series.empty()) throw InputError({rollout.where, text_of("a field ", field, ", for ", option), "none", remedy});
   ESPALIER_INTERNAL_EQ(series.size(), rollout.response_ids.size(), rollout.where, " ", field);
+}
+
+// Calls visit(rollout, position, log-prob, share) for the loss tokens of `members`.
+template <class LogprobOf, class Visit>
+void for_each_loss_token(std::span<const Rollout> rollouts, std::span<const std::int32_t> members, LogprobOf logprob_of,
+                         Visit visit) {
+  for (const std::int32_t index : members) {
+    const Rollout& rollout = rollouts[static_cast<std::size_t>(index)];
+    const std::span<const double> logprob = logprob_of(index);
+    for (std::size_t t = 0; t < logprob.size(); ++t)
+      if (rollout.loss_mask[t]) visit(index, t, logprob[t], rollout.loss_share(t));
+  }
 }
 
 }  // namespace
@@ -43,26 +57,41 @@ struct Objective::State {
   KlType kl_type;
   RolloutWeights correction;
   double off_policy_threshold = 0, kl_coefficient = 0, entropy_coefficient = 0;
-  std::vector<double> token_weight;     // [rollouts], of policy loss and KL
-  std::vector<double> entropy_weight;   // [rollouts]
-  std::vector<double> sequence_weight;  // [rollouts], where old log-probs are recorded and --rollout-is is sequence
-  bool needs_whole_rollout = false;
-  MiniBatchTotals totals;
+  LossSequences sequences;
+  std::vector<double> token_weight;      // [rollouts], of policy loss and KL
+  std::vector<double> entropy_weight;    // [rollouts]
+  std::vector<double> sampler_weight;    // [sequences], where it depends on recorded log-probs alone
+  std::vector<SequenceConstants> known;  // [sequences], after settle_sequences
+  bool needs_whole_rollout = false, needs_sequences = false;
+  std::int64_t all_loss_tokens = 0;
 
   CompensatedSum policy_sum, kl_sum, entropy_sum;
   std::int64_t loss_tokens = 0, clipped_tokens = 0;
 
   void check_fields(const Options& options) const;
-  void prepare_sequence_weights();
-  RolloutConstants constants_of(std::int32_t rollout, std::span<const double> logprob) const;
-  double token_factor(const Rollout& rollout, std::int32_t position, double old, double sequence_weight) const;
-  double weight_of(const Rollout& rollout, std::int32_t position, double old, double advantage,
-                   const RolloutConstants& constants) const;
-  double mean_gradient_of(std::int32_t rollout, std::span<const double> logprob,
-                          const RolloutConstants& constants) const;
-  KlTerm kl_part(double logprob, double ref, const Ratio& ratio, double mean_kl) const;
+  void prepare_sampler_weights();
+
+  const Rollout& at(std::int32_t rollout) const { return rollouts[static_cast<std::size_t>(rollout)]; }
+  double old_of(std::int32_t rollout, std::size_t position, double logprob) const {
+    return at(rollout).old_logprobs.empty() ? logprob : at(rollout).old_logprobs[position];
+  }
+  // The sampler's log-prob; `absent` where it was not recorded.
+  double sampled_of(std::int32_t rollout, std::size_t position, double absent) const {
+    return at(rollout).sampled_logprob(position, absent);
+  }
+  double sampler_weight_of(double log_ratio_sum, double tokens) const;
+  PolicyToken token_of(std::int32_t rollout, std::size_t position, double logprob,
+                       const SequenceConstants& constants) const;
+  // The constants of a sequence, or of a part of it; logprob_of(rollout) is its log-probs.
+  template <class LogprobOf>
+  SequenceConstants constants_of(std::span<const std::int32_t> members, LogprobOf logprob_of) const;
+  template <class LogprobOf>
+  void add_mean_gradients(std::span<const std::int32_t> members, LogprobOf logprob_of, double tokens,
+                          SequenceConstants& constants) const;
+  double factor_of(std::int32_t rollout, std::size_t position, double old, double advantage,
+                   const SequenceConstants& constants) const;
   TokenGradient add(std::int32_t rollout, std::int32_t position, double logprob, double entropy,
-                    const RolloutConstants& constants);
+                    const SequenceConstants& constants);
 };
 
 void Objective::State::check_fields(const Options& options) const {
@@ -78,118 +107,141 @@ void Objective::State::check_fields(const Options& options) const {
       require_series(rollout, rollout.rollout_logprobs, "rollout_logprobs",
                      text_of("--rollout-is ", options.rollout_is),
                      "record the sampler's log-probs, or set --rollout-is none");
+    if (policy.compares_sampler())
+      require_series(rollout, rollout.rollout_logprobs, "rollout_logprobs",
+                     text_of("--policy-loss ", options.policy_loss),
+                     "record the sampler's log-probs, or choose another --policy-loss");
     if (!rollout.old_logprobs.empty()) ESPALIER_INTERNAL_EQ(rollout.old_logprobs.size(), rollout.response_ids.size());
   }
 }
 
-void Objective::State::prepare_sequence_weights() {
-  sequence_weight.assign(rollouts.size(), 1.0);
-  for (std::size_t i = 0; i < rollouts.size(); ++i) {
-    const Rollout& rollout = rollouts[i];
-    if (rollout.old_logprobs.empty()) continue;  // the weight then holds the current log-probs
-    double log_ratio = 0;
-    for (std::size_t t = 0; t < rollout.old_logprobs.size(); ++t)
-      if (rollout.loss_mask[t]) log_ratio += rollout.old_logprobs[t] - rollout.rollout_logprobs[t];
-    sequence_weight[i] = correction.weight(log_ratio);
+double Objective::State::sampler_weight_of(double log_ratio_sum, double tokens) const {
+  if (correction.level == RolloutCorrection::sequence) return correction.weight(log_ratio_sum);
+  return tokens == 0 || correction.keeps(log_ratio_sum / tokens) ? 1 : 0;
+}
+
+// Weights of sequences whose old log-probs are all recorded; those of others follow from the current log-probs. Tokens
+// that --rollout-rs rejected still belong to their sequence here, as in verl.
+void Objective::State::prepare_sampler_weights() {
+  sampler_weight.assign(sequences.rollouts.size(), 1.0);
+  for (std::size_t s = 0; s < sequences.rollouts.size(); ++s) {
+    double log_ratio = 0, tokens = 0;
+    for (const std::int32_t index : sequences.rollouts[s]) {
+      const Rollout& rollout = at(index);
+      for (std::size_t t = 0; t < rollout.old_logprobs.size(); ++t) {
+        const double share = rollout.silence_of(t) == Silenced::rejected ? 1 : rollout.loss_share(t);
+        if (share == 0) continue;
+        log_ratio += share * (rollout.old_logprobs[t] - sampled_of(index, t, rollout.old_logprobs[t]));
+        tokens += share;
+      }
+    }
+    sampler_weight[s] = sampler_weight_of(log_ratio, tokens);
   }
 }
 
-RolloutConstants Objective::State::constants_of(std::int32_t index, std::span<const double> logprob) const {
+PolicyToken Objective::State::token_of(std::int32_t rollout, std::size_t position, double logprob,
+                                       const SequenceConstants& constants) const {
+  const double other =
+      policy.compares_sampler() ? sampled_of(rollout, position, logprob) : old_of(rollout, position, logprob);
+  return {logprob, other, advantages[static_cast<std::size_t>(rollout)][position], constants.mean_log_ratio,
+          constants.sum_log_ratio};
+}
+
+template <class LogprobOf>
+SequenceConstants Objective::State::constants_of(std::span<const std::int32_t> members, LogprobOf logprob_of) const {
   constexpr double kLogBound = 20;
-  const Rollout& rollout = rollouts[index];
-  const bool has_old = !rollout.old_logprobs.empty(), has_sampled = !rollout.rollout_logprobs.empty();
-  RolloutConstants constants;
-  double tokens = 0, log_ratio = 0, mismatch = 0, fallen = 0, kl = 0;
-  for (std::size_t t = 0; t < logprob.size(); ++t) {
-    if (!rollout.loss_mask[t]) continue;
-    const double old = has_old ? rollout.old_logprobs[t] : logprob[t];
-    const double sampled = has_sampled ? rollout.rollout_logprobs[t] : old;
-    tokens += 1;
-    log_ratio += logprob[t] - old;
-    mismatch += old - sampled;
-    fallen += sampled - logprob[t];
-    constants.sum_log_ratio += std::clamp(logprob[t] - old, -kLogBound, kLogBound);
+  SequenceConstants constants;
+  double tokens = 0, log_ratio = 0, mismatch = 0, fallen = 0;
+  bool all_have_old = true;
+  for (const std::int32_t index : members)
+    all_have_old &= !at(index).old_logprobs.empty() || at(index).response_ids.empty();
+  for_each_loss_token(rollouts, members, logprob_of, [&](std::int32_t i, std::size_t t, double logprob, double share) {
+    const double old = old_of(i, t, logprob), sampled = sampled_of(i, t, old);
+    tokens += share;
+    log_ratio += share * (logprob - old);
+    mismatch += share * (old - sampled);
+    fallen += share * (sampled - logprob);
+    constants.sum_log_ratio += share * std::clamp(logprob - old, -kLogBound, kLogBound);
     if (correction.level == RolloutCorrection::token)
-      constants.sum_log_ratio += std::clamp(std::log(correction.weight(old - sampled)), std::log(1e-8), kLogBound);
-    if (kl_type.estimator == KlEstimator::k3_unbiased && kl_coefficient != 0)
-      kl += kl_term(kl_type, logprob[t], rollout.ref_logprobs[t]).value;
-  }
+      constants.sum_log_ratio +=
+          share * std::clamp(std::log(correction.weight(old - sampled)), std::log(1e-8), kLogBound);
+  });
   if (tokens == 0) return constants;
   constants.mean_log_ratio = log_ratio / tokens;
-  constants.mean_kl = kl / tokens;
   constants.off_policy = fallen / tokens > off_policy_threshold;
-  if (correction.level == RolloutCorrection::sequence)
-    constants.sequence_weight = has_old ? sequence_weight[index] : correction.weight(mismatch);
-  if (policy.shares_ratio()) constants.mean_gradient = mean_gradient_of(index, logprob, constants);
+  if (correction.by_sequence())
+    constants.sampler_weight =
+        all_have_old ? sampler_weight[static_cast<std::size_t>(sequences.of[static_cast<std::size_t>(members[0])])]
+                     : sampler_weight_of(mismatch, tokens);
+  add_mean_gradients(members, logprob_of, tokens, constants);
   return constants;
 }
 
 // d / d lp_t of sum_u w_u f_u(s) with one ratio s = exp(mean of lp - old): the mean of w_u f_u'(s) s, for every token.
-double Objective::State::mean_gradient_of(std::int32_t index, std::span<const double> logprob,
-                                          const RolloutConstants& constants) const {
-  const Rollout& rollout = rollouts[index];
-  double sum = 0, tokens = 0;
-  for (std::int32_t t = 0; t < rollout.response_length(); ++t) {
-    if (!rollout.loss_mask[t]) continue;
-    const double old = rollout.old_logprobs.empty() ? logprob[t] : rollout.old_logprobs[t];
-    const double advantage = advantages[index][t];
-    const PolicyToken token{logprob[t], old, advantage, constants.mean_log_ratio, constants.sum_log_ratio};
-    sum += weight_of(rollout, t, old, advantage, constants) * policy_term(policy, token).gradient;
-    tokens += 1;
-  }
-  return sum / tokens;
-}
-
-double Objective::State::token_factor(const Rollout& rollout, std::int32_t position, double old,
-                                      double sequence) const {
-  if (policy.loss == PolicyLoss::vespo) return 1.0;  // its own weight holds the correction
-  switch (correction.level) {
-    case RolloutCorrection::token:
-      return correction.weight(old - rollout.rollout_logprobs[position]);
-    case RolloutCorrection::sequence:
-      return sequence;
-    case RolloutCorrection::none:
-      break;
-  }
-  return 1.0;
+// w_u: the token's weight in the mini-batch's loss, its share and its importance weight.
+template <class LogprobOf>
+void Objective::State::add_mean_gradients(std::span<const std::int32_t> members, LogprobOf logprob_of, double tokens,
+                                          SequenceConstants& constants) const {
+  const bool by_kl = kl_type.estimator == KlEstimator::k3_unbiased && kl_coefficient != 0 && policy.by_sequence();
+  if (!by_kl && !policy.shares_ratio()) return;
+  double ratio_sum = 0, kl_sum_of = 0;
+  for_each_loss_token(rollouts, members, logprob_of, [&](std::int32_t i, std::size_t t, double logprob, double share) {
+    const double weight = token_weight[static_cast<std::size_t>(i)] * share;
+    if (by_kl) kl_sum_of += weight * kl_term(kl_type, logprob, at(i).ref_logprobs[t]).value;
+    if (!policy.shares_ratio()) return;
+    const PolicyToken token = token_of(i, t, logprob, constants);
+    ratio_sum +=
+        weight * factor_of(i, t, token.old_logprob, token.advantage, constants) * policy_term(policy, token).gradient;
+  });
+  constants.kl_gradient = kl_sum_of / tokens;
+  constants.ratio_gradient = ratio_sum / tokens;
 }
 
 // What a token's policy loss is multiplied by.
-double Objective::State::weight_of(const Rollout& rollout, std::int32_t position, double old, double advantage,
-                                   const RolloutConstants& constants) const {
+double Objective::State::factor_of(std::int32_t rollout, std::size_t position, double old, double advantage,
+                                   const SequenceConstants& constants) const {
   if (constants.off_policy && advantage < 0) return 0;
-  return token_factor(rollout, position, old, constants.sequence_weight);
-}
-
-KlTerm Objective::State::kl_part(double logprob, double ref, const Ratio& ratio, double mean_kl) const {
-  const KlTerm kl = kl_term(kl_type, logprob, ref);
-  if (kl_type.estimator != KlEstimator::k3_unbiased) return kl;
-  // d (r k) / d lp: a token's own ratio meets its own k, a rollout's meets the mean of all.
-  return {ratio.value * kl.value,
-          ratio.value * kl.gradient + ratio.gradient * (policy.by_sequence() ? mean_kl : kl.value)};
+  if (policy.loss == PolicyLoss::vespo) return 1;  // its own weight holds the correction
+  switch (correction.level) {
+    case RolloutCorrection::token:
+      return correction.weight(old - sampled_of(rollout, position, old));
+    case RolloutCorrection::seq_mask_tis:
+      return constants.sampler_weight == 0 ? 0 : correction.unclipped_weight(old - sampled_of(rollout, position, old));
+    case RolloutCorrection::sequence:
+      return constants.sampler_weight;
+    case RolloutCorrection::none:
+      break;
+  }
+  return 1;
 }
 
 TokenGradient Objective::State::add(std::int32_t index, std::int32_t position, double logprob, double entropy,
-                                    const RolloutConstants& constants) {
-  const Rollout& rollout = rollouts[index];
-  if (!rollout.loss_mask[position]) return {};
-  const double old = rollout.old_logprobs.empty() ? logprob : rollout.old_logprobs[position];
-  const double advantage = advantages[index][position];
-  const PolicyToken token{logprob, old, advantage, constants.mean_log_ratio, constants.sum_log_ratio};
+                                    const SequenceConstants& constants) {
+  const auto i = static_cast<std::size_t>(index), t = static_cast<std::size_t>(position);
+  const Rollout& rollout = rollouts[i];
+  if (!rollout.loss_mask[t]) return {};
+  const double share = rollout.loss_share(t), weight = token_weight[i] * share;
+  const PolicyToken token = token_of(index, t, logprob, constants);
   const PolicyTerm policy_part = policy_term(policy, token);
-  const double factor = weight_of(rollout, position, old, advantage, constants);
-  const double weight = token_weight[index];
+  const double factor = factor_of(index, t, token.old_logprob, token.advantage, constants);
 
   TokenGradient gradient;
   policy_sum.add(weight * factor * policy_part.value);
-  gradient.logprob = weight * (policy.shares_ratio() ? constants.mean_gradient : factor * policy_part.gradient);
+  gradient.logprob = policy.shares_ratio() ? share * constants.ratio_gradient : weight * factor * policy_part.gradient;
   if (kl_coefficient != 0) {
-    const KlTerm kl = kl_part(logprob, rollout.ref_logprobs[position], ratio_of(policy, token), constants.mean_kl);
-    kl_sum.add(weight * kl.value);
-    gradient.logprob += kl_coefficient * weight * kl.gradient;
+    KlTerm kl = kl_term(kl_type, logprob, rollout.ref_logprobs[t]);
+    kl = {weight * kl.value, weight * kl.gradient};
+    if (kl_type.estimator == KlEstimator::k3_unbiased) {
+      // d (r k) / d lp: a token's own ratio meets its own k, a sequence's meets the mean of all.
+      const Ratio ratio = ratio_of(policy, token);
+      const double met = policy.by_sequence() ? share * constants.kl_gradient : kl.value;
+      kl = {ratio.value * kl.value, ratio.value * kl.gradient + ratio.gradient * met};
+    }
+    kl_sum.add(kl.value);
+    gradient.logprob += kl_coefficient * kl.gradient;
   }
-  entropy_sum.add(entropy_weight[index] * entropy);
-  if (entropy_coefficient != 0) gradient.entropy = -entropy_coefficient * entropy_weight[index];
+  entropy_sum.add(entropy_weight[i] * share * entropy);
+  if (entropy_coefficient != 0) gradient.entropy = -entropy_coefficient * entropy_weight[i] * share;
   loss_tokens += 1;
   clipped_tokens += policy_part.clipped;
   return gradient;
@@ -207,26 +259,42 @@ Objective::Objective(std::span<const Rollout> rollouts, std::span<const std::vec
   state.off_policy_threshold = options.off_policy_threshold;
   state.kl_coefficient = options.kl_loss_coef;
   state.entropy_coefficient = options.entropy_coeff;
-  state.totals = MiniBatchTotals::of(rollouts);
+  state.sequences = LossSequences::from(options, rollouts);
+  state.all_loss_tokens = count_loss_tokens(rollouts);
   AggregationDivisors divisors = AggregationDivisors::from(options, rollouts, policy_aggregation(options));
-  state.token_weight = compute_token_weights(rollouts, state.totals, policy_aggregation(options), divisors);
+  state.token_weight = compute_token_weights(rollouts, state.sequences, policy_aggregation(options), divisors);
   divisors.loss_tokens = divisors.items_scale = 0;  // those of the policy loss alone
   state.entropy_weight = options.entropy_agg_mode == Aggregation::of_the_loss
                              ? state.token_weight
-                             : compute_token_weights(rollouts, state.totals, options.entropy_agg_mode, divisors);
+                             : compute_token_weights(rollouts, state.sequences, options.entropy_agg_mode, divisors);
   state.check_fields(options);
-  state.needs_whole_rollout = espalier::needs_whole_rollout(options, rollouts);
-  if (state.correction.level == RolloutCorrection::sequence) state.prepare_sequence_weights();
+  state.needs_sequences = espalier::needs_sequence_pass(options, rollouts);
+  state.needs_whole_rollout = !state.needs_sequences && espalier::needs_whole_rollout(options, rollouts);
+  if (state.correction.by_sequence()) state.prepare_sampler_weights();
 }
 
 Objective::~Objective() = default;
 
 bool Objective::needs_whole_rollout() const { return state_->needs_whole_rollout; }
+bool Objective::needs_sequences() const { return state_->needs_sequences; }
+
+void Objective::settle_sequences(std::span<const std::vector<double>> logprobs) {
+  State& state = *state_;
+  ESPALIER_INTERNAL_EQ(logprobs.size(), state.rollouts.size());
+  const auto logprob_of = [&](std::int32_t rollout) {
+    return std::span<const double>(logprobs[static_cast<std::size_t>(rollout)]);
+  };
+  state.known.clear();
+  for (const auto& members : state.sequences.rollouts) state.known.push_back(state.constants_of(members, logprob_of));
+}
+
 TokenGradient Objective::add_token(std::int32_t rollout, std::int32_t position, double logprob, double entropy) {
   ESPALIER_INTERNAL(!state_->needs_whole_rollout, "add_token where only add_rollout may be used");
-  RolloutConstants constants;
-  if (state_->correction.level == RolloutCorrection::sequence)
-    constants.sequence_weight = state_->sequence_weight[rollout];
+  ESPALIER_INTERNAL(!state_->needs_sequences || !state_->known.empty(), "add_token before settle_sequences");
+  const auto sequence = static_cast<std::size_t>(state_->sequences.of[static_cast<std::size_t>(rollout)]);
+  if (!state_->known.empty()) return state_->add(rollout, position, logprob, entropy, state_->known[sequence]);
+  SequenceConstants constants;
+  if (state_->correction.by_sequence()) constants.sampler_weight = state_->sampler_weight[sequence];
   return state_->add(rollout, position, logprob, entropy, constants);
 }
 
@@ -247,10 +315,15 @@ void Objective::add_rollout(std::int32_t rollout, std::span<const double> logpro
                         grad_entropy.size() == tokens,
                     "series of ", logprob.size(), ", ", entropy.size(), ", ", grad_logprob.size(), ", ",
                     grad_entropy.size(), " for ", tokens, " response tokens");
-  const RolloutConstants constants = state_->constants_of(rollout, logprob);
+  const std::int32_t alone[] = {rollout};
+  const SequenceConstants constants = state_->needs_whole_rollout
+                                          ? state_->constants_of(alone, [&](std::int32_t) { return logprob; })
+                                          : SequenceConstants{};
   for (std::size_t t = 0; t < tokens; ++t) {
-    const TokenGradient gradient =
-        state_->add(rollout, static_cast<std::int32_t>(t), logprob[t], entropy[t], constants);
+    const auto position = static_cast<std::int32_t>(t);
+    const TokenGradient gradient = state_->needs_whole_rollout
+                                       ? state_->add(rollout, position, logprob[t], entropy[t], constants)
+                                       : add_token(rollout, position, logprob[t], entropy[t]);
     grad_logprob[t] = gradient.logprob;
     grad_entropy[t] = gradient.entropy;
   }
@@ -264,8 +337,8 @@ LossParts Objective::parts() const {
   parts.entropy = state.entropy_sum.value();
   parts.loss = parts.pg_loss - state.entropy_coefficient * parts.entropy + state.kl_coefficient * parts.kl_loss;
   parts.loss_tokens = state.loss_tokens;
-  if (state.totals.loss_tokens > 0)
-    parts.clip_fraction = static_cast<double>(state.clipped_tokens) / static_cast<double>(state.totals.loss_tokens);
+  if (state.all_loss_tokens > 0)
+    parts.clip_fraction = static_cast<double>(state.clipped_tokens) / static_cast<double>(state.all_loss_tokens);
   return parts;
 }
 

@@ -20,8 +20,13 @@
 namespace espalier {
 
 // Advantages over a whole file (or the records of one `step`), before mini-batches are formed: one per response token.
-// Errors: InputError naming option and line if a needed field is missing.
+// Records without a reward beside others with one have advantage 0 and no part in their group's statistics, except
+// under gae. Errors: InputError naming option and line if a needed field is missing; UnsupportedError for returns
+// through the branches of a trajectory.
 std::vector<std::vector<double>> compute_advantages(std::span<const Rollout> rollouts, const Options& options);
+
+// Rollouts whose advantage is 0 because nobody judged them while others were judged.
+std::int64_t count_unjudged(std::span<const Rollout> rollouts);
 
 struct LossParts {
   double loss = 0, pg_loss = 0, kl_loss = 0, entropy = 0;  // kl_loss and entropy before their coefficients
@@ -43,16 +48,22 @@ class Objective final : public EdgeLoss {
   ~Objective() override;
 
   // True if a token's derivative depends on other tokens of its rollout: gspo, vespo, --ratio-level sequence, a finite
-  // --off-policy-threshold, or --rollout-is sequence with a rollout without old log-probs. Then only add_rollout may be
-  // used.
+  // --off-policy-threshold, or weights by sequence (--rollout-is) with a rollout without old log-probs. Then only
+  // add_rollout may be used.
   bool needs_whole_rollout() const override;
+
+  // True if it depends on other rollouts of its sequence instead (--loss-unit trajectory): settle_sequences comes
+  // first. Then needs_whole_rollout() is false.
+  bool needs_sequences() const;
+  // Takes the log-probs that the policy has now, one series per rollout; those of masked tokens are not read.
+  void settle_sequences(std::span<const std::vector<double>> logprobs);
 
   // Adds the edges' parts to parts() and overwrites their derivatives. Masked tokens give zeros and add nothing.
   void add_edges(std::span<const LossEdge> edges, std::span<const double> logprob, std::span<const double> entropy,
                  std::span<double> grad_logprob, std::span<double> grad_entropy) override;
   // The same for one token; returns its derivatives.
   TokenGradient add_token(std::int32_t rollout, std::int32_t position, double logprob, double entropy);
-  // The same for all response tokens of a rollout at once; overwrites grad_logprob and grad_entropy.
+  // The same for all response tokens of a rollout at once, in any case; overwrites grad_logprob and grad_entropy.
   void add_rollout(std::int32_t rollout, std::span<const double> logprob, std::span<const double> entropy,
                    std::span<double> grad_logprob, std::span<double> grad_entropy) override;
 

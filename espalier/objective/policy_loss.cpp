@@ -64,6 +64,49 @@ PolicyTerm vespo_term(const PolicySettings& settings, const PolicyToken& token) 
   return {-weight * token.advantage * token.logprob, -weight * token.advantage, false};
 }
 
+// -A min(r, c) lp for a valid token, with the ratio and the choice of tokens held constant (verl: dppo_tv, dppo_kl).
+PolicyTerm truncated_term(const PolicySettings& settings, const PolicyToken& token, bool valid) {
+  if (!valid) return {0, 0, true};
+  const double weight = std::min(ratio_of(settings, token).value, settings.dual_clip);
+  return {-weight * token.advantage * token.logprob, -weight * token.advantage, false};
+}
+
+// A token is valid while its probability has not moved too far to the side that A pushes towards.
+PolicyTerm dppo_tv_term(const PolicySettings& settings, const PolicyToken& token) {
+  const double moved = std::exp(token.logprob) - std::exp(token.old_logprob);
+  return truncated_term(settings, token,
+                        token.advantage > 0 ? moved <= settings.clip_high : moved >= -settings.clip_low);
+}
+
+// The same by the KL of two outcomes, this token or another one.
+PolicyTerm dppo_kl_term(const PolicySettings& settings, const PolicyToken& token) {
+  constexpr double kEpsilon = 1e-8;  // verl's
+  const double now = std::exp(token.logprob), old = std::exp(token.old_logprob);
+  const double kl =
+      old * (token.old_logprob - token.logprob) + (1 - old) * std::log((1 - old + kEpsilon) / (1 - now + kEpsilon));
+  return truncated_term(
+      settings, token,
+      token.advantage > 0 ? kl <= settings.clip_high || now <= old : kl <= settings.clip_low || now >= old);
+}
+
+// prime-rl's: -f A r for a valid token, plus kl_tau (log r)^2 for every token; r is the ratio to the sampler, f
+// --adv-tau.
+PolicyTerm dppo_term(const PolicySettings& settings, const PolicyToken& token) {
+  const double log_ratio = token.logprob - token.old_logprob;
+  const double moved = std::exp(token.logprob) - std::exp(token.old_logprob);
+  const bool valid = token.advantage > 0 ? moved <= settings.dppo_high : moved >= -settings.dppo_low;
+  const double gain = valid ? -settings.advantage_factor * token.advantage * std::exp(log_ratio) : 0.0;
+  return {gain + settings.kl_tau * log_ratio * log_ratio, gain + 2 * settings.kl_tau * log_ratio, !valid};
+}
+
+// -f A r for a ratio to the sampler within the bounds, which are compared as logarithms.
+PolicyTerm icepop_term(const PolicySettings& settings, const PolicyToken& token) {
+  const double log_ratio = token.logprob - token.old_logprob;
+  if (log_ratio < std::log(settings.icepop_low) || log_ratio > std::log(settings.icepop_high)) return {0, 0, true};
+  const double gain = -settings.advantage_factor * token.advantage * std::exp(log_ratio);
+  return {gain, gain, false};
+}
+
 // The score function: gpg, reinforce.
 PolicyTerm score_term(const PolicySettings&, const PolicyToken& token) {
   return {-token.advantage * token.logprob, -token.advantage, false};
@@ -79,6 +122,10 @@ PolicySettings PolicySettings::from(const Options& options) {
   out.ratio_cap = options.ratio_cap;
   out.log_ratio_bound = options.log_ratio_bound;
   out.level = options.ratio_level;
+  out.clip_low = options.clip_ratio_low, out.clip_high = options.clip_ratio_high;
+  out.dppo_low = options.dppo_mask_low, out.dppo_high = options.dppo_mask_high;
+  out.icepop_low = options.icepop_ratio_low, out.icepop_high = options.icepop_ratio_high;
+  out.kl_tau = options.kl_tau, out.advantage_factor = options.adv_tau;
   out.tau_positive = options.tau_pos;
   out.tau_negative = options.tau_neg;
   std::ranges::copy(parse_numbers("--vespo-weights", options.vespo_weights), out.vespo.begin());

@@ -2,9 +2,9 @@
 //
 // lp is the current log-prob, old the old policy's, A the advantage, r = exp(clamp(lp - old, -B, B)), B = 20 unless
 // --log-ratio-bound is given. At sequence level r = exp(min(mean of lp - old over the rollout's loss tokens, 10)),
-// without the 10 if B is infinite. Equations: docs/objectives.md (9) to (15). Names: verl 0.9, register_policy_loss;
-// TRL 1.16's GRPOTrainer for losses that verl does not have. Derivatives equal those of torch.autograd, also at kinks:
-// clamp passes the gradient at its bounds, maximum and minimum of equal numbers give half of it to each.
+// without the 10 if B is infinite. Equations: docs/objectives.md (9) to (15c). Names: verl 0.9, register_policy_loss;
+// TRL 1.16's GRPOTrainer and prime-rl for losses that verl does not have. Derivatives equal those of torch.autograd,
+// also at kinks: clamp passes the gradient at its bounds, maximum and minimum of equal numbers give half of it to each.
 #pragma once
 
 #include <array>
@@ -23,6 +23,9 @@ struct PolicySettings {
   RatioLevel level = RatioLevel::token;
   double tau_positive = 1.0, tau_negative = 1.05;  // sapo, by the advantage's sign
   std::array<double, 4> vespo = {2, 3, 3, 2};      // k, lambda for A >= 0, then for A < 0
+  double clip_low = 0.2, clip_high = 0.2;          // --clip-ratio-low, --clip-ratio-high: bounds of dppo_tv, dppo_kl
+  double dppo_low = 0.2, dppo_high = 0.2, kl_tau = 1e-3, advantage_factor = 1;
+  double icepop_low = 0.2, icepop_high = 5;
 
   bool by_sequence() const { return loss == PolicyLoss::gspo || level == RatioLevel::sequence; }
   // True if the rollout has one ratio, differentiated through its mean (TRL's importance_sampling_level): every token's
@@ -31,6 +34,8 @@ struct PolicySettings {
   bool shares_ratio() const {
     return level == RatioLevel::sequence && (loss == PolicyLoss::vanilla || loss == PolicyLoss::sapo);
   }
+  // True for prime-rl's losses, whose ratio is that to the policy that sampled.
+  bool compares_sampler() const { return loss == PolicyLoss::dppo || loss == PolicyLoss::icepop; }
   static PolicySettings from(const Options& options);
 };
 
@@ -42,7 +47,7 @@ struct PolicyTerm {
 
 // Arguments of a token's term.
 struct PolicyToken {
-  double logprob = 0, old_logprob = 0, advantage = 0;
+  double logprob = 0, old_logprob = 0, advantage = 0;  // old: for losses that compare the sampler, its log-prob
   // Over the rollout's loss tokens, for losses that need the whole rollout: the mean of lp - old; for vespo also the
   // sum of lp - old and of the logs of the tokens' importance weights, each clamped.
   double mean_log_ratio = 0, sum_log_ratio = 0;

@@ -16,4 +16,14 @@ double RolloutWeights::weight(double log_ratio) const {
   return std::min(std::max(ratio, floor), threshold);
 }
 
+bool RolloutWeights::keeps(double mean_log_ratio) const {
+  const double ratio = std::exp(mean_log_ratio);
+  return ratio >= floor && ratio <= threshold;
+}
+
+double RolloutWeights::unclipped_weight(double log_ratio) const {
+  const double ratio = std::exp(log_ratio);
+  return std::isfinite(ratio) ? ratio : 0.0;
+}
+
 }  // namespace espalier

@@ -23,9 +23,9 @@ ValueObjective::ValueObjective(std::span<const Rollout> rollouts, std::span<cons
     : rollouts_(rollouts),
       targets_(targets),
       cliprange_(options.cliprange_value),
-      totals_(MiniBatchTotals::of(rollouts)),
-      token_weight_(compute_token_weights(rollouts, totals_, value_aggregation(options),
-                                          AggregationDivisors::from(options, rollouts, value_aggregation(options)))) {
+      token_weight_(compute_token_weights(rollouts, LossSequences::from(options, rollouts), value_aggregation(options),
+                                          AggregationDivisors::from(options, rollouts, value_aggregation(options)))),
+      all_loss_tokens_(count_loss_tokens(rollouts)) {
   ESPALIER_INTERNAL_EQ(rollouts.size(), targets.size());
   for (std::size_t i = 0; i < rollouts.size(); ++i) {
     ESPALIER_INTERNAL_EQ(targets[i].size(), rollouts[i].response_ids.size(), rollouts[i].where);
@@ -42,11 +42,12 @@ double ValueObjective::add_token(std::int32_t index, std::int32_t position, doub
   // A return that moved with the value would make the loss that of the advantage alone.
   const double target = targets_[i][t];
   const ValueTerm term = value_term(value, rollout.values[t], target, cliprange_);
-  loss_.add(token_weight_[i] * term.loss);
+  const double weight = token_weight_[i] * rollout.loss_share(t);
+  loss_.add(weight * term.loss);
   values_.add(value);
   ++loss_tokens_;
   clipped_tokens_ += term.clipped;
-  return token_weight_[i] * term.gradient;
+  return weight * term.gradient;
 }
 
 void ValueObjective::add_edges(std::span<const LossEdge> edges, std::span<const double> value,
@@ -59,9 +60,9 @@ ValueLossParts ValueObjective::parts() const {
   ValueLossParts parts;
   parts.loss = loss_.value();
   parts.loss_tokens = loss_tokens_;
-  if (totals_.loss_tokens == 0) return parts;
-  parts.clip_fraction = static_cast<double>(clipped_tokens_) / static_cast<double>(totals_.loss_tokens);
-  parts.values_mean = values_.value() / static_cast<double>(totals_.loss_tokens);
+  if (all_loss_tokens_ == 0) return parts;
+  parts.clip_fraction = static_cast<double>(clipped_tokens_) / static_cast<double>(all_loss_tokens_);
+  parts.values_mean = values_.value() / static_cast<double>(all_loss_tokens_);
   return parts;
 }
 

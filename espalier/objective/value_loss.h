@@ -68,8 +68,8 @@ class ValueObjective : public ValueSlopes {
   std::span<const Rollout> rollouts_;
   std::span<const std::vector<double>> targets_;
   double cliprange_;
-  MiniBatchTotals totals_;
   std::vector<double> token_weight_;  // [rollouts]
+  std::int64_t all_loss_tokens_;      // of the mini-batch
   CompensatedSum loss_, values_;
   std::int64_t loss_tokens_ = 0, clipped_tokens_ = 0;
 };

@@ -24,14 +24,17 @@ struct ChoiceRule {
   std::int64_t top_k = 0;  // below 1: all
   double top_p = 1;        // 1: all
   double inverse_temperature() const { return temperature == 0 ? 1 : 1 / temperature; }  // of the log-prob
+  bool keeps_all(std::int64_t vocabulary) const { return (top_k < 1 || top_k >= vocabulary) && !(top_p < 1); }
 };
 
 struct ChoiceOperations {
   // Token n of row b, begin_b <= n + begin_0 < begin_{b + 1} (int32), is drawn with uniform_n in [0, 1) (float64).
   // Overwrites token (the id) and logprob; both are float64, so that one copy brings them to the host. Logits that are
-  // not finite give a log-prob that is not finite.
+  // not finite give a log-prob that is not finite. If `kept` is defined and the temperature is not 0, also writes the
+  // kept tokens of each row with tokens to draw: bit v % 32 of word v / 32 is 1 if token v is kept (int32, W words).
   void (*choose_tokens)(const at::Tensor& logits_BV, const ChoiceRule& rule, const at::Tensor& begin_B1,
-                        const at::Tensor& uniform_N, const at::Tensor& token_N, const at::Tensor& logprob_N);
+                        const at::Tensor& uniform_N, const at::Tensor& token_N, const at::Tensor& logprob_N,
+                        const at::Tensor& kept_BW);
 };
 
 }  // namespace espalier

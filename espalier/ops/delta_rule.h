@@ -4,9 +4,9 @@
 //   c_t = silu(sum_j conv_j x_{t-K+1+j})  of every channel of q, k and v;  q and k of a head divided by sqrt(sum of
 //   squares + 1e-6), q times dk^-1/2;  beta_t = sigmoid(b_t);  gamma_t = exp(-e^A softplus(a_t + dt))
 //   e_t = v_t - gamma_t S_{t-1}^T k_t,  S_t = gamma_t S_{t-1} + k_t (beta_t e_t)^T,  o_t = S_t^T q_t
-// With one decay per channel (DeltaRuleShape::gate_latent), gamma_t = exp(-e^A softplus(a_t + dt)) is a vector [dk],
+// With one decay per channel (RecurrenceShape::gate_latent), gamma_t = exp(-e^A softplus(a_t + dt)) is a vector [dk],
 // gamma_t S is diag(gamma_t) S, and dt is [Hv, dk].
-// Mamba-2 (DeltaRuleShape::mamba) has no norms of q and k, its e_t does not depend on the state, its convolution may
+// Mamba-2 (RecurrenceShape::mamba) has no norms of q and k, its e_t does not depend on the state, its convolution may
 // have biases, and D v_t is added to the output:
 //   s_t = clamp(softplus(a_t + dt)),  beta_t = s_t,  gamma_t = exp(-e^A s_t),  e_t = v_t,  o_t = S_t^T q_t + D v_t
 // A run is a sequence of rows without a branch. It begins with the final state of the run before it: S, and the last K
@@ -23,7 +23,7 @@
 #include <cstdint>
 #include <span>
 
-#include "espalier/shape/model_shape.h"
+#include "espalier/mixers/recurrence/shape.h"
 
 namespace espalier {
 
@@ -40,7 +40,7 @@ struct StateRun {
 };
 
 struct DeltaRuleProblem {
-  DeltaRuleShape shape;
+  RecurrenceShape shape;
   at::Tensor projected_TW, conv_CK, a_log_H, dt_bias_H;
   at::Tensor conv_bias_C, skip_H;  // Mamba-2 only: the convolution's biases, or undefined; D
   std::span<const StateRun> runs;  // each after the run that it continues; together all rows if o is computed
@@ -57,7 +57,7 @@ struct DeltaRuleGradients {
 // Mamba-2: y = weight u / sqrt(mean u^2 + eps), u = o silu(z), with the mean over the value heads of a key head and a
 // weight [V].
 struct GatedNormProblem {
-  DeltaRuleShape shape;
+  RecurrenceShape shape;
   double eps;
   at::Tensor o_TV, projected_TW, weight;
 };

@@ -19,6 +19,8 @@
 
 namespace espalier {
 
+struct ModelShape;
+
 struct ModelOperations {
   // Errors: UnsupportedError if the device's operations do not support the model. Null: they support every model.
   void (*require_taken)(const ModelShape& shape, at::ScalarType dtype) = nullptr;

@@ -16,12 +16,14 @@ void check_objective_kind(const Options& options) {
   refuse(options.policy_loss != PolicyLoss::vanilla && options.policy_loss != PolicyLoss::reinforce, "--policy-loss",
          name_of(options.policy_loss));
   refuse(options.rollout_is != RolloutCorrection::none, "--rollout-is", name_of(options.rollout_is));
+  refuse(!options.rollout_rs.empty(), "--rollout-rs", options.rollout_rs);
   refuse(options.kl_loss_coef != 0, "--kl-loss-coef", text_of(options.kl_loss_coef));
   refuse(!options.critic.empty(), "--critic", options.critic);
   if (options.objective == ObjectiveKind::sft) return;
   refuse(options.entropy_coeff != 0, "--entropy-coeff", text_of(options.entropy_coeff));
   refuse(options.loss_agg_mode != Aggregation::of_the_loss && options.loss_agg_mode != Aggregation::token_sum,
          "--loss-agg-mode", name_of(options.loss_agg_mode));
+  refuse(options.loss_unit == LossUnit::trajectory, "--loss-unit", name_of(options.loss_unit));
   refuse(!options.record.empty(), "--record", options.record);
   refuse(!options.rollout_metrics.empty(), "--rollout-metrics", options.rollout_metrics);
   if (options.objective == ObjectiveKind::reward) {

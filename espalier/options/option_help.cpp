@@ -15,13 +15,13 @@ namespace espalier {
 namespace {
 
 constexpr const char* kTrlSection = "TRL's formulas";
-constexpr std::array<std::string_view, 10> kTrlFormulas = {
-    "ratio-cap",           "log-ratio-bound",  "vespo-weights",        "token-mean-divisor", "token-divisor-scale",
-    "token-count-epsilon", "entropy-agg-mode", "off-policy-threshold", "rollout-is-floor",   "decay-matrices-only"};
+constexpr std::array<std::string_view, 11> kTrlFormulas = {
+    "ratio-cap",           "log-ratio-bound",     "vespo-weights",    "token-mean-divisor",
+    "token-divisor-scale", "token-count-epsilon", "entropy-agg-mode", "off-policy-threshold",
+    "rollout-is-floor",    "decay-matrices-only", "group-of-one"};
 
 // A command of each section of docs/options.md.
 constexpr std::array<std::pair<std::string_view, const char*>, 14> kExamples = {{
-    {"Server", "espalier serve --model M --port 8080 --memory-budget 24GiB"},
     {"Run", "espalier train --dtype bfloat16 --threads 16 --seed 1 --model M --rollouts r.jsonl --out OUT"},
     {"Input and output",
      "espalier train --model M --rollouts day1/ day2.jsonl.zst --out OUT --save-freq 10 --record TRACE"},
@@ -40,6 +40,7 @@ constexpr std::array<std::pair<std::string_view, const char*>, 14> kExamples = {
     {"Closed loop",
      "espalier grpo --train-batch-size 32 --test-freq 20 --filter-groups --model M --prompts p.jsonl --reward "
      "reward.py --out RUN"},
+    {"Server", "espalier serve --model base=MODEL --state STATE --port 8080"},
     {"Benchmark grid", "espalier bench --splits 1024/256,4096/128 --n 4,16 --repetitions 5 --model M"},
     {kTrlSection,
      "espalier train --loss-type dapo --beta 0.04 --epsilon-high 0.28 --model M --rollouts r.jsonl --out OUT"},
@@ -248,7 +249,7 @@ const std::vector<VerbName>& verb_names() {
   static const std::vector<VerbName> names = {{'i', "inspect"},  {'c', "convert"}, {'p', "plan"},   {'t', "train"},
                                               {'s', "score"},    {'v', "verify"},  {'b', "bench"},  {'r', "replay"},
                                               {'g', "generate"}, {'l', "grpo"},    {'o', "report"}, {'a', "merge"},
-                                              {'e', "serve"}};
+                                              {'e', "serve"},    {'x', "doctor"}};
   return names;
 }
 

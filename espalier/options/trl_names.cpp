@@ -156,6 +156,7 @@ class Translation {
     imply("log-ratio-bound", "inf");
     imply("kl-loss-type", "k3_unbiased");
     imply("adv-epsilon", "0.0001");
+    imply("group-of-one", "zero");
     imply("token-count-epsilon", "0");
     imply("loss-agg-mode", "token-mean");
     imply("entropy-agg-mode", "token-mean");
@@ -163,8 +164,8 @@ class Translation {
     imply("decay-matrices-only", "true");
     notes_.push_back(
         "TRL's names: TRL's formulas and defaults (no dual clip, log-ratios unbounded, k3 times the ratio, 1e-4 beside "
-        "the "
-        "deviation, loss_type dapo, weight decay 0); options given under our names win");
+        "the deviation, advantage 0 in a group of one, loss_type dapo, weight decay 0); options given under our names "
+        "win");
   }
 
   void loss_type() {

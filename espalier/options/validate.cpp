@@ -17,16 +17,38 @@ void check_objective(const Options& options) {
 
 void check_ratios(const Options& options) {
   const PolicyLoss loss = options.policy_loss;
-  const bool takes_ratio = loss != PolicyLoss::gpg && loss != PolicyLoss::reinforce && loss != PolicyLoss::vespo;
+  const bool by_sampler = loss == PolicyLoss::dppo || loss == PolicyLoss::icepop;
+  const bool by_divergence = by_sampler || loss == PolicyLoss::dppo_tv || loss == PolicyLoss::dppo_kl;
+  const bool takes_ratio =
+      loss != PolicyLoss::gpg && loss != PolicyLoss::reinforce && loss != PolicyLoss::vespo && !by_divergence;
   if (options.ratio_level == RatioLevel::sequence && !takes_ratio)
     throw OptionError({"--ratio-level", text_of("token with --policy-loss ", options.policy_loss),
                        name_of(RatioLevel::sequence), "leave --ratio-level out, or choose another --policy-loss"});
   if (std::isfinite(options.ratio_cap) && loss != PolicyLoss::vanilla && loss != PolicyLoss::gspo)
     throw OptionError({"--ratio-cap", "--policy-loss vanilla or gspo, whose unclipped branch it caps", name_of(loss),
                        "leave --ratio-cap out"});
-  if (loss == PolicyLoss::vespo && options.rollout_is == RolloutCorrection::sequence)
+  const RolloutCorrection correction = options.rollout_is;
+  if (loss == PolicyLoss::vespo && correction != RolloutCorrection::none && correction != RolloutCorrection::token)
     throw OptionError({"--rollout-is", "none or token with --policy-loss vespo, which uses one weight per token",
-                       name_of(RolloutCorrection::sequence), ""});
+                       name_of(correction), ""});
+  if (by_sampler && correction != RolloutCorrection::none)
+    throw OptionError({"--rollout-is",
+                       text_of("none with --policy-loss ", name_of(loss), ", whose ratio is that to the sampler"),
+                       name_of(correction), "leave --rollout-is out"});
+  if (by_sampler && std::isfinite(options.off_policy_threshold))
+    throw OptionError({"--off-policy-threshold", text_of("no such option with --policy-loss ", name_of(loss)),
+                       text_of(options.off_policy_threshold), "leave --off-policy-threshold out"});
+  if (by_sampler && options.kl_loss_type == KlLossType::k3_unbiased && options.kl_loss_coef != 0)
+    throw OptionError({"--kl-loss-type",
+                       text_of("an estimator without the ratio to the old policy with --policy-loss ", name_of(loss)),
+                       name_of(options.kl_loss_type), "give --kl-loss-type k3_unbounded"});
+  if (correction == RolloutCorrection::seq_mask_tis && options.rollout_is_mode != OutOfBounds::truncate)
+    throw OptionError({"--rollout-is-mode",
+                       "no such option with --rollout-is seq-mask-tis, which always drops sequences",
+                       name_of(options.rollout_is_mode), "leave --rollout-is-mode out"});
+  if (options.icepop_ratio_low > options.icepop_ratio_high)
+    throw OptionError({"--icepop-ratio-low", "a number not above --icepop-ratio-high",
+                       text_of(options.icepop_ratio_low, ", and ", options.icepop_ratio_high), ""});
   if (options.rollout_is_floor >= options.rollout_is_threshold)
     throw OptionError({"--rollout-is-floor", "a number below --rollout-is-threshold",
                        text_of(options.rollout_is_floor, ", and ", options.rollout_is_threshold), ""});

@@ -26,7 +26,7 @@ double seconds_of(const TreeIndex& index, const CostModel& model, Schedule sched
 std::vector<double> seconds_of_trees(std::span<const Rollout> rollouts, const std::vector<PrefixTree>& trees,
                                      const LocalShape& shape, const PlanOptions& options,
                                      const MachineProfile& profile) {
-  const EdgeIndex edges(rollouts, options.all_logprobs, !shape.whole().value_head, shape.whole().window);
+  const EdgeIndex edges(rollouts, options.all_logprobs, !shape.whole().value_head, shape.whole().window());
   const CostModel model(shape, profile, options.dtype, options.kind, options.setting);
   std::vector<std::int32_t> place(rollouts.size());
   std::vector<double> seconds;
@@ -174,7 +174,7 @@ DealtTrees deal_trees(std::vector<PrefixTree> trees, std::int64_t ranks, std::sp
     return dealt;
   }
   const bool shared = options.schedule != Schedule::dense;
-  const EdgeIndex edges(rollouts, options.all_logprobs, !shape.whole().value_head, shape.whole().window);
+  const EdgeIndex edges(rollouts, options.all_logprobs, !shape.whole().value_head, shape.whole().window());
   const CostModel model(shape, profile, options.dtype, options.kind, options.setting);
   std::vector<std::int32_t> place(rollouts.size());
   std::vector<TreeCut> cuts;

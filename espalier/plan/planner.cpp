@@ -1,5 +1,6 @@
 // Candidates, the choice among them, and the plan written out.
 #include "espalier/plan/planner.h"
+#include "espalier/shape/path_leaves.h"
 
 #include <algorithm>
 #include <limits>
@@ -37,7 +38,7 @@ class Search {
          const PlanOptions& options, const MachineProfile& profile)
       : options_(options),
         cp_(shape.degrees().cp),
-        edges_(rollouts, options.all_logprobs, !shape.whole().value_head, shape.whole().window),
+        edges_(rollouts, options.all_logprobs, !shape.whole().value_head, shape.whole().window()),
         model_(shape, profile, options.dtype, options.kind, options.setting),
         whole_(shape.whole(), profile, options.dtype, options.kind, options.setting),
         bytes_(shape, options.dtype, options.kind, options.setting),
@@ -473,7 +474,7 @@ StepPlan make_plan(std::span<const Rollout> rollouts, const std::vector<PrefixTr
   if (path_of(options.path_state, shape.degrees().cp).latents && !may_carry_latents(shape.own()))
     throw UnsupportedError(
         {text_of("--path-state ", name_of(options.path_state)), "a model with latent attention and without windows",
-         shape.own().has_latents() ? "layers with windows" : "other attention", "use --path-state auto"});
+         narrows_path(shape.own()) ? "layers with windows" : "other attention", "use --path-state auto"});
   const Search search(rollouts, trees, shape, options, profile);
   StepPlan plan;
   plan.requested = options.schedule;
@@ -481,7 +482,7 @@ StepPlan make_plan(std::span<const Rollout> rollouts, const std::vector<PrefixTr
   plan.budget_given = options.token_budget > 0;
   plan.all_logprobs = options.all_logprobs;
   plan.by_temperature = !shape.whole().value_head;
-  plan.window = shape.whole().window;
+  plan.window = shape.whole().window();
   plan.machine = profile.line();
 
   Candidate chosen = best_of_schedules(search, options.schedule, plan);

@@ -59,7 +59,7 @@ class StageWalk {
   };
 
   static StepKind forward_of(StepKind kind) {
-    kind.gradients = kind.counting_pass = false;
+    kind.gradients = kind.counting_pass = kind.sequence_pass = false;
     return kind;
   }
 

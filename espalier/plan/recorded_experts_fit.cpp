@@ -27,6 +27,14 @@ void drop_dense_layers(RecordedExperts& experts, const ModelShape& shape, std::i
   experts.layers = static_cast<std::int32_t>(expert_layers);
 }
 
+// A layer's experts are distinct: zeros throughout stand for a layer without a record.
+void free_zeros(RecordedExperts& experts) {
+  if (experts.chosen < 2) return;
+  for (auto layer = experts.ids.begin(); layer != experts.ids.end(); layer += experts.chosen)
+    if (std::all_of(layer, layer + experts.chosen, [](std::uint16_t id) { return id == 0; }))
+      std::fill(layer, layer + experts.chosen, RecordedExperts::kFree);
+}
+
 std::int64_t prompt_tokens(const std::vector<PrefixTree>& trees, std::span<const Rollout> rollouts) {
   std::int64_t sum = 0;
   for (const PrefixTree& tree : trees)
@@ -45,15 +53,16 @@ void fit_recorded_experts(std::vector<Rollout>& rollouts, const ModelShape& shap
     RecordedExperts& experts = rollout.recorded_experts;
     if (experts.tokens == 0) continue;
     if (shape.experts == 0) refuse(rollout, "no experts, because the model has none", "some");
-    if (experts.layers != expert_layers && experts.layers != shape.layers)
+    if (experts.layers != expert_layers && experts.layers != shape.layers())
       refuse(rollout,
-             expert_layers == shape.layers
-                 ? text_of(shape.layers, " layers per token")
-                 : text_of(expert_layers, " layers per token (those with experts) or ", shape.layers, " (all)"),
+             expert_layers == shape.layers()
+                 ? text_of(shape.layers(), " layers per token")
+                 : text_of(expert_layers, " layers per token (those with experts) or ", shape.layers(), " (all)"),
              text_of(experts.layers));
     if (experts.chosen != shape.experts_per_token)
       refuse(rollout, text_of(shape.experts_per_token, " experts per token and layer"), text_of(experts.chosen));
     if (experts.layers != expert_layers) drop_dense_layers(experts, shape, expert_layers);
+    free_zeros(experts);
     sort_recorded_experts(experts);
     for (auto layer = experts.ids.begin(); layer != experts.ids.end(); layer += experts.chosen) {
       if (*layer == RecordedExperts::kFree) continue;

@@ -62,19 +62,39 @@ std::vector<LossEdge> edges_of(const RowSet& set, std::span<const Rollout> rollo
   return edges;
 }
 
+namespace {
+
+// The first of the edges of a row that are alike.
+template <class Alike>
+std::vector<LossEdge> first_of_each(const std::vector<LossEdge>& edges, const Alike& alike) {
+  std::vector<LossEdge> found;
+  std::size_t row_begin = 0;  // of those of the edge's row
+  for (const LossEdge& edge : edges) {
+    if (found.empty() || found.back().row != edge.row) row_begin = found.size();
+    const bool known = std::any_of(found.begin() + static_cast<std::ptrdiff_t>(row_begin), found.end(),
+                                   [&](const LossEdge& first) { return alike(first, edge); });
+    if (!known) found.push_back(edge);
+  }
+  return found;
+}
+
+}  // namespace
+
 std::vector<LossEdge> outputs_of(const std::vector<LossEdge>& edges, std::span<const Rollout> rollouts,
                                  bool by_temperature) {
-  std::vector<LossEdge> outputs;
-  std::size_t row_begin = 0;  // of the outputs of the edge's row
-  for (const LossEdge& edge : edges) {
-    if (outputs.empty() || outputs.back().row != edge.row) row_begin = outputs.size();
-    const bool known = std::any_of(
-        outputs.begin() + static_cast<std::ptrdiff_t>(row_begin), outputs.end(), [&](const LossEdge& output) {
-          return !by_temperature || rollouts[output.rollout].temperature == rollouts[edge.rollout].temperature;
-        });
-    if (!known) outputs.push_back(edge);
-  }
-  return outputs;
+  return first_of_each(edges, [&](const LossEdge& a, const LossEdge& b) {
+    return !by_temperature || rollouts[a.rollout].temperature == rollouts[b.rollout].temperature;
+  });
+}
+
+std::vector<LossEdge> distributions_of(const std::vector<LossEdge>& edges, std::span<const Rollout> rollouts) {
+  const auto kept_of = [&](const LossEdge& edge) {
+    return rollouts[edge.rollout].kept_sets.at(static_cast<std::size_t>(edge.position));
+  };
+  return first_of_each(edges, [&](const LossEdge& a, const LossEdge& b) {
+    return rollouts[a.rollout].temperature == rollouts[b.rollout].temperature &&
+           std::ranges::equal(kept_of(a), kept_of(b));
+  });
 }
 
 }  // namespace espalier

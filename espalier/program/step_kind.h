@@ -16,9 +16,11 @@ struct StepKind {
   bool gradients = true;         // false: forward only
   bool whole_rollout = false;    // the objective's derivative needs whole rollouts: the head runs again in the backward
   bool all_rows_choose = false;  // router losses or whole loads: a last layer of experts runs all rows
+  bool sequence_pass = false;    // a forward pass for values of sequences of several records comes first
   bool counting_pass = false;    // a forward pass for the routers' choices comes first
   bool counts_rollouts = false;  // router losses per rollout: ranks of cp sum the choices of a sharded rollout
-  std::int64_t temperatures = 1;  // the largest number of outputs of one row
+  std::int64_t temperatures = 1;                    // the largest number of outputs of one row
+  std::int64_t kept_ids = 0, largest_kept_set = 0;  // ids of all kept sets, and of the largest
 };
 
 inline constexpr StepKind kForwardOnly{.gradients = false};
@@ -50,10 +52,13 @@ struct StepSetting {
   DeviceTraits device;
 };
 
-// True if a token's derivative depends on other tokens of its rollout: because of the policy loss, a ratio for each
+// True if a token's derivative depends on other tokens of its sequence: because of the policy loss, a ratio for each
 // sequence (--ratio-level), an off-policy threshold, or because sequence importance weights use the current log-probs
 // of rollouts without old ones.
 bool needs_whole_rollout(const Options& options, std::span<const Rollout> rollouts);
+// True if, besides, a sequence has several rollouts with loss tokens (--loss-unit trajectory). A forward pass then
+// gives the values of sequences, and a token's derivative depends on no other token.
+bool needs_sequence_pass(const Options& options, std::span<const Rollout> rollouts);
 
 // The kind of a gradient on these rollouts. A critic (`shape` with a value head) has neither policy nor router losses.
 // `counted`: the routers' choices at these weights are known, so that no counting pass is needed.

@@ -78,6 +78,9 @@ std::vector<LossEdge> edges_of(const RowSet& set, std::span<const Rollout> rollo
 std::vector<LossEdge> outputs_of(const std::vector<LossEdge>& edges, std::span<const Rollout> rollouts,
                                  bool by_temperature);
 
+// The first edge of each distribution of the head, in that order: of each (row, temperature, kept set).
+std::vector<LossEdge> distributions_of(const std::vector<LossEdge>& edges, std::span<const Rollout> rollouts);
+
 enum class ItemKind { wave, trunk };
 
 struct PlanItem {

@@ -8,7 +8,7 @@ namespace {
 std::vector<Stop> forward_stops(const LocalShape& local) {
   std::vector<Stop> stops;
   if (local.is_first_stage()) stops.push_back({Stop::Kind::embedding, Pass::forward, Unit::kEmbedding});
-  for (std::int64_t layer = 0; layer < local.own().layers; ++layer)
+  for (std::int64_t layer = 0; layer < local.own().layers(); ++layer)
     stops.push_back({Stop::Kind::layer, Pass::forward, layer});
   if (local.is_last_stage()) stops.push_back({Stop::Kind::final_norm, Pass::forward, Unit::kFinalNorm});
   return stops;
@@ -21,7 +21,7 @@ std::vector<Stop> backward_stops(const LocalShape& local) {
     stops.push_back({kind, Pass::backward, unit, reads_weights, true});
   };
   if (local.is_last_stage()) add(Stop::Kind::final_norm, Unit::kFinalNorm, true);
-  for (std::int64_t layer = local.own().layers - 1; layer >= trained.first_layer; --layer)
+  for (std::int64_t layer = local.own().layers() - 1; layer >= trained.first_layer; --layer)
     add(Stop::Kind::layer, layer, true);
   if (local.is_first_stage() && trained.input) add(Stop::Kind::embedding, Unit::kEmbedding, false);
   return stops;

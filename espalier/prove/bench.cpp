@@ -12,8 +12,10 @@
 
 #include "espalier/base/error.h"
 #include "espalier/base/random.h"
+#include "espalier/config/model_config.h"
 #include "espalier/measure/cost_fit.h"
 #include "espalier/measure/machine.h"
+#include "espalier/mixers/attention/shape.h"
 #include "espalier/plan/planner.h"
 #include "espalier/prove/operation_rates.h"
 #include "espalier/shape/trained_parameters.h"
@@ -28,12 +30,13 @@ namespace {
 
 // Qwen3 in small: large enough that matrix products dominate, small enough for a laptop.
 ModelShape built_in_shape() {
+  AttentionShape attention;
+  attention.heads = 8, attention.kv_heads = 2, attention.head_dim = 64, attention.qk_norm = true;
+  attention.rope.theta = 1e6;
   ModelShape shape;
   shape.architecture = "Qwen3ForCausalLM";
-  shape.layers = 8, shape.hidden = 512, shape.inner = 1536;
-  shape.heads = 8, shape.kv_heads = 2, shape.head_dim = 64;
-  shape.vocabulary = 8192, shape.max_positions = 40960;
-  shape.rope_theta = 1e6, shape.tied_head = true, shape.qk_norm = true;
+  shape.hidden = 512, shape.vocabulary = 8192, shape.max_positions = 40960, shape.tied_head = true;
+  shape.layer = attention_layers(8, attention, 1536);
   return shape;
 }
 
@@ -144,7 +147,7 @@ std::vector<Task> tasks_of(const Options& options, const ModelShape& shape, Prog
   const std::vector<Split> splits = parse_splits(options.splits);
   const std::vector<std::int64_t> sizes = parse_group_sizes(options.n);
   if (!options.rollouts.empty()) {
-    std::vector<Rollout> rollouts = read_for_model(options.rollouts, shape, progress, options.temperature);
+    std::vector<Rollout> rollouts = read_for_model(options.rollouts, shape, progress, record_use_of(options));
     std::vector<double> prompts, responses;
     for (const Rollout& rollout : rollouts) {
       prompts.push_back(rollout.prompt_length());

@@ -82,6 +82,98 @@ void add_logit_cases(std::vector<OperationCase>& cases, std::int64_t rows, std::
   cases.push_back(gradient);
 }
 
+// Distributions over kept sets and over the whole vocabulary: a row has none, one or three of them, and a set may have
+// no token among these columns, which are those from token 2 on.
+struct SetCase {
+  at::Tensor temperature, begin, target, row, set_begin, set_end, column, first;
+  std::int64_t edges, distributions;
+};
+SetCase sets_of(std::int64_t rows, std::int64_t V, bool with_empty) {
+  std::vector<std::int32_t> begin{7}, target, row, set_begin, set_end, column, first;
+  std::vector<double> temperature;
+  const auto add = [&](std::int64_t b, std::int64_t step) {  // step 0: the whole vocabulary; V: no column
+    row.push_back(static_cast<std::int32_t>(b));
+    temperature.push_back(b % 2 == 0 ? 1.0 : 0.7 + 0.1 * static_cast<double>(b));
+    set_begin.push_back(static_cast<std::int32_t>(column.size()));
+    for (std::int64_t v = b % 3; step > 0 && step < V && v < V; v += step)
+      column.push_back(static_cast<std::int32_t>(v));
+    const auto kept = static_cast<std::int64_t>(column.size()) - set_begin.back();
+    set_end.push_back(step == 0 ? -1 : static_cast<std::int32_t>(column.size()));
+    for (std::int64_t e = 0; e < 2; ++e) {
+      const std::int64_t at = step == 0  ? (b * 31 + e * 17) % V
+                              : kept > 0 ? column[column.size() - 1 - e % kept]
+                                         : V + 1;
+      target.push_back(static_cast<std::int32_t>(at + 2));
+    }
+    begin.push_back(static_cast<std::int32_t>(7 + target.size()));
+  };
+  for (std::int64_t b = 0; b < rows; ++b) {
+    first.push_back(static_cast<std::int32_t>(row.size()));
+    if (b % 4 == 3) continue;
+    add(b, b % 4 == 1 ? 3 : 0);
+    if (b % 4 != 2) continue;
+    add(b, 2);
+    add(b, with_empty ? V : 5);
+  }
+  first.push_back(static_cast<std::int32_t>(row.size()));
+  return {at::tensor(temperature, at::kDouble),
+          whole_numbers(begin),
+          whole_numbers(target),
+          whole_numbers(row),
+          whole_numbers(set_begin),
+          whole_numbers(set_end),
+          whole_numbers(column),
+          whole_numbers(first),
+          static_cast<std::int64_t>(target.size()),
+          static_cast<std::int64_t>(row.size())};
+}
+
+void add_kept_cases(std::vector<OperationCase>& cases, std::int64_t rows, std::int64_t V, const LogitShape& shape) {
+  const std::string sizes = text_of(rows, " x ", V, ", kept sets", shape.is_plain() ? "" : ", shaped");
+  const double terms = 48 + root(V) * 8;
+  for (const bool with_empty : {false, true}) {
+    const SetCase sets = sets_of(rows, V, with_empty);
+    const auto numbers = [&](std::int64_t count, bool result) {
+      return OperationCase::Argument{at::zeros({count}, at::kDouble), Kind::fixed, result};
+    };
+    const auto block = [shape](const Tensors& t) {
+      return EdgeBlock{t[0], t[1], t[2], shape, KeptBlock{t[3], t[4], t[5], t[6], t[7]}};
+    };
+    const auto sums_in = [](const Tensors& t) { return LogitSums{t[8], t[9], t[10]}; };
+    std::vector<OperationCase::Argument> shared;
+    for (const at::Tensor& each :
+         {sets.temperature, sets.begin, sets.target, sets.row, sets.set_begin, sets.set_end, sets.column, sets.first})
+      shared.push_back({each, Kind::fixed});
+    const at::Tensor logits = normal({rows, V}, 67, 2);
+    const std::int64_t D = sets.distributions, E = sets.edges;
+    OperationCase score{
+        with_empty ? "logit_sums, raise_maximum" : "logit_sums, score_edges", sizes, shared, {}, 0, terms};
+    for (int i = 0; i < 3; ++i) score.arguments.push_back(numbers(D, true));
+    for (int i = 0; i < 3; ++i) score.arguments.push_back(numbers(E, true));
+    for (const std::size_t logarithm : {9, 10, 12, 13}) score.arguments[logarithm].least = 1;
+    score.arguments.push_back({logits, Kind::sum});
+    score.arguments.push_back({at::full({D}, 9.0, at::kDouble), Kind::fixed});
+    score.call = [=](const Ops& o, const Tensors& t) {
+      o.logit_sums(block(t), 2, t[14], sums_in(t), t[11]);
+      if (with_empty) return o.raise_maximum(block(t), t[15], sums_in(t));
+      o.score_edges(block(t), t[11], sums_in(t), t[12], t[13]);
+    };
+    cases.push_back(score);
+    // The sums of all columns are given, as ranks with the other columns have found them.
+    OperationCase gradient{"logit_gradients", sizes + (with_empty ? ", none here" : ""), shared, {}, 0, terms * 4};
+    gradient.arguments.push_back({normal({D}, 68), Kind::fixed});
+    gradient.arguments.push_back({normal({D}, 69).abs() + 6, Kind::fixed});
+    gradient.arguments.push_back({normal({D}, 70).abs(), Kind::fixed});
+    gradient.arguments.push_back({normal({E}, 71), Kind::fixed});
+    gradient.arguments.push_back({normal({E}, 72), Kind::fixed});
+    gradient.arguments.push_back({logits, Kind::sum, true});
+    gradient.call = [=](const Ops& o, const Tensors& t) {
+      o.logit_gradients(block(t), 2, sums_in(t), t[11], t[12], t[13]);
+    };
+    cases.push_back(gradient);
+  }
+}
+
 // A critic's values are summed in float64 whatever the dtype: only results are rounded.
 void add_value_cases(std::vector<OperationCase>& cases, std::int64_t rows, std::int64_t width) {
   const std::string sizes = text_of(rows, " x ", width);
@@ -302,23 +394,25 @@ void add_choice_case(std::vector<OperationCase>& cases, const std::string& name,
   const bool rest = kind == Logits::rest || kind == Logits::rest_before_tie;
   const std::vector<double> ends = {0.0, rest ? 1 - 0x1p-53 : 1 - 1e-9, 0.5, 0x1p-9, 0x1p-3};
   for (std::int64_t i = 0; i < 5; ++i) uniform[i] = uniform[40 + i] = ends[static_cast<std::size_t>(i)];
-  cases.push_back({"choose_tokens",
-                   text_of(name, ", ", V, " tokens",
-                           kind == Logits::random  ? ""
-                           : kind == Logits::equal ? ", equal ones"
-                           : kind == Logits::same  ? ", all the same"
-                           : kind == Logits::pair  ? ", a likelier pair"
-                           : kind == Logits::rest  ? ", a rest"
-                           : rest                  ? ", a rest before a tie"
-                                                   : ", neighbours"),
-                   {{logits, Kind::sum},
-                    {whole_numbers({4, 36, 36, 68}), Kind::fixed},
-                    {uniform, Kind::fixed},
-                    {at::zeros({N}, at::kDouble), Kind::fixed, true},
-                    {at::zeros({N}, at::kDouble), Kind::fixed, true}},
-                   [rule](const Ops& o, const Tensors& t) { o.choose_tokens(t[0], rule, t[1], t[2], t[3], t[4]); },
-                   0,
-                   64});
+  cases.push_back(
+      {"choose_tokens",
+       text_of(name, ", ", V, " tokens",
+               kind == Logits::random  ? ""
+               : kind == Logits::equal ? ", equal ones"
+               : kind == Logits::same  ? ", all the same"
+               : kind == Logits::pair  ? ", a likelier pair"
+               : kind == Logits::rest  ? ", a rest"
+               : rest                  ? ", a rest before a tie"
+                                       : ", neighbours"),
+       {{logits, Kind::sum},
+        {whole_numbers({4, 36, 36, 68}), Kind::fixed},
+        {uniform, Kind::fixed},
+        {at::zeros({N}, at::kDouble), Kind::fixed, true},
+        {at::zeros({N}, at::kDouble), Kind::fixed, true},
+        {at::zeros({B, (V + 31) / 32}, at::kInt), Kind::fixed, rule.temperature > 0}},
+       [rule](const Ops& o, const Tensors& t) { o.choose_tokens(t[0], rule, t[1], t[2], t[3], t[4], t[5]); },
+       0,
+       64});
 }
 
 }  // namespace
@@ -332,6 +426,10 @@ std::vector<OperationCase> head_cases() {
   add_logit_cases(cases, 16, 1, 1);
   add_logit_cases(cases, 16, 9, 1);
   add_logit_cases(cases, 4, 260, 1, true);
+  add_kept_cases(cases, 3, 1, {});
+  add_kept_cases(cases, 7, 37, {});
+  add_kept_cases(cases, 6, 1030, {});
+  add_kept_cases(cases, 4, 40, {.scale = 0.5, .cap = 3});
   add_value_cases(cases, 0, 8);
   add_value_cases(cases, 1, 3);
   add_value_cases(cases, 5, 264);

@@ -21,7 +21,7 @@ struct RunSize {
 };
 
 struct DeltaSize {
-  DeltaRuleShape shape;
+  RecurrenceShape shape;
   std::vector<RunSize> runs;
   std::string name;
 };
@@ -57,7 +57,7 @@ std::vector<StateRun> runs_of(const DeltaSize& size, Kept kept, const at::Tensor
 // A state is a sum over rows of products of sums over channels, each exponent off by its size; what a row adds is at
 // most its value, and what was added before decays.
 void add_delta_cases(std::vector<OperationCase>& cases, const DeltaSize& size) {
-  const DeltaRuleShape& s = size.shape;
+  const RecurrenceShape& s = size.shape;
   std::int64_t T = 0, longest = 0;
   for (const RunSize& run : size.runs) T += run.rows, longest = std::max(longest, run.rows);
   const std::int64_t C = s.channels(), H = s.value_heads, V = s.value_width(), N = s.state(),
@@ -125,7 +125,7 @@ void add_delta_cases(std::vector<OperationCase>& cases, const DeltaSize& size) {
   }
 }
 
-void add_gate_cases(std::vector<OperationCase>& cases, const DeltaRuleShape& s, std::int64_t rows,
+void add_gate_cases(std::vector<OperationCase>& cases, const RecurrenceShape& s, std::int64_t rows,
                     const std::string& name) {
   const std::int64_t V = s.value_width();
   const std::string sizes = text_of(name, ", ", rows, " rows");
@@ -174,15 +174,15 @@ void add_head_gate_cases(std::vector<OperationCase>& cases, std::int64_t rows, s
 
 std::vector<OperationCase> state_cases() {
   std::vector<OperationCase> cases;
-  const DeltaRuleShape by_part{.key_heads = 2, .value_heads = 4, .key_dim = 8, .value_dim = 5, .kernel = 4};
-  DeltaRuleShape by_head = by_part, wide = by_part, mamba = by_part;
+  const RecurrenceShape by_part{.key_heads = 2, .value_heads = 4, .key_dim = 8, .value_dim = 5, .kernel = 4};
+  RecurrenceShape by_head = by_part, wide = by_part, mamba = by_part;
   by_head.by_key_head = true;
   wide.key_heads = wide.value_heads = 1, wide.key_dim = 20, wide.value_dim = 64, wide.kernel = 2;
   mamba.mamba = mamba.conv_bias = true, mamba.value_dim = 6, mamba.kernel = 3, mamba.least_step = 0.3,
   mamba.largest_step = 1.5;
-  DeltaRuleShape of_channels = by_part, wide_channels = wide;
+  RecurrenceShape of_channels = by_part, wide_channels = wide;
   of_channels.key_heads = 4, of_channels.gate_latent = wide_channels.gate_latent = 1, wide_channels.value_dim = 33;
-  DeltaRuleShape bare = mamba;
+  RecurrenceShape bare = mamba;
   bare.conv_bias = false, bare.least_step = 0, bare.largest_step = std::numeric_limits<double>::infinity();
   // A tree: a run of more than two blocks, branches behind it, one of them shorter than the convolution.
   const std::vector<RunSize> tree = {{130, -1}, {17, 0}, {2, 0}, {5, 2}, {1, -2}}, small = {{3, -2}, {33, 0}};

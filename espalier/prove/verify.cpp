@@ -15,6 +15,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/checkpoint/model_directory.h"
+#include "espalier/config/model_config.h"
 #include "espalier/device/scalar_type.h"
 #include "espalier/grouping/prefix_tree.h"
 #include "espalier/measure/machine.h"
@@ -519,9 +520,8 @@ const ParameterCheck& Verdict::worst() const {
 Verdict verify(const Options& options, Progress& progress, const Mesh& mesh) {
   const bool with_critic = !options.critic.empty();
   const ModelShape shape = read_trained_shape(options.model, checked_choice(options));
-  TrainingData data(
-      read_for_model(options.rollouts, shape, progress, options.temperature, nullptr, text_rows_of(options)), options,
-      with_critic);
+  TrainingData data(read_for_model(options.rollouts, shape, progress, record_use_of(options, text_rows_of(options))),
+                    options, with_critic);
   const std::int32_t longest = data.longest();
   const MachineProfile machine = machine_profile(options, progress, mesh);
   const std::int64_t whole = require_runs_fit(shape, options, machine, data, mesh);

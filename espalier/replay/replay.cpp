@@ -7,6 +7,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/checkpoint/model_directory.h"
+#include "espalier/config/model_config.h"
 #include "espalier/device/host_values.h"
 #include "espalier/measure/machine.h"
 #include "espalier/options/products.h"
@@ -72,7 +73,8 @@ ReplayReport replay(const std::filesystem::path& directory, const Options& given
   const Options options = replay_options(trace, given);
   choose_products(options);
   const ModelShape shape = read_trained_shape(trace.model, trained_choice(options));
-  const TrainingData data(read_for_model(trace.rollouts.string(), shape, progress), options);
+  const TrainingData data(read_for_model(trace.rollouts.string(), shape, progress, {.kept_sets = options.kept_sets}),
+                          options);
   require_same(mesh.world, trace.rollouts.string(), data.fingerprint(), "give every rank the same files");
   const auto steps = static_cast<std::int64_t>(trace.steps.size());
   if (data.mini_batches() != steps)

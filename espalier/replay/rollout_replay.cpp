@@ -6,6 +6,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/checkpoint/model_directory.h"
+#include "espalier/config/model_config.h"
 #include "espalier/measure/machine.h"
 #include "espalier/parallel/agreement.h"
 #include "espalier/shape/trained_parameters.h"
@@ -45,7 +46,7 @@ ReplayReport replay_rollouts(const std::string& path, const Options& options, Pr
     throw OptionError({"--model", "the model that the rollouts were recorded with", "nothing",
                        "give --model DIR; only a trace (a folder with trace.json) brings its own"});
   const ModelShape shape = read_trained_shape(options.model, trained_choice(options));
-  const TrainingData data(read_for_model(path, shape, progress, options.temperature), options);
+  const TrainingData data(read_for_model(path, shape, progress, record_use_of(options)), options);
   require_same(mesh.world, path, data.fingerprint(), "give every rank the same files");
   const std::int64_t all = options.epochs * data.mini_batches();
   const std::int64_t steps = options.steps == 0 ? all : std::min(options.steps, all);

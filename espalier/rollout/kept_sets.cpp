@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 
+#include "espalier/base/error.h"
 #include "espalier/rollout/json_text.h"
 
 namespace espalier {
@@ -20,6 +21,16 @@ void add_kept_set(KeptSets& sets, std::span<const std::int32_t> ids) {
 bool keeps(const KeptSets& sets, std::size_t position, std::int32_t id) {
   const auto ids = sets.at(position);
   return ids.empty() || std::ranges::binary_search(ids, id);
+}
+
+std::string settle_kept_sets(std::vector<Rollout>& rollouts, KeptSetsUse use) {
+  const auto with = std::ranges::count_if(rollouts, [](const Rollout& rollout) { return !rollout.kept_sets.empty(); });
+  if (with == 0) return "";
+  const std::string count = text_of(with, " of ", rollouts.size(), " records");
+  if (use == KeptSetsUse::automatic)
+    return text_of("kept_ids in ", count, ": log-probs, entropies and gradients of their tokens are over these sets");
+  for (Rollout& rollout : rollouts) rollout.kept_sets = {};
+  return text_of("kept_ids in ", count, " are ignored: log-probs are over the whole vocabulary");
 }
 
 std::string kept_sets_json(const KeptSets& sets) {

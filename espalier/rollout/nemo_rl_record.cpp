@@ -4,20 +4,24 @@
 //   token_ids            prompt and response, right-padded to the longest of the batch
 //   input_lengths        tokens that are not padding (absent: no padding)
 //   token_loss_mask      1 where a token was generated and counts; sample_loss_mask 0 drops the whole sample
-//   advantages           per token; generation_logprobs -> rollout_logprobs, prev_logprobs -> old_logprobs:
-//                        the log-prob of token t stands at t, the first is 0
-//   rewards              -> reward; everything else (content, idx, agent_ref ...) is carried through
+//   advantages           per token; generation_logprobs -> rollout_logprobs, prev_logprobs -> old_logprobs,
+//                        reference_policy_logprobs -> ref_logprobs: the log-prob of token t stands at t, the first is 0
+//   filtered_rewards     -> reward, else rewards. With dynamic sampling `rewards` are those of all prompts that were
+//                        sampled, and do not belong to the samples of the file
+//   content, idx, agent_ref are carried through, other fields too, with a note
 //
 // The format has no border between prompt and response. Here the prompt ends before the first token with loss; what
 // follows is the response, with the turns in between (tool output, user turns) masked. A sample without any such token
 // is all prompt, with an empty response. A sample dropped by sample_loss_mask keeps its border.
 // There is no group either: equal prompts of one step form a group. The step is the number in the file's name.
+#include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <filesystem>
 
 #include "espalier/rollout/json_text.h"
 #include "espalier/rollout/record_format.h"
+#include "espalier/rollout/settled_series.h"
 
 namespace espalier {
 namespace {
@@ -27,13 +31,27 @@ constexpr ListShape kWrapped = ListShape::flat_or_wrapped;
 struct Sample {
   std::vector<std::int32_t> token_ids;
   std::vector<std::uint8_t> token_loss_mask;
-  std::vector<double> advantages, generation_logprobs, prev_logprobs;
-  std::optional<double> input_length, sample_loss_mask, reward;
+  std::vector<double> advantages, generation_logprobs, prev_logprobs, reference_policy_logprobs;
+  std::optional<double> input_length, sample_loss_mask, reward, filtered_reward;
 };
+
+using Series = std::vector<double> Sample::*;
+struct SeriesField {
+  std::string_view name;
+  Series of_sample;
+  std::vector<double> Rollout::*of_rollout;
+};
+constexpr SeriesField kSeries[] = {
+    {"advantages", &Sample::advantages, &Rollout::advantages},
+    {"generation_logprobs", &Sample::generation_logprobs, &Rollout::rollout_logprobs},
+    {"prev_logprobs", &Sample::prev_logprobs, &Rollout::old_logprobs},
+    {"reference_policy_logprobs", &Sample::reference_policy_logprobs, &Rollout::ref_logprobs},
+};
+constexpr std::string_view kCarried[] = {"content", "idx", "agent_ref"};
 
 // A number, alone or in a list of one.
 double read_single(JsonValue value, const RecordPlace& place, std::string_view field) {
-  if (!is_list(value, place, field)) return read_number(value, place, field);
+  if (!is_list(value)) return read_number(value, place, field);
   std::vector<double> numbers;
   read_numbers(value, place, field, kWrapped, numbers);
   if (numbers.size() != 1) throw place.wrong(field, "one number", text_of(numbers.size(), " numbers"));
@@ -61,7 +79,7 @@ std::vector<T> response_part(const std::vector<T>& series, const Sample& sample,
   return std::vector<T>(series.begin() + begin, series.begin() + end);
 }
 
-Rollout assembled(const Sample& sample, const RecordPlace& place) {
+Rollout assembled(const Sample& sample, const RecordPlace& place, std::int64_t& unsampled_tokens) {
   if (sample.token_ids.empty()) throw place.wrong("token_ids", "at least one token", "none");
   const std::int64_t end = used_length(sample, place);
   if (sample.token_loss_mask.empty())
@@ -80,11 +98,15 @@ Rollout assembled(const Sample& sample, const RecordPlace& place) {
       throw place.wrong("sample_loss_mask", "0 or 1", text_of(*sample.sample_loss_mask));
     if (*sample.sample_loss_mask == 0) rollout.loss_mask.assign(rollout.loss_mask.size(), 0);
   }
-  rollout.advantages = response_part(sample.advantages, sample, begin, end, place, "advantages");
-  rollout.rollout_logprobs =
-      response_part(sample.generation_logprobs, sample, begin, end, place, "generation_logprobs");
-  rollout.old_logprobs = response_part(sample.prev_logprobs, sample, begin, end, place, "prev_logprobs");
-  rollout.reward = sample.reward;
+  for (const auto& [name, of_sample, of_rollout] : kSeries) {
+    std::vector<double>& series = rollout.*of_rollout;
+    series = response_part(sample.*of_sample, sample, begin, end, place, name);
+    if (of_rollout == &Rollout::rollout_logprobs)
+      unsampled_tokens += settle_sampled(series, rollout.loss_mask);
+    else
+      settle_series(series, rollout.loss_mask, {place, name, begin});
+  }
+  rollout.reward = sample.filtered_reward ? sample.filtered_reward : sample.reward;
   return rollout;
 }
 
@@ -95,26 +117,28 @@ Rollout read_nemo_rl_record(RecordReader& reader, std::string_view line, const R
   Sample sample;
   std::string carried;
   for_each_member(reader.parser, line, place, [&](std::string_view key, JsonValue value) {
-    if (key == "token_ids")
+    const auto* const series = std::ranges::find(kSeries, key, &SeriesField::name);
+    if (series != std::end(kSeries))
+      read_series(value, place, key, kWrapped, sample.*series->of_sample);
+    else if (key == "token_ids")
       read_token_ids(value, place, key, reader.vocabulary, kWrapped, sample.token_ids);
     else if (key == "token_loss_mask")
       read_mask(value, place, key, kWrapped, sample.token_loss_mask);
-    else if (key == "advantages")
-      read_numbers(value, place, key, kWrapped, sample.advantages);
-    else if (key == "generation_logprobs")
-      read_numbers(value, place, key, kWrapped, sample.generation_logprobs);
-    else if (key == "prev_logprobs")
-      read_numbers(value, place, key, kWrapped, sample.prev_logprobs);
     else if (key == "input_lengths")
       sample.input_length = read_single(value, place, key);
     else if (key == "sample_loss_mask")
       sample.sample_loss_mask = read_single(value, place, key);
     else if (key == "rewards")
       sample.reward = read_single(value, place, key);
-    else
+    else if (key == "filtered_rewards")
+      sample.filtered_reward = read_single(value, place, key);
+    else {
+      if (std::ranges::find(kCarried, key) == std::end(kCarried))
+        reader.unknown_fields.try_emplace(std::string(key), place.where());
       add_carried(carried, key, read_raw(value, place, key));
+    }
   });
-  Rollout rollout = assembled(sample, place);
+  Rollout rollout = assembled(sample, place, reader.unsampled_tokens);
   rollout.temperature = reader.temperature;
   rollout.carried = std::move(carried);
   rollout.step = step;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <filesystem>
 
+#include "espalier/options/column_names.h"
 #include "espalier/options/nearest_option.h"
 #include "espalier/rollout/line_reader.h"
 #include "espalier/rollout/python_records.h"
@@ -67,29 +68,56 @@ class FileSetReader {
   void read_rows(const std::string& path) {
     if (options_.rows.model.empty())
       throw InputError({path, "--model DIR, whose tokenizer turns the text into token ids", "none", "give --model"});
-    read_by_python(path, {"espalier.texts", "rows", options_.rows.objective, options_.rows.model});
+    column_names(options_.rows.columns, {"prompt", "chosen", "rejected", "answers", "completion", "messages", "text",
+                                         "tools", "chat_template_kwargs", "group", "step", "id", "temperature",
+                                         "margin", "ref_chosen_logps", "ref_rejected_logps"});
+    read_by_python(path,
+                   {"espalier.texts", "rows", options_.rows.objective, options_.rows.model, options_.rows.columns});
   }
 
   // True where the first record of the file is text that `rows` makes records of.
   bool holds_rows(const RecordSource& source) {
     if (options_.rows.objective.empty() || source.path == "-") return false;
     if (source.path.ends_with(".parquet")) return true;
-    std::error_code ignored;
-    if (source.by_python || !std::filesystem::is_regular_file(source.path, ignored)) return false;
-    std::int64_t bytes = 0;
-    const std::unique_ptr<ByteStream> stream = unpacked(open_file_bytes(source.path, bytes), source.path);
-    LineReader lines(*stream, source.path, [](std::int64_t) {});
-    Line line;
-    if (!lines.next(line)) return false;
-    refuse_binary(source.path, line.text);
-    return is_text_row(reader_, line.text, {source.path, line.number, line.ends_file});
+    return with_first_line(source, [&](const Line& line, const RecordPlace& place) {
+      refuse_binary(source.path, line.text);
+      return !options_.rows.columns.empty() || is_text_row(reader_, line.text, place);
+    });
+  }
+
+  // True where the file holds traces of agents, or one JSON value over several lines: Python reads both.
+  bool holds_traces(const RecordSource& source) {
+    const bool json = source.path.ends_with(".json") || source.path.ends_with(".json.gz");
+    return with_first_line(source, [&](const Line& line, const RecordPlace& place) {
+      try {
+        return is_trace(reader_, line.text, place);
+      } catch (const InputError&) {
+        return json && line.text.find_first_of("{[") == line.text.find_first_not_of(" \t\r");
+      }
+    });
   }
 
   void finish() {
     for (const auto& [field, where] : reader_.unknown_fields) out_.notes.push_back(unknown_field_note(field, where));
+    if (reader_.unsampled_tokens > 0)
+      out_.notes.push_back(text_of("rollout_logprobs of ", reader_.unsampled_tokens,
+                                   " tokens with loss are not finite: they count as not recorded, with importance "
+                                   "weight 1"));
   }
 
  private:
+  // visit(line, place) of the first line of a file that is no pipe and not for Python alone; false where there is none.
+  template <class Visit>
+  bool with_first_line(const RecordSource& source, const Visit& visit) {
+    std::error_code ignored;
+    if (source.by_python || source.path == "-" || !std::filesystem::is_regular_file(source.path, ignored)) return false;
+    std::int64_t bytes = 0;
+    const std::unique_ptr<ByteStream> stream = unpacked(open_file_bytes(source.path, bytes), source.path);
+    LineReader lines(*stream, source.path, [](std::int64_t) {});
+    Line line;
+    return lines.next(line) && visit(line, RecordPlace{source.path, line.number, line.ends_file});
+  }
+
   void read_lines(ByteStream& stream, const std::string& name, std::int64_t total, bool by_python) {
     const std::int64_t bytes_before = out_.bytes;
     const std::size_t rollouts_before = out_.rollouts.size();
@@ -150,7 +178,7 @@ RolloutFile read_rollouts(const std::vector<std::string>& paths, const ReadOptio
     std::int64_t bytes = 0;
     if (files.holds_rows(source))
       files.read_rows(source.path);
-    else if (source.by_python || texts)
+    else if (source.by_python || texts || files.holds_traces(source))
       files.read_by_python(source.path);
     else
       files.read(open_file_bytes(source.path, bytes), source.path, known ? total : 0);

@@ -21,6 +21,7 @@ namespace espalier {
 struct TextRows {
   std::string objective;  // "dpo", "reward" or "sft"; empty: text is refused
   std::string model;      // directory
+  std::string columns;    // --columns: the user's names of columns; not empty: every file of JSON Lines holds such rows
 };
 
 struct ReadOptions {

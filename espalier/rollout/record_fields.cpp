@@ -1,6 +1,10 @@
 #include "espalier/rollout/record_fields.h"
 
 #include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+#include <optional>
 
 #include "espalier/rollout/json_text.h"
 
@@ -10,7 +14,7 @@ namespace {
 namespace ondemand = simdjson::ondemand;
 static_assert(LineReader::kPadding >= simdjson::SIMDJSON_PADDING);
 
-constexpr const char* kFiniteRemedy = "JSON has no NaN or Infinity: repair or drop this rollout";
+constexpr const char* kFiniteJsonRemedy = "JSON has no NaN or Infinity: write null there";
 
 // A value as a message shows it: at most 40 printable characters.
 std::string shown(std::string_view token) {
@@ -27,10 +31,22 @@ std::string element_name(std::string_view field, std::int64_t index) {
   return std::string(field) + "[" + std::to_string(index) + "]";
 }
 
-const char* remedy_for(const std::string& got) {
+bool names_no_number(const std::string& got) {
   std::string lower = got;
   for (char& c : lower) c = static_cast<char>(c | 0x20);
-  return lower.find("nan") != std::string::npos || lower.find("inf") != std::string::npos ? kFiniteRemedy : "";
+  return lower.find("nan") != std::string::npos || lower.find("inf") != std::string::npos;
+}
+
+const char* remedy_for(const std::string& got) { return names_no_number(got) ? kFiniteRemedy : ""; }
+
+// NaN or an infinity where a writer has no finite number; none for any other text. Writers leave NaN, Infinity, null
+// and numbers beyond double's range.
+std::optional<double> not_finite(const std::string& token) {
+  if (token == "null") return std::numeric_limits<double>::quiet_NaN();
+  char* end = nullptr;
+  const double value = std::strtod(token.c_str(), &end);
+  if (token.empty() || *end != '\0' || std::isfinite(value)) return {};
+  return value;
 }
 
 // Reads each element of a list with read(element, index); a wrapped list is entered where `shape` allows it.
@@ -98,6 +114,25 @@ void read_numbers(JsonValue value, const RecordPlace& place, std::string_view fi
   });
 }
 
+void read_series(JsonValue value, const RecordPlace& place, std::string_view field, ListShape shape,
+                 std::vector<double>& out) {
+  out.clear();
+  for_each_element(value, place, field, "a list of numbers", shape, [&](JsonValue& item, std::int64_t index) {
+    double number = 0;
+    if (item.get_double().get(number)) number = read_series_value(item, place, element_name(field, index));
+    out.push_back(number);
+  });
+}
+
+double read_series_value(JsonValue value, const RecordPlace& place, std::string_view field) {
+  double number = 0;
+  if (value.get_double().get(number) == simdjson::SUCCESS) return number;
+  const std::string token = shown(value);
+  const std::optional<double> none = not_finite(token);
+  if (!none) throw place.wrong(field, "a finite number", token, remedy_for(token));
+  return *none;
+}
+
 void read_mask(JsonValue value, const RecordPlace& place, std::string_view field, ListShape shape,
                std::vector<std::uint8_t>& out) {
   out.clear();
@@ -139,10 +174,9 @@ bool is_null(JsonValue& value) {
   return !value.type().get(type) && type == ondemand::json_type::null && shown(value) == "null";
 }
 
-bool is_list(JsonValue& value, const RecordPlace& place, std::string_view field) {
+bool is_list(JsonValue& value) {
   ondemand::json_type type;
-  if (value.type().get(type)) throw place.wrong(field, "a JSON value", shown(value), remedy_for(shown(value)));
-  return type == ondemand::json_type::array;
+  return !value.type().get(type) && type == ondemand::json_type::array;
 }
 
 std::string_view read_raw(JsonValue value, const RecordPlace& place, std::string_view field) {
@@ -162,7 +196,7 @@ std::string_view read_raw(JsonValue value, const RecordPlace& place, std::string
   raw = raw.substr(0, last == std::string_view::npos ? 0 : last + 1);
   if (failed || !is_json(raw))
     throw place.wrong(field, "a JSON value nested at most " + std::to_string(kDeepestJson) + " deep", shown(raw),
-                      remedy_for(shown(raw)));
+                      names_no_number(shown(raw)) ? kFiniteJsonRemedy : "");
   return raw;
 }
 

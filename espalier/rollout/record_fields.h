@@ -31,6 +31,11 @@ struct RecordPlace {
                    const std::string& remedy = {}) const;
 };
 
+// The remedy for a number that is not finite, where a finite one is needed.
+constexpr const char* kFiniteRemedy =
+    "Repair it where the rollout was made. If that is impossible, leave out its whole group: advantages compare the "
+    "rollouts of a group";
+
 // A list, or with flat_or_wrapped also a list holding just that list (a batch of one).
 enum class ListShape { flat, flat_or_wrapped };
 
@@ -39,14 +44,21 @@ void read_token_ids(JsonValue value, const RecordPlace& place, std::string_view 
                     ListShape shape, std::vector<std::int32_t>& out);
 void read_numbers(JsonValue value, const RecordPlace& place, std::string_view field, ListShape shape,
                   std::vector<double>& out);
+// The same for a series of the response. NaN, infinities and null are kept: NaN or an infinity stands in their place,
+// until settle_series (settled_series.h) decides.
+void read_series(JsonValue value, const RecordPlace& place, std::string_view field, ListShape shape,
+                 std::vector<double>& out);
 void read_mask(JsonValue value, const RecordPlace& place, std::string_view field, ListShape shape,
                std::vector<std::uint8_t>& out);
 
 double read_number(JsonValue value, const RecordPlace& place, std::string_view field);
+// One number for a whole series, kept as by read_series.
+double read_series_value(JsonValue value, const RecordPlace& place, std::string_view field);
 std::int64_t read_integer(JsonValue value, const RecordPlace& place, std::string_view field);
 
-bool is_null(JsonValue& value);  // leaves the value readable
-bool is_list(JsonValue& value, const RecordPlace& place, std::string_view field);
+// Both leave the value readable, and are false for text that is no JSON value.
+bool is_null(JsonValue& value);
+bool is_list(JsonValue& value);
 
 // The value's own text, checked to be JSON.
 std::string_view read_raw(JsonValue value, const RecordPlace& place, std::string_view field);

@@ -25,6 +25,23 @@ constexpr std::array<TextDump, 9> kTextDumps = {{
     {{"question", "answer"}, "a data set of questions and answers"},
 }};
 
+using Keys = std::set<std::string, std::less<>>;
+
+Keys keys_of(RecordReader& reader, std::string_view line, const RecordPlace& place) {
+  Keys keys;
+  for_each_member(reader.parser, line, place, [&](std::string_view key, JsonValue) { keys.emplace(key); });
+  return keys;
+}
+
+// Fields by which python/espalier/records recognises traces.
+bool of_trace(const Keys& keys) {
+  if (keys.contains("prompt_ids") || keys.contains("response_ids") || keys.contains("token_ids")) return false;
+  return keys.contains("trajectories") || keys.contains("responses_create_params") ||
+         (keys.contains("traces") && keys.contains("env")) ||
+         (keys.contains("trial_name") && keys.contains("agent_result")) ||
+         (keys.contains("schema_version") && keys.contains("steps"));
+}
+
 }  // namespace
 
 const char* name_of(RecordFormat format) {
@@ -32,9 +49,11 @@ const char* name_of(RecordFormat format) {
 }
 
 RecordFormat detect_format(RecordReader& reader, std::string_view line, const RecordPlace& place) {
-  std::set<std::string, std::less<>> keys;
-  for_each_member(reader.parser, line, place, [&](std::string_view key, JsonValue) { keys.emplace(key); });
+  const Keys keys = keys_of(reader, line, place);
   if (keys.contains("prompt_ids") || keys.contains("response_ids")) return RecordFormat::neutral;
+  if (of_trace(keys))
+    throw UnsupportedError({place.where(), "records with prompt_ids and response_ids", "an agent's trace",
+                            "Save it as a file and give its path: it is read by the Python package"});
   const bool from_nemo =
       keys.contains("input_lengths") || keys.contains("token_loss_mask") || keys.contains("generation_logprobs");
   if (keys.contains("token_ids") && from_nemo) return RecordFormat::nemo_rl;
@@ -48,14 +67,15 @@ RecordFormat detect_format(RecordReader& reader, std::string_view line, const Re
   return RecordFormat::neutral;
 }
 
+bool is_trace(RecordReader& reader, std::string_view line, const RecordPlace& place) {
+  return of_trace(keys_of(reader, line, place));
+}
+
 bool is_text_row(RecordReader& reader, std::string_view line, const RecordPlace& place) {
-  bool ids = false, text = false;
-  for_each_member(reader.parser, line, place, [&](std::string_view key, JsonValue) {
-    ids = ids || key.ends_with("_ids");
-    for (const std::string_view name : {"chosen", "answers", "completion", "messages", "conversations", "text"})
-      text = text || key == name;
-  });
-  return text && !ids;
+  bool ids = false;
+  for_each_member(reader.parser, line, place,
+                  [&](std::string_view key, JsonValue) { ids = ids || key.ends_with("_ids"); });
+  return !ids;
 }
 
 }  // namespace espalier

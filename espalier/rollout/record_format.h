@@ -23,11 +23,16 @@ struct RecordReader {
   double temperature = 1;                             // of records without one
   std::map<std::string, std::string> unknown_fields;  // of neutral records: name -> where it first occurred
   std::int64_t pairs = 0;                             // pairs and lists of answers read so far
+  std::int64_t unsampled_tokens = 0;                  // tokens with loss whose rollout_logprobs are not recorded
 };
 
 // From the fields of a file's first record; neutral if no other format is recognised. Errors: UnsupportedError naming
 // the writer of a text-only dump; InputError for a line that is not a JSON object.
 RecordFormat detect_format(RecordReader& reader, std::string_view line, const RecordPlace& place);
+
+// True for a record of an agent's trace, which the Python package reads: an episode of rLLM, of verifiers or prime-rl,
+// a row of NeMo Gym, a trial of Harbor. Errors: InputError for a line that is not a JSON object.
+bool is_trace(RecordReader& reader, std::string_view line, const RecordPlace& place);
 
 // True for a row of a data set of text: pairs (chosen), scored answers (answers), or answers (completion, messages,
 // conversations, text). False for a record with a field whose name ends in _ids. Errors: InputError for a line that is

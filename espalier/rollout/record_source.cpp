@@ -114,6 +114,15 @@ void add_file(const std::string& path, std::vector<RecordSource>& out) {
   out.push_back({path, by_python, bytes});
 }
 
+// A folder in which slime's --dump-details keeps its dumps.
+bool holds_dumps_of_slime(const fs::directory_entry& entry) {
+  const std::string name = entry.path().filename().string();
+  std::error_code error;
+  if ((name != "rollout_data" && name != "train_data") || !entry.is_directory(error)) return false;
+  return std::any_of(fs::directory_iterator(entry.path(), error), fs::directory_iterator(),
+                     [](const fs::directory_entry& dump) { return named_for_python(dump.path().string()); });
+}
+
 void add_folder(const std::string& path, std::vector<RecordSource>& out) {
   std::vector<std::pair<std::int64_t, std::string>> steps;
   std::vector<std::string> lines;
@@ -125,7 +134,7 @@ void add_folder(const std::string& path, std::vector<RecordSource>& out) {
       steps.emplace_back(*step, name);
     else if (named_lines(name) && !entry.path().filename().string().starts_with('.'))
       lines.push_back(name);
-    for_python = for_python || named_for_python(name);
+    for_python = for_python || named_for_python(name) || holds_dumps_of_slime(entry);
   }
   if (steps.empty() && lines.empty() && !for_python)
     throw InputError({path, "a file of rollouts, or a folder of them", "a directory without any",

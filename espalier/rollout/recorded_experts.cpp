@@ -13,17 +13,19 @@ void sort_recorded_experts(RecordedExperts& experts) {
 std::string recorded_experts_json(const RecordedExperts& experts) {
   std::string out = "[";
   const std::uint16_t* id = experts.ids.data();
+  const std::int32_t width = experts.layers * experts.chosen;
+  const auto free = [](std::uint16_t expert) { return expert == RecordedExperts::kFree; };
   for (std::int32_t t = 0; t < experts.tokens; ++t) {
     out += t > 0 ? "," : "";
-    if (*id == RecordedExperts::kFree) {
+    if (std::all_of(id, id + width, free)) {
       out += "null";
-      id += experts.layers * experts.chosen;
+      id += width;
       continue;
     }
     for (std::int32_t l = 0; l < experts.layers; ++l)
-      for (std::int32_t j = 0; j < experts.chosen; ++j) {
+      for (std::int32_t j = 0; j < experts.chosen; ++j, ++id) {
         out += j > 0 ? "," : l > 0 ? "],[" : "[[";
-        append_number(out, static_cast<std::int64_t>(*id++));
+        append_number(out, free(*id) ? std::int64_t{-1} : std::int64_t{*id});
       }
     out += "]]";
   }

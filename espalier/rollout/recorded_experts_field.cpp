@@ -1,6 +1,7 @@
 #include "espalier/rollout/recorded_experts_field.h"
 
 #include <algorithm>
+#include <span>
 
 namespace espalier {
 namespace {
@@ -40,9 +41,11 @@ class RecordedExpertsReader {
   // Before the first record nobody knows how wide one is.
   void add_free() { out_.ids.resize(out_.ids.size() + width(), RecordedExperts::kFree); }
 
-  // Experts of a layer are distinct, so zeros throughout are what a writer puts where it has nothing.
+  // Of every layer: a token without a record. Experts of a layer are distinct, so zeros are what a writer puts where it
+  // has nothing; zeros in some layers stay as they came (fit_recorded_experts).
   bool is_padding() const {
-    return out_.chosen > 1 && std::ranges::all_of(token_, [](std::uint16_t id) { return id == 0; });
+    return std::ranges::all_of(
+        token_, [&](std::uint16_t id) { return id == RecordedExperts::kFree || (id == 0 && out_.chosen > 1); });
   }
 
   void read_token(JsonValue token, const std::string& at) {
@@ -66,13 +69,18 @@ class RecordedExpertsReader {
   void read_layer(JsonValue layer, const std::string& at) {
     const auto begin = static_cast<std::ptrdiff_t>(token_.size());
     for_each(layer, at, "a list of experts", [&](JsonValue& item, std::int32_t) {
-      std::int64_t expert = -1;
-      if (item.get_int64().get(expert) || expert < 0 || expert >= RecordedExperts::kFree)
-        throw place_.wrong(at, text_of("experts, integers in [0, ", RecordedExperts::kFree, ")"),
-                           expert < 0 ? "another JSON value" : text_of(expert));
-      token_.push_back(static_cast<std::uint16_t>(expert));
+      std::int64_t expert = 0;
+      const bool other = item.get_int64().get(expert) != simdjson::SUCCESS;
+      if (other || expert < -1 || expert >= RecordedExperts::kFree)
+        throw place_.wrong(at, text_of("experts, integers in [0, ", RecordedExperts::kFree, "), or -1 throughout"),
+                           other ? "another JSON value" : text_of(expert));
+      token_.push_back(expert < 0 ? RecordedExperts::kFree : static_cast<std::uint16_t>(expert));
     });
-    const auto chosen = static_cast<std::int32_t>(token_.size() - static_cast<std::size_t>(begin));
+    const std::span<const std::uint16_t> own = std::span(token_).subspan(static_cast<std::size_t>(begin));
+    const auto missing = std::ranges::count(own, RecordedExperts::kFree);
+    if (missing != 0 && missing != std::ssize(own))
+      throw place_.wrong(at, "experts, or -1 for each of them where the layer was not recorded", "-1 beside experts");
+    const auto chosen = static_cast<std::int32_t>(own.size());
     if (out_.chosen == 0) out_.chosen = chosen;
     if (chosen == 0 || chosen != out_.chosen)
       throw place_.wrong(at, out_.chosen == 0 ? "at least one expert" : text_of(out_.chosen, " experts, as before"),

@@ -6,16 +6,20 @@
 // with given targets has series over these instead.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "espalier/options/choices.h"
+
 namespace espalier {
 
 // Experts chosen by the inference engine, to be used again in training. A token without a record uses its router's
-// choice: the last token, which engines do not run, and tokens whose first id is kFree.
+// choice: the last token, which engines do not run, and layers of a token whose ids are kFree.
 struct RecordedExperts {
   static constexpr std::uint16_t kFree = 0xffff;
 
@@ -55,13 +59,22 @@ struct GivenTargets {
   std::int32_t columns = 0;       // of a row; 0: none are given, and rows predict the response's tokens
 };
 
+// Why a token has no loss although its record gives it one.
+enum class Silenced : std::uint8_t {
+  no,
+  shared,    // another branch of its trajectory trains it (--shared-tokens)
+  rejected,  // --rollout-rs
+};
+
 struct Rollout {
   std::vector<std::int32_t> prompt_ids;    // at least one
   std::vector<std::int32_t> response_ids;  // may be empty
   std::vector<std::uint8_t> loss_mask;     // one 0/1 per response token, always filled
   std::vector<double> advantages;          // as given, one per response token; empty: from the reward
   std::optional<double> reward;
-  std::vector<double> old_logprobs, ref_logprobs, rollout_logprobs, values, returns;
+  std::vector<double> token_rewards;  // one per response token, with the sum `reward`; empty: at the last loss token
+  std::vector<double> old_logprobs, ref_logprobs, values, returns;
+  std::vector<double> rollout_logprobs;  // NaN: not recorded, of tokens with loss only
   RecordedExperts recorded_experts;
   KeptSets kept_sets;
   std::vector<double> full_logprobs;  // the sampler's, over the whole vocabulary, where rollout_logprobs are over sets
@@ -72,7 +85,11 @@ struct Rollout {
   std::optional<std::int64_t> step;
   std::string group;       // JSON text of the record's group; empty: none given
   std::string trajectory;  // JSON text of the run of an agent that it is a turn of; empty: it is a run of its own
-  std::optional<std::int64_t> turn;  // its place in the trajectory
+  std::optional<std::int64_t> turn;   // its place in the trajectory
+  std::string branch;                 // JSON text of the trajectory's branch that it lies on; empty: it lies on all
+  std::optional<LossUnit> loss_unit;  // the unit of its trainer's losses; none: not recorded
+  std::vector<double> loss_shares;    // its part of each token's loss (shared_tokens.h); empty: 1
+  std::vector<Silenced> silenced;     // why a response token of loss_mask 0 lost its loss; empty: none did
   PairPlace pair;
   std::string carried;     // JSON object text of id, meta and unknown fields; empty: none
   std::int64_t index = 0;  // place in the input, over all files, from 0
@@ -93,13 +110,34 @@ struct Rollout {
   std::int32_t token_at(std::int32_t depth) const {
     return depth < prompt_length() ? prompt_ids[depth] : response_ids[depth - prompt_length()];
   }
-  // The recorded experts of a token, [layers, chosen]; empty where it chooses freely.
+  // Its part of a response token's loss, 0 for a masked token.
+  double loss_share(std::size_t position) const {
+    return loss_mask[position] == 0 ? 0 : loss_shares.empty() ? 1 : loss_shares[position];
+  }
+  // Its loss tokens, each counted by its share.
+  double loss_tokens() const {
+    double sum = 0;
+    for (std::size_t t = 0; t < loss_mask.size(); ++t) sum += loss_share(t);
+    return sum;
+  }
+  Silenced silence_of(std::size_t position) const { return silenced.empty() ? Silenced::no : silenced[position]; }
+  void silence(std::size_t position, Silenced reason) {
+    silenced.resize(loss_mask.size());
+    silenced[position] = reason, loss_mask[position] = 0;
+  }
+  // The sampler's log-prob of a response token; `old`, the old policy's, where it is not recorded.
+  double sampled_logprob(std::size_t position, double old) const {
+    const double sampled = rollout_logprobs.empty() ? old : rollout_logprobs[position];
+    return std::isnan(sampled) ? old : sampled;
+  }
+  // The recorded experts of a token, [layers, chosen], kFree in layers where it chooses freely; empty: in all of them.
   std::span<const std::uint16_t> experts_at(std::int32_t depth) const {
     if (depth >= recorded_experts.tokens) return {};
     const auto width =
         static_cast<std::size_t>(recorded_experts.layers) * static_cast<std::size_t>(recorded_experts.chosen);
     const auto experts = std::span(recorded_experts.ids).subspan(static_cast<std::size_t>(depth) * width, width);
-    return experts.front() == RecordedExperts::kFree ? std::span<const std::uint16_t>{} : experts;
+    const auto free = [](std::uint16_t id) { return id == RecordedExperts::kFree; };
+    return free(experts.front()) && std::ranges::all_of(experts, free) ? std::span<const std::uint16_t>{} : experts;
   }
 };
 

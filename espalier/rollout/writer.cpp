@@ -42,11 +42,11 @@ class RecordText {
     }
     close_list(values.empty());
   }
-  void add_doubles(std::string_view field, std::span<const double> values) {
+  void add_doubles(std::string_view field, std::span<const double> values, bool missing = false) {
     begin_field(json_quoted(field));
     text_ += '[';
     for (const double value : values) {
-      append_finite(value);
+      append_finite(value, missing);
       text_ += ',';
     }
     close_list(values.empty());
@@ -55,8 +55,8 @@ class RecordText {
     return std::any_of(extras_.begin(), extras_.end(), [&](const ExtraSeries& extra) { return extra.field == field; });
   }
   // A series of the record: left out where it is empty or an extra stands in its place.
-  void add_series(std::string_view field, const std::vector<double>& values) {
-    if (!values.empty() && !replaced(field)) add_doubles(field, values);
+  void add_series(std::string_view field, const std::vector<double>& values, bool missing = false) {
+    if (!values.empty() && !replaced(field)) add_doubles(field, values, missing);
   }
   std::string finished() && { return std::move(text_) + '}'; }
 
@@ -65,7 +65,12 @@ class RecordText {
     text_ += text_.empty() ? '{' : ',';
     text_.append(quoted_key).append(":");
   }
-  void append_finite(double value) {
+  // `missing`: whether NaN may be there; it becomes null.
+  void append_finite(double value, bool missing = false) {
+    if (missing && std::isnan(value)) {
+      text_ += "null";
+      return;
+    }
     ESPALIER_INTERNAL(std::isfinite(value), "a rollout's number is ", value);
     append_number(text_, value);
   }
@@ -91,6 +96,8 @@ void add_begin(RecordText& record, const Rollout& rollout) {
   if (rollout.step) record.add_integer("step", *rollout.step);
   if (!rollout.trajectory.empty()) record.add_raw("\"trajectory\"", rollout.trajectory);
   if (rollout.turn) record.add_integer("turn", *rollout.turn);
+  if (!rollout.branch.empty()) record.add_raw("\"branch\"", rollout.branch);
+  if (rollout.loss_unit) record.add_raw("\"loss_unit\"", json_quoted(name_of(*rollout.loss_unit)));
   record.add_integers("prompt_ids", rollout.prompt_ids);
 }
 
@@ -107,9 +114,14 @@ std::string rollout_json(const Rollout& rollout, const std::vector<ExtraSeries>&
   RecordText record(extras);
   add_begin(record, rollout);
   record.add_integers("response_ids", rollout.response_ids);
-  if (std::count(rollout.loss_mask.begin(), rollout.loss_mask.end(), 1) != rollout.response_length())
-    record.add_integers("loss_mask", rollout.loss_mask);
-  if (rollout.reward) record.add_double("reward", *rollout.reward);
+  std::vector<std::uint8_t> mask = rollout.loss_mask;  // as the record gives it
+  for (std::size_t t = 0; t < mask.size(); ++t)
+    if (rollout.silence_of(t) != Silenced::no) mask[t] = 1;
+  if (std::ranges::count(mask, 1) != rollout.response_length()) record.add_integers("loss_mask", mask);
+  if (!rollout.token_rewards.empty())
+    record.add_doubles("reward", rollout.token_rewards);
+  else if (rollout.reward)
+    record.add_double("reward", *rollout.reward);
   if (!rollout.advantages.empty()) {
     if (all_equal(rollout.advantages))
       record.add_double("advantage", rollout.advantages.front());
@@ -119,8 +131,8 @@ std::string rollout_json(const Rollout& rollout, const std::vector<ExtraSeries>&
   if (rollout.temperature != 1) record.add_double("temperature", rollout.temperature);
   if (rollout.token_divisor) record.add_double("token_divisor", *rollout.token_divisor);
   if (rollout.num_items_in_batch) record.add_double("num_items_in_batch", *rollout.num_items_in_batch);
-  record.add_series("rollout_logprobs", rollout.rollout_logprobs);
-  record.add_series("full_logprobs", rollout.full_logprobs);
+  record.add_series("rollout_logprobs", rollout.rollout_logprobs, true);
+  record.add_series("full_logprobs", rollout.full_logprobs, true);
   record.add_series("old_logprobs", rollout.old_logprobs);
   record.add_series("ref_logprobs", rollout.ref_logprobs);
   record.add_series("values", rollout.values);

@@ -2,31 +2,35 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
+
 #include "espalier/base/error.h"
 #include "espalier/ops/operations.h"
 
 namespace espalier {
 
-DividedPath::DividedPath(const BlockShape& block, std::int64_t path_rows, bool with_gradients, bool latents,
+DividedPath::DividedPath(const BufferSizes& sizes, std::int64_t path_rows, bool with_gradients, bool latents,
                          at::ScalarType dtype, Group& cp, Arena& arena)
     : ops_(arena.device().operations()),
       cp_(cp),
       arena_(arena),
       dtype_(dtype),
-      of_rank_(block, shares(path_rows).most(), with_gradients, latents) {
-  const PathBuffers of_ranks(block, cp.size() * shares(path_rows).most(), with_gradients, latents);
-  for (int kind = 0; kind < kKinds; ++kind)
-    rooms_[static_cast<std::size_t>(kind)].rows_W = take(of_ranks, static_cast<Kind>(kind));
-}
-
-at::Tensor DividedPath::take(const PathBuffers& declared, Kind kind) const {
-  const BufferList::Place places[] = {declared.first_PW, declared.second_PW, declared.grad_first_PW,
-                                      declared.grad_second_PW};
-  return arena_.take(declared, places[static_cast<int>(kind)], dtype_);
+      sizes_(sizes),
+      path_rows_(path_rows),
+      with_gradients_(with_gradients),
+      latents_(latents) {
+  const auto of_ranks = [&](const LayerShape& layer) { return buffers(layer, cp_.size() * shares(path_rows_).most()); };
+  const LayerShape& largest =
+      *std::ranges::max_element(sizes.shape.layer, {}, [&](const LayerShape& layer) { return of_ranks(layer).peak(); });
+  const PathBuffers declared = of_ranks(largest);
+  for (const BufferList::Place place : declared.rows_PW) rooms_.push_back({arena_.take(declared, place, dtype_)});
 }
 
 int DividedPath::add(const Member& member) {
-  kept_.push_back({member, take(of_rank_, member.kind)});
+  const PathBuffers declared = buffers(sizes_.shape.at(member.layer), shares(path_rows_).most());
+  at::Tensor rows_CW;
+  if (member.number < declared.rows_PW.size()) rows_CW = arena_.take(declared, declared.rows_PW[member.number], dtype_);
+  kept_.push_back({member, rows_CW});
   return static_cast<int>(kept_.size()) - 1;
 }
 
@@ -34,14 +38,19 @@ at::Tensor DividedPath::rows_in_place(const Kept& kept, std::int64_t rank, std::
   return kept.member.rows_PW.slice(0, rank, rows, cp_.size());
 }
 
+// The first rows of the room, as wide as the member's.
+at::Tensor DividedPath::in_room(const Kept& kept, std::int64_t first, std::int64_t rows) {
+  const std::int64_t width = kept.member.rows_PW.size(1);
+  return room_of(kept).rows_W.view({-1}).narrow(0, first * width, rows * width).view({rows, width});
+}
+
 at::Tensor DividedPath::rows_in_room(const Kept& kept, std::int64_t rank, std::int64_t rows) {
   const PathShares shared = shares(rows);
-  return room_of(kept).rows_W.narrow(0, rank * shared.most(), shared.rows_of(rank));
+  return in_room(kept, rank * shared.most(), shared.rows_of(rank));
 }
 
 std::string DividedPath::name_of(const Kept& kept) const {
-  constexpr const char* kNames[] = {"keys", "values", "gradients of keys", "gradients of values"};
-  return text_of("path's ", kNames[static_cast<int>(kept.member.kind)], " of layer ", kept.member.layer);
+  return text_of("path's ", kept.member.name, " of layer ", kept.member.layer);
 }
 
 void DividedPath::ask(int number, std::int64_t rows) {
@@ -50,8 +59,7 @@ void DividedPath::ask(int number, std::int64_t rows) {
   Room& room = room_of(kept);
   const std::int64_t most = shares(rows).most();
   room.member = number;
-  room.pending =
-      cp_.start_gather(kept.rows_CW.narrow(0, 0, most), room.rows_W.narrow(0, 0, cp_.size() * most), name_of(kept));
+  room.pending = cp_.start_gather(kept.rows_CW.narrow(0, 0, most), in_room(kept, 0, cp_.size() * most), name_of(kept));
 }
 
 void DividedPath::bring_back(int number, std::int64_t rows) {
@@ -85,11 +93,11 @@ void DividedPath::put_away(int number, std::int64_t begin, std::int64_t end) {
   for (std::int64_t rank = 0; rank < cp_.size(); ++rank) {
     const at::Tensor rows = rows_in_room(kept, rank, end);
     ops_.convert(rows_in_place(kept, rank, end), rows);
-    if (rows.size(0) < most) ops_.zero(room.rows_W.narrow(0, rank * most + rows.size(0), 1));
+    if (rows.size(0) < most) ops_.zero(in_room(kept, rank * most + rows.size(0), 1));
   }
   room.member = number;
-  room.pending = cp_.start_scatter_sum(room.rows_W.narrow(0, 0, cp_.size() * most), kept.rows_CW.narrow(0, 0, most),
-                                       name_of(kept));
+  room.pending =
+      cp_.start_scatter_sum(in_room(kept, 0, cp_.size() * most), kept.rows_CW.narrow(0, 0, most), name_of(kept));
 }
 
 }  // namespace espalier

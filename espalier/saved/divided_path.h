@@ -1,5 +1,4 @@
-// Keys and values of a path, or its latents, and their gradients, sharded over cp (--path-state divide,
-// latents-divide).
+// The rows of a path, and their gradients, sharded over cp (--path-state divide, latents-divide).
 //
 // Rank r of R keeps rows r, R + r, 2 R + r, ... of every layer, so that any number of first rows is split evenly.
 // The layer in use is gathered into one buffer that all layers share; the next layer is gathered into a room meanwhile.
@@ -7,15 +6,14 @@
 // computes. These are collectives: every rank of cp goes through the same layers in the same order
 // (program/joint_order.h).
 //
-// Shapes: P rows of capacity, C = ceil(P / R) rows of one rank, W elements of a row's keys, or values.
+// Shapes: P rows of capacity, C = ceil(P / R) rows of one rank, W numbers of a row of one kind (Mixer::path_kinds).
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
-#include <array>
 #include <vector>
 
-#include "espalier/forecast/block_buffers.h"
+#include "espalier/model/block_buffers.h"
 #include "espalier/model/path_keeper.h"
 #include "espalier/parallel/group.h"
 #include "espalier/program/row_shares.h"
@@ -26,7 +24,7 @@ class DividedPath final : public PathKeeper {
  public:
   // Allocates the buffers in the arena, and this rank's part of every member. The arguments must outlive the object;
   // `dtype` is the dtype of activations.
-  DividedPath(const BlockShape& block, std::int64_t path_rows, bool with_gradients, bool latents, at::ScalarType dtype,
+  DividedPath(const BufferSizes& sizes, std::int64_t path_rows, bool with_gradients, bool latents, at::ScalarType dtype,
               Group& cp, Arena& arena);
 
   bool one_place() const override { return true; }
@@ -50,11 +48,15 @@ class DividedPath final : public PathKeeper {
     Pending pending = {};
   };
 
-  at::Tensor take(const PathBuffers& declared, Kind kind) const;
-  Room& room_of(const Kept& kept) { return rooms_[static_cast<std::size_t>(kept.member.kind)]; }
+  // The buffers of a layer for `rows` rows.
+  PathBuffers buffers(const LayerShape& layer, std::int64_t rows) const {
+    return {{sizes_, layer}, rows, with_gradients_, latents_};
+  }
+  Room& room_of(const Kept& kept) { return rooms_[kept.member.number]; }
   PathShares shares(std::int64_t rows) const { return {rows, cp_.size()}; }
   // The part of the path's first `rows` rows that `rank` keeps, in memory order.
   at::Tensor rows_in_place(const Kept& kept, std::int64_t rank, std::int64_t rows) const;
+  at::Tensor in_room(const Kept& kept, std::int64_t first, std::int64_t rows);
   at::Tensor rows_in_room(const Kept& kept, std::int64_t rank, std::int64_t rows);
   std::string name_of(const Kept& kept) const;
 
@@ -62,9 +64,11 @@ class DividedPath final : public PathKeeper {
   Group& cp_;
   Arena& arena_;
   at::ScalarType dtype_;
-  PathBuffers of_rank_;
+  BufferSizes sizes_;
+  std::int64_t path_rows_;
+  bool with_gradients_, latents_;
   std::vector<Kept> kept_;
-  std::array<Room, kKinds> rooms_;
+  std::vector<Room> rooms_;
 };
 
 }  // namespace espalier

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "espalier/base/error.h"
-#include "espalier/forecast/memory_model.h"
+#include "espalier/saved/spill_buffers.h"
 
 namespace espalier {
 

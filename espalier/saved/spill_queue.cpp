@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "espalier/base/error.h"
-#include "espalier/forecast/memory_model.h"
+#include "espalier/saved/spill_buffers.h"
 
 namespace espalier {
 

@@ -2,11 +2,17 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
+#include <filesystem>
+#include <functional>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "espalier/serve/calls.h"
+#include "espalier/serve/names.h"
+#include "espalier/serve/sample_calls.h"
 
 namespace espalier::serve {
 
@@ -17,6 +23,23 @@ struct BaseModel {
   std::string architecture;
   std::int64_t vocabulary = 0, context = 0;  // token ids; positions
 };
+
+struct TrainingOutcome {
+  TrainingAnswer answer;
+  std::exception_ptr error;  // null: there is an answer
+};
+
+// The weights of a sampler: what a run has now, a checkpoint's, or the base model's own. With a run the folder holds
+// the same weights, so that they need not stay in memory.
+struct SamplerSource {
+  std::string base;
+  std::optional<std::string> run;
+  std::optional<std::filesystem::path> folder;
+  LoraConfig lora;  // of the run or the checkpoint
+};
+
+// Called once, on the engine's thread: an answer, or an error.
+using SampleDone = std::function<void(const SampleAnswer* answer, std::exception_ptr error)>;
 
 // Errors are those of the engine (base/error.h): the caller's mistake, or the server's own. A call that throws has
 // changed nothing, except where it says so.
@@ -31,13 +54,35 @@ class Engine {
   virtual void create(const std::string& run, const std::string& base, const LoraConfig& lora) = 0;
   virtual void drop(const std::string& run) = 0;
 
-  // Adds the gradient of the summed loss to the run's, if the call goes backward. An error of such a call breaks the
-  // gradient.
-  virtual TrainingAnswer forward_backward(const std::string& run, const TrainingCall& call) = 0;
+  // The answer to each call, in order, or its error. Calls that go backward add the gradients of their summed losses to
+  // the run's; the error of such a call breaks the gradient. Several calls, all of which go backward, run as one, so
+  // that they share what their data have in common; one that fails does not keep the others from it.
+  virtual std::vector<TrainingOutcome> forward_backward(const std::string& run,
+                                                        const std::vector<const TrainingCall*>& calls) = 0;
   // A call that never reached the engine: the gradient lacks its part, and the next optimizer step is refused.
   virtual void break_gradient(const std::string& run, const std::string& why) = 0;
   // Takes a step with the gradient, which is then zero. A broken gradient is dropped without a step, with an error.
   virtual std::map<std::string, double> optim_step(const std::string& run, const AdamParams& params) = 0;
+
+  // Writes what the run has now into a folder that is complete or absent; `description` becomes its file kDescription.
+  virtual void save(const std::string& run, const std::filesystem::path& folder, CheckpointKind kind,
+                    const std::string& description) = 0;
+  // The run becomes, or is created as, what a checkpoint holds; its gradient is zero. Without `optimizer` the moments
+  // and the count of steps begin anew.
+  virtual void load(const std::string& run, const std::string& base, const LoraConfig& lora,
+                    const std::filesystem::path& folder, bool optimizer) = 0;
+
+  // Weights that later steps of their run do not change.
+  virtual void open_sampler(const std::string& sampler, const SamplerSource& source) = 0;
+  // A sampler whose weights could not be had: its samples end with this error.
+  virtual void fail_sampler(const std::string& sampler, std::exception_ptr error) = 0;
+  virtual void close_sampler(const std::string& sampler) = 0;
+  // `ticket` is the caller's name of the sample. `done` is called by step_samples, cancel_sample or close_sampler,
+  // unless add_sample throws.
+  virtual void add_sample(const std::string& sampler, std::int64_t ticket, const SampleCall& call, SampleDone done) = 0;
+  virtual void cancel_sample(std::int64_t ticket) = 0;
+  // One token more for every live sample. False: there is none.
+  virtual bool step_samples() = 0;
 };
 
 }  // namespace espalier::serve

@@ -4,10 +4,23 @@
 
 namespace espalier::serve {
 
-EngineThread::EngineThread(Unit begin)
-    : thread_([this, begin = std::move(begin)] {
+namespace {
+
+class PlainUnit final : public Unit {
+ public:
+  explicit PlainUnit(EngineThread::Work work) : work_(std::move(work)) {}
+  void run() override { work_(); }
+
+ private:
+  EngineThread::Work work_;
+};
+
+}  // namespace
+
+EngineThread::EngineThread(Work begin, std::function<bool()> between)
+    : thread_([this, begin = std::move(begin), between = std::move(between)] {
         begin();
-        run();
+        run(between);
       }) {}
 
 EngineThread::~EngineThread() {
@@ -19,35 +32,53 @@ EngineThread::~EngineThread() {
   thread_.join();
 }
 
-void EngineThread::add(const std::string& line, Unit unit) {
+void EngineThread::add(const std::string& line, std::vector<std::shared_ptr<Unit>> units) {
+  if (units.empty()) return;
   {
     const std::lock_guard lock(mutex_);
-    lines_[line].push_back(std::move(unit));
-    ++waiting_;
+    waiting_ += std::ssize(units);
+    std::deque<std::shared_ptr<Unit>>& of_line = lines_[line];
+    for (std::shared_ptr<Unit>& unit : units) of_line.push_back(std::move(unit));
   }
   changed_.notify_one();
 }
+
+std::shared_ptr<Unit> EngineThread::unit(Work work) { return std::make_shared<PlainUnit>(std::move(work)); }
 
 std::int64_t EngineThread::waiting() const {
   const std::lock_guard lock(mutex_);
   return waiting_;
 }
 
-void EngineThread::run() {
-  std::unique_lock lock(mutex_);
-  while (true) {
-    changed_.wait(lock, [this] { return ends_ || !lines_.empty(); });
-    if (ends_) return;
-    auto line = lines_.upper_bound(last_);
-    if (line == lines_.end()) line = lines_.begin();
-    last_ = line->first;
-    Unit unit = std::move(line->second.front());
-    line->second.pop_front();
-    if (line->second.empty()) lines_.erase(line);
+// The lock is held.
+std::shared_ptr<Unit> EngineThread::take_next() {
+  auto line = lines_.upper_bound(last_);
+  if (line == lines_.end()) line = lines_.begin();
+  last_ = line->first;
+  std::deque<std::shared_ptr<Unit>>& units = line->second;
+  const auto pop = [&] {
+    std::shared_ptr<Unit> unit = std::move(units.front());
+    units.pop_front();
     --waiting_;
+    return unit;
+  };
+  std::shared_ptr<Unit> unit = pop();
+  while (!units.empty() && unit->joins(*units.front())) unit->take(pop());
+  if (units.empty()) lines_.erase(line);
+  return unit;
+}
+
+void EngineThread::run(const std::function<bool()>& between) {
+  std::unique_lock lock(mutex_);
+  for (bool more = false;;) {
+    changed_.wait(lock, [&] { return more || ends_ || !lines_.empty(); });
+    if (ends_) return;
+    std::shared_ptr<Unit> unit;
+    if (!lines_.empty()) unit = take_next();
     lock.unlock();
-    unit();
-    unit = {};
+    if (unit) unit->run();
+    unit.reset();
+    more = between();
     lock.lock();
   }
 }

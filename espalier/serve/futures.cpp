@@ -8,7 +8,7 @@ namespace espalier::serve {
 namespace {
 
 HttpAnswer json_answer(int status, const Json& json) {
-  return {status, "application/json", std::make_shared<const std::string>(json.dump()), {}};
+  return {status, "application/json", std::make_shared<const std::string>(json.dump())};
 }
 
 }  // namespace
@@ -26,6 +26,11 @@ FutureResult error_result(const std::string& text, const char* category) {
 
 void Futures::open(const std::string& id) {
   if (futures_.try_emplace(id).second) ++unfinished_;
+}
+
+bool Futures::is_done(const std::string& id) const {
+  const auto found = futures_.find(id);
+  return found != futures_.end() && found->second.done;
 }
 
 void Futures::finish(const std::string& id, FutureResult result) {
@@ -47,9 +52,14 @@ void Futures::send(const std::string& id, Future& future, bool metadata_suffices
   if (metadata_suffices && result.is_protobuf && result.body->size() > kInlineBytes)
     return respond(json_answer(200, {{"status", "complete_metadata"},
                                      {"response_payload_size", static_cast<std::int64_t>(result.body->size())}}));
-  // The answer may be lost on its way, so a client may ask for it again.
-  if (!future.expiry) future.expiry = server_.after(kKeptSeconds, [this, id] { drop(id); });
-  respond({200, result.is_protobuf ? "application/x-protobuf" : "application/json", result.body, {}});
+  let_go(id);  // the answer may be lost on its way, so a client may ask for it again
+  respond({200, result.is_protobuf ? "application/x-protobuf" : "application/json", result.body});
+}
+
+void Futures::let_go(const std::string& id) {
+  const auto found = futures_.find(id);
+  if (found == futures_.end() || found->second.expiry) return;
+  found->second.expiry = server_.after(kKeptSeconds, [this, id] { drop(id); });
 }
 
 void Futures::poll(const std::string& id, bool metadata_suffices, Respond respond) {

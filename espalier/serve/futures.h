@@ -38,12 +38,15 @@ class Futures {
 
   void open(const std::string& id);
   bool has(const std::string& id) const { return futures_.contains(id); }
+  bool is_done(const std::string& id) const;
   // Once for each future. The first result counts.
   void finish(const std::string& id, FutureResult result);
   // Why unfinished futures wait: shown by the SDK. Empty: they are being computed.
   void set_waiting_reason(std::function<std::string(const std::string& id)> reason) { reason_ = std::move(reason); }
   // Answers `respond` with the result, or 408, or 410 for a future that is not known.
   void poll(const std::string& id, bool metadata_suffices, Respond respond);
+  // Drops a finished future kKeptSeconds from now, although nobody has fetched it.
+  void let_go(const std::string& id);
   void drop(const std::string& id);
 
   std::int64_t count() const { return static_cast<std::int64_t>(futures_.size()); }

@@ -8,6 +8,7 @@
 #include <boost/beast/core/flat_buffer.hpp>
 #include <boost/beast/core/tcp_stream.hpp>
 #include <boost/beast/http.hpp>
+#include <boost/beast/http/file_body.hpp>
 
 #include "espalier/base/error.h"
 
@@ -43,10 +44,8 @@ class HttpServer::State {
 namespace {
 
 HttpAnswer failure(int status, const char* detail) {
-  return {status,
-          "application/json",
-          std::make_shared<const std::string>(std::string(R"({"detail": ")") + detail + "\"}"),
-          {}};
+  return {status, "application/json",
+          std::make_shared<const std::string>(std::string(R"({"detail": ")") + detail + "\"}")};
 }
 
 // One connection: it reads a request, waits for its answer, writes it, and reads the next.
@@ -143,6 +142,7 @@ class Connection : public std::enable_shared_from_this<Connection<Server>> {
   }
 
   void write(HttpAnswer answer) {
+    if (!answer.file.empty()) return write_file(answer);
     body_ = answer.body ? std::move(answer.body) : std::make_shared<const std::string>();
     answer_.emplace(static_cast<http::status>(answer.status), 11);
     answer_->set(http::field::content_type, answer.type);
@@ -150,9 +150,28 @@ class Connection : public std::enable_shared_from_this<Connection<Server>> {
     answer_->keep_alive(keep_alive_);
     answer_->body() = {body_->data(), body_->size()};
     answer_->prepare_payload();
+    send(*answer_);
+  }
+
+  void write_file(const HttpAnswer& answer) {
+    Failure failed;
+    boost::beast::file_posix file;
+    file.open(answer.file.c_str(), boost::beast::file_mode::scan, failed);
+    if (failed) return write(failure(404, "there is no such file"));
+    file_.emplace(http::status::ok, 11);
+    file_->set(http::field::content_type, answer.type);
+    file_->keep_alive(keep_alive_);
+    file_->body().reset(std::move(file), failed);
+    file_->prepare_payload();
+    send(*file_);
+  }
+
+  template <class Message>
+  void send(Message& message) {
     stream_.expires_after(std::chrono::seconds(server_->limits_.body_seconds));
-    http::async_write(stream_, *answer_, [self = this->shared_from_this()](Failure failed, std::size_t) {
+    http::async_write(stream_, message, [self = this->shared_from_this()](Failure failed, std::size_t) {
       self->body_.reset();
+      self->answer_.reset(), self->file_.reset();
       if (failed || !self->keep_alive_) return self->close();
       self->read(self->server_->limits_.idle_seconds);
     });
@@ -172,6 +191,7 @@ class Connection : public std::enable_shared_from_this<Connection<Server>> {
   bool keep_alive_ = false;
   std::shared_ptr<const std::string> body_;  // lives until it is written
   std::optional<http::response<http::span_body<const char>>> answer_;
+  std::optional<http::response<http::basic_file_body<boost::beast::file_posix>>> file_;
 };
 
 }  // namespace

@@ -26,8 +26,9 @@ struct HttpRequest {
 struct HttpAnswer {
   int status = 200;
   std::string type = "application/json";
-  std::shared_ptr<const std::string> body;
-  std::vector<std::pair<std::string, std::string>> headers;  // beside content-type and content-length
+  std::shared_ptr<const std::string> body = {};
+  std::vector<std::pair<std::string, std::string>> headers = {};  // beside content-type and content-length
+  std::string file = {};                                          // path of a file that is sent in place of the body
 };
 
 // To be called once, on the server's thread. A copy refers to the same request. It must die before the server.

@@ -1,11 +1,15 @@
 // Routes, and the parts that all endpoints share.
 #include "espalier/serve/service.h"
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <cstdio>
 #include <exception>
 #include <utility>
 
 #include "espalier/base/error.h"
+#include "espalier/serve/gradient_unit.h"
 
 namespace espalier::serve {
 namespace {
@@ -49,10 +53,18 @@ bool fits(std::string_view pattern, std::string_view path, std::vector<std::stri
 
 HttpAnswer detail_answer(int status, const std::string& detail) {
   const Json json{{"detail", detail}};
-  return {status,
-          "application/json",
-          std::make_shared<const std::string>(json.dump(-1, ' ', true, Json::error_handler_t::replace)),
-          {}};
+  return {status, "application/json",
+          std::make_shared<const std::string>(json.dump(-1, ' ', true, Json::error_handler_t::replace))};
+}
+
+}  // namespace
+
+namespace {
+
+// A defect of the server, or of its machine: whoever runs it has to know.
+FutureResult server_error(const std::string& text) {
+  std::fprintf(stderr, "espalier serve: %s\n", text.c_str());
+  return error_result(text, "server");
 }
 
 }  // namespace
@@ -61,34 +73,42 @@ FutureResult result_of_error(std::exception_ptr error) {
   try {
     std::rethrow_exception(std::move(error));
   } catch (const InternalError& internal) {
-    return error_result(internal.what(), "server");
+    return server_error(internal.what());
   } catch (const Error& known) {
     return error_result(known.what(), "user");
   } catch (const Refused& refused) {
     return error_result(refused.detail, "user");
   } catch (const std::bad_alloc&) {
-    return error_result("the server has no memory left for this request", "server");
+    return server_error("the server has no memory left for this request");
   } catch (const std::exception& other) {
-    return error_result(other.what(), "server");
+    return server_error(other.what());
   }
 }
 
 Service::Service(Engine& engine, HttpServer& server, const ServiceSettings& settings)
-    : engine_(engine), server_(server), settings_(settings), futures_(server, settings.result_bytes), thread_([this] {
-        engine_.begin_thread();
-      }) {}
+    : engine_(engine),
+      server_(server),
+      settings_(settings),
+      futures_(server, settings.result_bytes),
+      checkpoints_(settings.state),
+      thread_([this] { engine_.begin_thread(); },
+              [this] { return timed(WorkKind::samples, [this] { return engine_.step_samples(); }); }) {}
 
-Service::~Service() { *alive_ = false; }
+Service::~Service() {
+  *alive_ = false;
+  if (lock_ >= 0) ::close(lock_);
+}
 
 void Service::Call::answer(const Json& json, int status) const {
-  respond({status,
-           "application/json",
-           std::make_shared<const std::string>(json.dump(-1, ' ', true, Json::error_handler_t::replace)),
-           {}});
+  respond({status, "application/json",
+           std::make_shared<const std::string>(json.dump(-1, ' ', true, Json::error_handler_t::replace))});
 }
 
 const std::vector<Service::Route>& Service::routes() {
   static const std::vector<Route> table = {
+      {"GET", "/", &Service::page},
+      {"GET", "/metrics", &Service::metrics},
+      {"GET", "/api/v1/espalier/status", &Service::status},
       {"GET", "/api/v1/healthz", &Service::healthz},
       {"GET", "/api/v1/get_server_capabilities", &Service::get_server_capabilities},
       {"POST", "/api/v1/client/config", &Service::client_config},
@@ -102,6 +122,27 @@ const std::vector<Service::Route>& Service::routes() {
       {"POST", "/api/v1/get_info", &Service::get_info},
       {"POST", "/api/v1/forward_backward", &Service::forward_backward},
       {"POST", "/api/v1/optim_step", &Service::optim_step},
+      {"POST", "/api/v1/save_weights", &Service::save_weights},
+      {"POST", "/api/v1/save_weights_for_sampler", &Service::save_weights_for_sampler},
+      {"POST", "/api/v1/save_weights_external", &Service::save_weights_external},
+      {"POST", "/api/v1/load_weights", &Service::load_weights},
+      {"POST", "/api/v1/weights_info", &Service::weights_info},
+      {"GET", "/api/v1/training_runs", &Service::list_runs},
+      {"GET", "/api/v1/training_runs/*", &Service::get_run},
+      {"GET", "/api/v1/training_runs/*/checkpoints", &Service::list_run_checkpoints},
+      {"GET", "/api/v1/checkpoints", &Service::list_checkpoints},
+      {"DELETE", "/api/v1/training_runs/*/checkpoints/*/*", &Service::delete_checkpoint},
+      {"PUT", "/api/v1/training_runs/*/checkpoints/*/*/ttl", &Service::set_checkpoint_ttl},
+      {"GET", "/api/v1/training_runs/*/checkpoints/*/*/external_weights_urls", &Service::external_weights_urls},
+      {"GET", "/files/*/*", &Service::send_file},
+      {"GET", "/api/v1/sessions", &Service::list_sessions},
+      {"GET", "/api/v1/sessions/*", &Service::get_session},
+      {"POST", "/api/v1/create_sampling_session", &Service::create_sampling_session},
+      {"POST", "/api/v1/join_sampling_session", &Service::join_sampling_session},
+      {"GET", "/api/v1/samplers/*", &Service::get_sampler},
+      {"POST", "/api/v1/asample", &Service::asample},
+      {"POST", "/api/v1/retrieve_futures", &Service::retrieve_futures},
+      {"POST", "/api/v1/cancel_future", &Service::cancel_future},
   };
   return table;
 }
@@ -115,7 +156,12 @@ std::optional<HttpAnswer> Service::refuse(const HttpRequest& head) const {
 }
 
 void Service::handle(HttpRequest request, Respond respond) {
-  Call call{std::move(request), {}, std::move(respond)};
+  answers_.bytes_in += static_cast<std::int64_t>(request.body.size());
+  const auto counted = [this, respond = std::move(respond)](HttpAnswer answer) {
+    ++answers_.by_status[answer.status];
+    respond(std::move(answer));
+  };
+  Call call{std::move(request), {}, counted};
   try {
     dispatch(call);
   } catch (const Refused& refused) {
@@ -152,6 +198,7 @@ Session& Service::session_of(const Fields& fields) {
 TrainingRun& Service::run_of(const std::string& model_id) {
   TrainingRun* run = runs_.find(model_id);
   if (run == nullptr) throw Refused{404, "unknown model " + model_id};
+  if (run->ended) throw Refused{410, "the session of model " + model_id + " has ended"};
   run->last_request = seconds_since_1970();
   if (Session* session = sessions_.find(run->session)) session->last_heard = run->last_request;
   return *run;
@@ -165,57 +212,147 @@ const BaseModel& Service::base_of(const std::string& name) const {
   throw InputError({"base_model", names, '"' + name + '"', "the server's --model options name its models"});
 }
 
-std::string Service::new_future_name(const TrainingRun& run) { return run.id + "#u" + std::to_string(++unnumbered_); }
+namespace {
 
-void Service::start(const std::string& line, const std::string& future, Work work) {
-  thread_.add(line, [this, alive = alive_, future, work = std::move(work)] {
-    FutureResult result;
+FutureResult result_of(const std::function<FutureResult()>& work) {
+  try {
+    return work();
+  } catch (...) {
+    return result_of_error(std::current_exception());
+  }
+}
+
+}  // namespace
+
+void Service::end_request(const std::string& run_id, std::int64_t number, std::int64_t bytes,
+                          const FutureResult& result, RunJournal::Joined joined) {
+  queued_bytes_ -= bytes;
+  const std::string future = text_of(run_id, '#', number);
+  const TrainingRun* run = runs_.find(run_id);
+  if (result.body && !futures_.is_done(future) && number > 0 && run != nullptr && !run->ended) {
     try {
-      result = work();
-    } catch (...) {
-      result = result_of_error(std::current_exception());
+      journal_of(run_id).add_result(number, result, joined);
+    } catch (const Error&) {  // a restarted server computes it again
     }
-    server_.post([this, alive, future, result = std::move(result)] {
-      if (*alive) futures_.finish(future, result);
+  }
+  answers_.failed_futures += result.failed ? 1 : 0;
+  if (result.body) futures_.finish(future, result);
+}
+
+std::shared_ptr<Unit> Service::unit_of(const std::string& run_id, std::int64_t number, std::int64_t bytes, Work work) {
+  queued_bytes_ += bytes;
+  return EngineThread::unit([this, alive = alive_, run_id, number, bytes, work = std::move(work)] {
+    FutureResult result = result_of([&] { return work(number); });
+    server_.post([this, alive, run_id, number, bytes, result = std::move(result)] {
+      if (*alive) end_request(run_id, number, bytes, result, {number, number});
     });
   });
 }
 
-void Service::accept(Call& call, TrainingRun& run, std::optional<std::int64_t> number, Work work) {
-  const auto promise = [&](const std::string& future) { call.answer({{"request_id", future}, {"model_id", run.id}}); };
-  if (!number) {
-    const std::string future = new_future_name(run);
-    futures_.open(future);
-    start(run.id, future, std::move(work));
-    return promise(future);
-  }
-  if (const auto seen = run.seen.find(*number); seen != run.seen.end()) return promise(seen->second);
-  if (*number < run.next) throw Refused{400, text_of("seq_id ", *number, " of ", run.id, " has passed")};
-  if (run.early.size() >= kMostEarly && *number != run.next)
-    throw Refused{429, text_of("too many requests of ", run.id, " wait for seq_id ", run.next)};
-  const std::string future = text_of(run.id, '#', *number);
-  run.seen[*number] = future;
-  futures_.open(future);
-  run.early[*number] = [this, line = run.id, future, work = std::move(work)]() mutable {
-    start(line, future, std::move(work));
+std::shared_ptr<Unit> Service::gradient_unit(const std::string& run_id, std::int64_t number, std::int64_t bytes,
+                                             std::shared_ptr<const TrainingCall> call) {
+  queued_bytes_ += bytes;
+  std::optional<RunJournal::Joined> before;
+  if (const auto run = joined_before_.find(run_id); run != joined_before_.end())
+    if (const auto joined = run->second.find(number); joined != run->second.end()) before = joined->second;
+  const auto compute = [this, alive = alive_, run_id](const std::vector<GradientUnit::Part>& parts) {
+    std::vector<const TrainingCall*> calls;
+    for (const GradientUnit::Part& part : parts) calls.push_back(part.call.get());
+    std::vector<TrainingOutcome> outcomes(parts.size());
+    try {
+      outcomes = timed(WorkKind::gradient, [&] { return engine_.forward_backward(run_id, calls); });
+    } catch (...) {
+      for (TrainingOutcome& outcome : outcomes) outcome.error = std::current_exception();
+    }
+    const RunJournal::Joined joined{parts.front().number, parts.back().number};
+    for (std::size_t i = 0; i < parts.size(); ++i) {
+      FutureResult result = result_of([&] {
+        if (outcomes[i].error) std::rethrow_exception(outcomes[i].error);
+        note_gradient(run_id, parts[i].number, outcomes[i].answer.metrics);
+        return protobuf_result(write_forward_backward(outcomes[i].answer, *parts[i].call));
+      });
+      server_.post(
+          [this, alive, run_id, number = parts[i].number, bytes = parts[i].bytes, joined, result = std::move(result)] {
+            if (*alive) end_request(run_id, number, bytes, result, joined);
+          });
+    }
   };
+  return std::make_shared<GradientUnit>(GradientUnit::Part{number, bytes, std::move(call)}, before,
+                                        settings_.join_calls, compute);
+}
+
+std::int64_t Service::live_sessions() const {
+  return std::ranges::count_if(sessions_.all(), [](const auto& one) { return one.second.finished.is_null(); });
+}
+
+// On the engine's thread.
+void Service::note_gradient(const std::string& run, std::int64_t number, const std::map<std::string, double>& metrics) {
+  const auto computed = static_cast<std::int64_t>(metrics.at("tokens_computed:sum")),
+             shared = static_cast<std::int64_t>(metrics.at("tokens_shared:sum"));
+  ++engine_counts_.gradients;
+  engine_counts_.rows_computed += computed, engine_counts_.rows_shared += shared;
+  server_.post([this, alive = alive_, run, number, computed, shared, loss = metrics.at("loss:sum")] {
+    if (!*alive) return;
+    RunHistory& history = histories_[run];
+    history.rows_computed += computed, history.rows_shared += shared;
+    history.calls.push_back({number, loss});
+    if (history.calls.size() > RunHistory::kMost) history.calls.pop_front();
+  });
+}
+
+void Service::enqueue(Call& call, TrainingRun& run, std::int64_t number,
+                      const std::function<std::shared_ptr<Unit>(std::int64_t bytes)>& make) {
+  const std::string future = run.future(number);
+  const auto promise = [&] { call.answer({{"request_id", future}, {"model_id", run.id}}); };
+  if (run.has_seen(number)) return promise();
+  if (run.early.size() >= kMostEarly && number != run.next)
+    throw Refused{429, text_of("too many requests of ", run.id, " wait for seq_id ", run.next)};
+  const auto bytes = static_cast<std::int64_t>(call.request.body.size());
+  if (!replaying_ && queued_bytes_ + bytes > settings_.queue_bytes && queued_bytes_ > 0)
+    throw Refused{429, "the requests that wait take all the memory that they may: try again"};
+  if (!replaying_) try {
+      journal_of(run.id).add_request(number, call.request);
+    } catch (const Error& error) {
+      throw Refused{503, error.what()};
+    }
+  run.early[number] = make(bytes);
+  futures_.open(future);
+  std::vector<std::shared_ptr<Unit>> ready;
   for (auto next = run.early.begin(); next != run.early.end() && next->first == run.next; next = run.early.begin()) {
-    next->second();
+    ready.push_back(std::move(next->second));
     run.early.erase(next);
     ++run.next;
   }
-  promise(future);
+  thread_.add(run.id, std::move(ready));
+  promise();
 }
 
-void Service::accept_refused(Call& call, TrainingRun& run, std::optional<std::int64_t> number, const std::string& why,
+void Service::accept(Call& call, TrainingRun& run, std::optional<std::int64_t> given, Work work, bool changes) {
+  const std::int64_t number = given.value_or(run.free_number());
+  enqueue(call, run, number, [&](std::int64_t bytes) {
+    // After a restart the result may be there already: only what the request changed is to be done again.
+    const bool known = replaying_ && futures_.is_done(run.future(number));
+    return unit_of(run.id, number, bytes,
+                   known && !changes ? [](std::int64_t) { return FutureResult(); } : std::move(work));
+  });
+}
+
+void Service::accept_refused(Call& call, TrainingRun& run, std::optional<std::int64_t> given, const std::string& why,
                              bool breaks_gradient) {
-  const bool again = number && run.seen.contains(*number);
-  accept(call, run, number, [this, id = run.id, why, breaks_gradient] {
+  const std::int64_t number = given.value_or(run.free_number());
+  const bool again = run.has_seen(number);
+  const auto work = [this, id = run.id, why, breaks_gradient](std::int64_t) {
     if (breaks_gradient) engine_.break_gradient(id, why);
     return error_result(why, "user");
-  });
+  };
+  accept(call, run, number, work, breaks_gradient);
   // The client need not wait for the requests before.
-  if (number && !again) futures_.finish(run.seen[*number], error_result(why, "user"));
+  if (again) return;
+  if (!replaying_) try {
+      journal_of(run.id).add_result(number, error_result(why, "user"), {number, number});
+    } catch (const Error&) {  // a restarted server refuses it again
+    }
+  futures_.finish(run.future(number), error_result(why, "user"));
 }
 
 }  // namespace espalier::serve

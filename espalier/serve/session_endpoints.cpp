@@ -1,8 +1,24 @@
 // Endpoints of sessions and of what clients ask before they work.
+#include <cstdio>
+
 #include "espalier/base/error.h"
 #include "espalier/serve/service.h"
 
 namespace espalier::serve {
+namespace {
+
+// The newest version of the SDK that was tested, whose protocol moves from version to version.
+constexpr int kTestedMajor = 0, kTestedMinor = 38;
+
+Json warning_of(const std::string& version) {
+  int major = 0, minor = 0;
+  if (std::sscanf(version.c_str(), "%d.%d", &major, &minor) != 2) return nullptr;
+  if (major < kTestedMajor || (major == kTestedMajor && minor <= kTestedMinor)) return nullptr;
+  return text_of("tinker ", version, " is newer than the versions that this server was tested with (to ", kTestedMajor,
+                 '.', kTestedMinor, "): a call may fail that did not before");
+}
+
+}  // namespace
 
 void Service::healthz(Call& call) { call.answer({{"status", "ok"}}); }
 
@@ -26,7 +42,8 @@ void Service::client_config(Call& call) {
                {"fwdbwd_dispatch_bytes_semaphore_size", kBytes},
                {"sample_dispatch_bytes_semaphore_size", kBytes},
                {"inflight_response_bytes_semaphore_size", kBytes},
-               {"sample_use_retrieve_futures", true},
+               // One poll for each sample: a server that was restarted cannot tell a poll for all what it has lost.
+               {"sample_use_retrieve_futures", false},
                {"sample_join_sampling_session", true},
                {"sample_max_concurrent_requests", 2000},
                {"sample_no_retries", false},
@@ -48,10 +65,15 @@ void Service::create_session(Call& call) {
   session.tags = fields.member("tags");
   session.sdk_version = fields.text("sdk_version", "");
   session.project = fields.text("project_id", "");
+  write_down({{"session", session.id},
+              {"created", session.created},
+              {"user_metadata", session.user_metadata},
+              {"tags", session.tags},
+              {"sdk_version", session.sdk_version}});
   call.answer({{"type", "create_session"},
                {"session_id", session.id},
                {"info_message", nullptr},
-               {"warning_message", nullptr},
+               {"warning_message", warning_of(session.sdk_version)},
                {"error_message", nullptr}});
 }
 
@@ -64,8 +86,10 @@ void Service::finish_session(Call& call) {
   Session* session = sessions_.find(call.path[0]);
   if (session == nullptr) throw Refused{404, "unknown session " + call.path[0]};
   const Fields fields = call.fields();
-  if (session->finished.is_null())
+  if (session->finished.is_null()) {
     session->finished = fields.has("reason") ? fields.member("reason") : Json("finished");
+    end_session(session->id);
+  }
   call.answer(Json::object());
 }
 

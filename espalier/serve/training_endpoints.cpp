@@ -1,4 +1,5 @@
 // Endpoints of training models: creation, gradients, steps.
+#include <algorithm>
 #include <utility>
 
 #include "espalier/base/error.h"
@@ -51,12 +52,43 @@ AdamParams read_adam(const Fields& fields) {
   return out;
 }
 
+}  // namespace
+
 std::optional<std::int64_t> number_of(const Fields& fields) {
   if (!fields.has("seq_id")) return {};
   return fields.integer("seq_id", 1, kMostSequence);
 }
 
-}  // namespace
+TrainingRun& Service::add_run(const std::string& id, const std::string& session, const std::string& base,
+                              const LoraConfig& lora, const Json& user_metadata, const std::string& source,
+                              bool optimizer) {
+  const auto live = std::ranges::count_if(runs_.all(), [](const auto& one) { return !one.second.ended; });
+  if (live >= settings_.most_models)
+    throw Refused{429, text_of("this server trains ", settings_.most_models, " models at a time")};
+  const double now = seconds_since_1970();
+  write_down({{"run", id},
+              {"session", session},
+              {"base_model", base},
+              {"lora", lora_json(lora)},
+              {"user_metadata", user_metadata},
+              {"created", now},
+              {"source", source},
+              {"optimizer", optimizer}});
+  TrainingRun& run = runs_.add(id);
+  run.session = session, run.base = base, run.lora = lora;
+  run.user_metadata = user_metadata;
+  run.created = run.last_request = now;
+  return run;
+}
+
+// The first work of a model; what it throws becomes the error of the model's creation.
+void Service::start_creation(TrainingRun& run, std::function<void()> make, const std::string& result) {
+  futures_.open(run.future(0));
+  thread_.add(run.id, {unit_of(run.id, 0, 0, [this, make = std::move(make), result](std::int64_t) {
+                timed(WorkKind::other, make);
+                return json_result(result);
+              })});
+}
 
 void Service::create_model(Call& call) {
   const Fields fields = call.fields();
@@ -70,18 +102,10 @@ void Service::create_model(Call& call) {
   if (const std::string type = Fields(fields.object("optimizer_config")).text("type", "adamw"); type != "adamw")
     throw UnsupportedError({"optimizer_config", "adamw", '"' + type + '"', "this server's optimizer is AdamW"});
   const LoraConfig lora = read_lora(Fields(fields.object("lora_config")), id);
-  if (std::ssize(runs_.all()) >= settings_.most_models)
-    throw Refused{429, text_of("this server trains ", settings_.most_models, " models at a time")};
-  TrainingRun& run = runs_.add(id);
-  run.session = session.id, run.base = base.name, run.lora = lora;
-  run.user_metadata = fields.member("user_metadata");
-  run.created = run.last_request = seconds_since_1970();
-  run.seen[0] = id + "#0";
-  futures_.open(run.seen[0]);
-  start(id, run.seen[0], [this, id, name = base.name, lora] {
-    engine_.create(id, name, lora);
-    return json_result(Json{{"type", "create_model"}, {"model_id", id}}.dump());
-  });
+  TrainingRun& run = add_run(id, session.id, base.name, lora, fields.member("user_metadata"));
+  start_creation(
+      run, [this, id, name = base.name, lora] { engine_.create(id, name, lora); },
+      Json{{"type", "create_model"}, {"model_id", id}}.dump());
   promise();
 }
 
@@ -100,8 +124,9 @@ void Service::get_info(Call& call) {
 void Service::forward_backward(Call& call) {
   if (call.request.header("content-type") != "application/x-protobuf")
     throw Refused{415, "forward_backward takes application/x-protobuf: use tinker 0.25 or newer"};
-  const std::string body =
-      unpack(std::move(call.request.body), call.request.header("content-encoding"), settings_.unpacked_bytes);
+  std::string room;
+  const std::string_view body =
+      unpack(call.request.body, call.request.header("content-encoding"), settings_.unpacked_bytes, room);
   ForwardBackwardRequest request = read_forward_backward(bytes_of_text(body));
   TrainingRun& run = run_of(request.model_id);
   const auto number = request.seq_id > 0 ? std::optional(request.seq_id) : std::nullopt;
@@ -117,9 +142,8 @@ void Service::forward_backward(Call& call) {
     const std::string why = InputError(*refused).what();
     return accept_refused(call, run, number, why, backward);
   }
-  accept(call, run, number, [this, id = run.id, work] {
-    return protobuf_result(write_forward_backward(engine_.forward_backward(id, *work), *work));
-  });
+  const std::int64_t place = number.value_or(run.free_number());
+  enqueue(call, run, place, [&](std::int64_t bytes) { return gradient_unit(run.id, place, bytes, work); });
 }
 
 void Service::optim_step(Call& call) {
@@ -132,8 +156,14 @@ void Service::optim_step(Call& call) {
   } catch (const Error& error) {
     return accept_refused(call, run, number, error.what(), false);
   }
-  accept(call, run, number, [this, id = run.id, params] {
-    return json_result(Json{{"type", "optim_step"}, {"metrics", engine_.optim_step(id, params)}}.dump());
+  accept(call, run, number, [this, id = run.id, params](std::int64_t taken) {
+    const auto metrics = timed(WorkKind::step, [&] { return engine_.optim_step(id, params); });
+    ++engine_counts_.steps;
+    server_.post([this, alive = alive_, id] {
+      if (*alive) ++histories_[id].steps;
+    });
+    save_state_if_due(id, taken);
+    return json_result(Json{{"type", "optim_step"}, {"metrics", metrics}}.dump());
   });
 }
 

@@ -1,17 +1,19 @@
 // Training models and the order of their requests.
 //
 // Requests of a model are numbered 1, 2, 3, ... and run in that order, whatever order they arrive in: one that comes
-// early waits for those before it. A number seen before is the same request again.
+// early waits for those before it. A number seen before is the same request again, and its future has a name that
+// follows from model and number, so that a restarted server knows it, too.
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "espalier/base/json.h"
 #include "espalier/serve/calls.h"
+#include "espalier/serve/engine_thread.h"
 
 namespace espalier::serve {
 
@@ -23,9 +25,14 @@ struct TrainingRun {
   LoraConfig lora;
   Json user_metadata;
   double created = 0, last_request = 0;
-  std::int64_t next = 1;                                // number of the next request to run
-  std::map<std::int64_t, std::string> seen;             // futures by number; 0: of the model's creation
-  std::map<std::int64_t, std::function<void()>> early;  // what to start once its turn comes
+  bool ended = false;                                   // its session has: checkpoints and this entry are left
+  std::int64_t next = 1;                                // number of the next request to start
+  std::map<std::int64_t, std::shared_ptr<Unit>> early;  // requests whose turn has not come
+
+  // The future of a request; 0: of the model's creation.
+  std::string future(std::int64_t number) const { return id + '#' + std::to_string(number); }
+  bool has_seen(std::int64_t number) const { return number < next || early.contains(number); }
+  std::int64_t free_number() const { return early.empty() ? next : early.rbegin()->first + 1; }
 };
 
 class TrainingRuns {

@@ -19,7 +19,7 @@ constexpr int kLargestWindow = 27;  // 128 MiB of the reader's memory, the most 
                     "send fewer data in a request"});
 }
 
-std::string from_zstd(const std::string& body, std::int64_t most_bytes) {
+std::string from_zstd(std::string_view body, std::int64_t most_bytes) {
   const auto most = static_cast<std::size_t>(most_bytes);
   // Most senders state the size, and too large a one costs nothing to refuse.
   const unsigned long long stated = ZSTD_getFrameContentSize(body.data(), body.size());
@@ -47,12 +47,12 @@ std::string from_zstd(const std::string& body, std::int64_t most_bytes) {
 
 }  // namespace
 
-std::string unpack(std::string body, std::string_view encoding, std::int64_t most_bytes) {
+std::string_view unpack(std::string_view body, std::string_view encoding, std::int64_t most_bytes, std::string& room) {
   if (encoding.empty() || encoding == "identity") {
     if (static_cast<std::int64_t>(body.size()) > most_bytes) refuse_size(most_bytes);
     return body;
   }
-  if (encoding == "zstd") return from_zstd(body, most_bytes);
+  if (encoding == "zstd") return room = from_zstd(body, most_bytes);
   throw UnsupportedError({"Content-Encoding", "zstd, or none", std::string(encoding), ""});
 }
 

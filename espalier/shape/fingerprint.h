@@ -11,8 +11,7 @@ namespace espalier {
 // Stands before the words of --train, which are the fingerprint's last part.
 inline constexpr std::string_view kFingerprintTrain = " train=";
 
-// Everything of a shape that the meaning of its weights depends on, readable. Values that a family always has are left
-// out, because the architecture's name implies them.
+// Everything of a shape that the meaning of its weights depends on, readable.
 std::string fingerprint_of(const ModelShape& shape);
 
 }  // namespace espalier

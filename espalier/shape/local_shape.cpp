@@ -1,6 +1,8 @@
 #include "espalier/shape/local_shape.h"
 
 #include <algorithm>
+#include <map>
+#include <utility>
 
 #include "espalier/base/error.h"
 #include "espalier/base/nf4.h"
@@ -17,24 +19,31 @@ void need(bool fine, const char* option, const std::string& expected, std::int64
 // Parts of ceil(size / parts) leave something for the last one.
 bool all_get_some(std::int64_t size, std::int64_t parts) { return (parts - 1) * ceil_div(size, parts) < size; }
 
+// The widest, and the narrowest, dense MLP; 0 where no layer has one.
+std::pair<std::int64_t, std::int64_t> dense_widths(const ModelShape& s) {
+  std::pair<std::int64_t, std::int64_t> out;
+  for (const LayerShape& layer : s.layer)
+    if (layer.mlp == MlpKind::dense) {
+      out.first = std::max(out.first, layer.inner);
+      out.second = out.second == 0 ? layer.inner : std::min(out.second, layer.inner);
+    }
+  return out;
+}
+
 void check(const ModelShape& s, const Degrees& d) {
-  need(s.heads % d.tp == 0, "--tp", text_of("a divisor of ", s.heads, " attention heads"), d.tp);
-  need(s.kv_heads % d.tp == 0 || d.tp % s.kv_heads == 0, "--tp",
-       text_of("a divisor or a multiple of ", s.kv_heads, " key/value heads"), d.tp);
-  need(!s.has_states() || s.delta_rule.key_heads % d.tp == 0, "--tp",
-       text_of("a divisor of the ", s.delta_rule.key_heads, " key heads of recurrent layers"), d.tp);
-  need(!s.has_states() || d.cp == 1, "--cp", "1, because the model has recurrent layers", d.cp);
-  const bool dense_layers = s.expert_layers()<s.layers, split_experts = s.expert_layers()> 0 && d.ep == 1;
-  need(all_get_some(s.vocabulary, d.tp) && (!dense_layers || all_get_some(s.inner, d.tp)) &&
+  for (std::size_t i = 0; i < s.layer.size(); ++i)
+    if (i == 0 || s.layer[i].mixer != s.layer[i - 1].mixer) s.layer[i].mixer->require(d);
+  const bool split_experts = s.expert_layers() > 0 && d.ep == 1;
+  const auto [widest, narrowest] = dense_widths(s);
+  need(all_get_some(s.vocabulary, d.tp) &&
+           (widest == 0 || (all_get_some(widest, d.tp) && all_get_some(narrowest, d.tp))) &&
            (!split_experts || all_get_some(s.expert_inner, d.tp)) &&
            (s.shared_expert.inner == 0 || all_get_some(s.shared_expert.inner, d.tp)),
        "--tp", "so few ranks that each has a part of the vocabulary and of the inner width", d.tp);
-  need(!(s.qk_norm && s.attention.wide_norm) || d.tp == 1, "--tp",
-       "1, because the norms of queries and keys are over all heads", d.tp);
   if (d.full && s.tied_head && s.trained.adapter.head)
     throw OptionError(
         {"--shard", "none or optimizer, because the head is tied to the embedding and has an adapter", "full", ""});
-  need(d.pp <= s.layers, "--pp", text_of("at most ", s.layers, " layers"), d.pp);
+  need(d.pp <= s.layers(), "--pp", text_of("at most ", s.layers(), " layers"), d.pp);
   if (d.ep == 1) return;
   need(s.experts > 0, "--ep", "1, because the model has no experts", d.ep);
   need(s.experts % d.ep == 0, "--ep", text_of("a divisor of ", s.experts, " experts"), d.ep);
@@ -69,43 +78,29 @@ LocalShape::LocalShape(const ModelShape& whole, const Degrees& degrees, const Pl
       waves_in_flight_(espalier::waves_in_flight(degrees, place, true)) {
   if (!(degrees == Degrees{})) check(whole, degrees);
   if (whole.trained.nf4_parameters) check_nf4_blocks();
-  layers_ = {whole.layers * place.pp / degrees.pp, whole.layers * (place.pp + 1) / degrees.pp};
+  layers_ = {whole.layers() * place.pp / degrees.pp, whole.layers() * (place.pp + 1) / degrees.pp};
   experts_ = part(whole.experts, degrees.ep, place.ep);
-  own_.heads = ceil_div(whole.heads, portion(Cut::heads).parts);
-  own_.kv_heads = ceil_div(whole.kv_heads, portion(Cut::kv_heads).parts);
-  own_.delta_rule.key_heads = ceil_div(whole.delta_rule.key_heads, portion(Cut::state_heads).parts);
-  own_.delta_rule.value_heads = ceil_div(whole.delta_rule.value_heads, portion(Cut::state_heads).parts);
-  own_.inner = ceil_div(whole.inner, portion(Cut::inner).parts);
-  own_.expert_inner = ceil_div(whole.expert_inner, portion(Cut::expert_inner).parts);
-  own_.shared_expert.inner = ceil_div(whole.shared_expert.inner, portion(Cut::shared_inner).parts);
-  own_.vocabulary = ceil_div(whole.vocabulary, portion(Cut::vocabulary).parts);
-  own_.layers = layers_.size();
+  own_.layer = {whole.layer.begin() + layers_.begin, whole.layer.begin() + layers_.end};
+  std::map<const Mixer*, std::shared_ptr<const Mixer>> parts;  // layers of one mixer share its part, too
+  for (LayerShape& layer : own_.layer) {
+    std::shared_ptr<const Mixer>& mixer = parts[layer.mixer.get()];
+    if (!mixer) mixer = degrees.tp == 1 ? layer.mixer : layer.mixer->part(degrees.tp);
+    layer.mixer = mixer;
+    layer.inner = ceil_div(layer.inner, degrees.tp);
+  }
+  own_.expert_inner = ceil_div(whole.expert_inner, portion({.cut = Cut::experts}).parts);
+  own_.shared_expert.inner = ceil_div(whole.shared_expert.inner, degrees.tp);
+  own_.vocabulary = ceil_div(whole.vocabulary, degrees.tp);
   TrainedParameters& trained = own_.trained;
   trained.input = trained.input || trained.first_layer < layers_.begin;
-  trained.first_layer = std::clamp<std::int64_t>(trained.first_layer - layers_.begin, 0, own_.layers);
-  if (!trained.of_layer.empty())
-    trained.of_layer = {trained.of_layer.begin() + layers_.begin, trained.of_layer.begin() + layers_.end};
-  if (std::vector<AdaptedLayer>& adapted = trained.adapter.of_layer; !adapted.empty())
-    adapted = {adapted.begin() + layers_.begin, adapted.begin() + layers_.end};
-  if (!whole.expert_layer.empty())
-    own_.expert_layer.assign(whole.expert_layer.begin() + layers_.begin, whole.expert_layer.begin() + layers_.end);
-  if (!whole.window_layer.empty())
-    own_.window_layer.assign(whole.window_layer.begin() + layers_.begin, whole.window_layer.begin() + layers_.end);
-  if (!whole.unrotated_layer.empty())
-    own_.unrotated_layer.assign(whole.unrotated_layer.begin() + layers_.begin,
-                                whole.unrotated_layer.begin() + layers_.end);
-  if (!whole.mixer_of_layer.empty())
-    own_.mixer_of_layer.assign(whole.mixer_of_layer.begin() + layers_.begin,
-                               whole.mixer_of_layer.begin() + layers_.end);
-  if (!whole.without_mlp.empty())
-    own_.without_mlp.assign(whole.without_mlp.begin() + layers_.begin, whole.without_mlp.begin() + layers_.end);
+  trained.first_layer = std::clamp<std::int64_t>(trained.first_layer - layers_.begin, 0, own_.layers());
 }
 
 // Ranks of tp divide the inputs of some matrices: between blocks.
 void LocalShape::check_nf4_blocks() const {
   for_each_parameter(whole_, [&](const ParameterShape& parameter) {
     if (!parameter.nf4 || parameter.sides[1].cut == Cut::none) return;
-    const Portion p = portion(parameter.sides[1].cut);
+    const Portion p = portion(parameter.sides[1]);
     if (const std::int64_t size = parameter.sides[1].size; size % (p.parts * nf4::kBlock) != 0)
       throw OptionError({"--tp with --weights nf4",
                          text_of("ranks that divide the ", size / nf4::kBlock, " blocks of a row of ", parameter.name),
@@ -113,25 +108,10 @@ void LocalShape::check_nf4_blocks() const {
   });
 }
 
-LocalShape::Portion LocalShape::portion(Cut cut) const {
-  const Portion all{degrees_.tp, place_.tp};
-  switch (cut) {
-    case Cut::none:
-      return {};
-    case Cut::heads:
-    case Cut::state_heads:
-    case Cut::inner:
-    case Cut::shared_inner:
-    case Cut::vocabulary:
-      return all;
-    case Cut::kv_heads: {
-      const std::int64_t parts = std::clamp<std::int64_t>(whole_.kv_heads, 1, degrees_.tp);
-      return {parts, place_.tp * parts / degrees_.tp};
-    }
-    case Cut::expert_inner:
-      return degrees_.ep == 1 ? all : Portion{};
-  }
-  return {};
+LocalShape::Portion LocalShape::portion(const Side& side) const {
+  if (side.cut == Cut::none || (side.cut == Cut::experts && degrees_.ep > 1)) return {};
+  const std::int64_t parts = side.most_parts == 0 ? degrees_.tp : std::min(side.most_parts, degrees_.tp);
+  return {parts, place_.tp * parts / degrees_.tp};
 }
 
 LocalShape LocalShape::last_stage() const {
@@ -142,15 +122,9 @@ LocalShape LocalShape::last_stage() const {
   return last;
 }
 
-std::int64_t LocalShape::expert_layers_before() const {
-  const auto& kinds = whole_.expert_layer;
-  return kinds.empty() ? 0 : std::count(kinds.begin(), kinds.begin() + layers_.begin, std::uint8_t{1});
-}
+std::int64_t LocalShape::expert_layers_before() const { return whole_.expert_layers_before(layers_.begin); }
 
-LocalShape::Range LocalShape::vocabulary() const {
-  const Portion p = portion(Cut::vocabulary);
-  return part(whole_.vocabulary, p.parts, p.index);
-}
+LocalShape::Range LocalShape::vocabulary() const { return part(whole_.vocabulary, degrees_.tp, place_.tp); }
 
 std::optional<Shard> LocalShape::shard(const ParameterShape& parameter) const {
   const OuterParameters outer = outer_parameters(whole_);
@@ -165,12 +139,12 @@ std::optional<Shard> LocalShape::shard(const ParameterShape& parameter) const {
   shard.of_expert = parameter.expert >= 0;
   shard.whole = shard.local = shard.end = parameter.sides[0].size;
   shard.copies = degrees_.tp;
-  Cut cut = Cut::none;
+  bool cut = false;
   for (std::size_t dim = 0; dim < parameter.sides.size(); ++dim) {
     const Side& side = parameter.sides[dim];
     if (side.cut == Cut::none) continue;
-    cut = side.cut;
-    const Portion p = portion(cut);
+    cut = true;
+    const Portion p = portion(side);
     shard.copies = degrees_.tp / p.parts;
     if (p.parts == 1) continue;
     const Range range = part(side.size, p.parts, p.index);
@@ -180,7 +154,7 @@ std::optional<Shard> LocalShape::shard(const ParameterShape& parameter) const {
   }
   const bool whole_expert = shard.of_expert && degrees_.ep > 1;
   if (whole_expert) shard.copies = 1;  // the ranks of tp have different ones
-  shard.partial_gradient = shard.copies > 1 && (cut == Cut::kv_heads || parameter.of_heads || parameter.in_parts);
+  shard.partial_gradient = shard.copies > 1 && (cut || parameter.of_heads || parameter.in_parts);
   const std::int64_t replica = place_.dp * degrees_.cp + place_.cp;
   const bool first_replica = (whole_expert ? (replica * degrees_.tp + place_.tp) / degrees_.ep : replica) == 0;
   const bool here = (whole_expert || place_.tp % shard.copies == 0) && (!embedding || first_stage);

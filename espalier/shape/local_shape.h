@@ -89,7 +89,7 @@ class LocalShape {
   struct Portion {
     std::int64_t parts = 1, index = 0;
   };
-  Portion portion(Cut cut) const;
+  Portion portion(const Side& side) const;
   void check_nf4_blocks() const;
 
   ModelShape whole_, own_;

@@ -3,7 +3,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <initializer_list>
+#include <functional>
+#include <map>
 #include <string_view>
 #include <utility>
 
@@ -18,158 +19,285 @@ struct Visits {
   std::function<void(const AdapterPart&)> part = [](const AdapterPart&) {};
 };
 
-// Visits the parameters of blocks under one prefix.
+using Of = ReadTogether::Of;
+
+// Visits the parameters of a layer, or of none.
 class Walk {
  public:
-  Walk(const Visits& visits, std::string prefix, std::int64_t layer, std::int64_t expert = -1)
-      : visits_(visits), prefix_(std::move(prefix)), layer_(layer), expert_(expert) {}
+  Walk(const Visits& visits, const ModelShape& shape, std::int64_t layer, bool of_mixer = false)
+      : visits_(visits),
+        shape_(shape),
+        layer_(layer),
+        of_mixer_(of_mixer),
+        prefix_(layer < 0 ? "" : layer_prefix(layer)) {}
 
-  void norm(const NormShape& norm, bool of_heads = false) const {
-    if (norm.width > 0) visit(norm.name, ".weight", {{norm.width}}, of_heads);
-    if (norm.width > 0 && norm.bias) visit(norm.name, ".bias", {{norm.width}}, of_heads);
+  void norm(const NormShape& norm) const {
+    if (norm.width == 0) return;
+    visit({.prefix = prefix_}, norm.name, ".weight", {{norm.width}}, {});
+    if (norm.bias) visit({.prefix = prefix_}, norm.name, ".bias", {{norm.width}}, {});
   }
-  // A tensor that never trains.
-  void held(const TensorShape& tensor) const {
-    if (tensor.sides.empty()) return;
-    constexpr bool of_heads = false, trains = false;
-    visits_.parameter({prefix_ + tensor.name, tensor.sides, layer_, expert_, of_heads, "", trains});
-  }
-  void tensor(const TensorShape& tensor, bool of_heads = false) const {
-    if (!tensor.sides.empty()) visit(tensor.name, "", tensor.sides, of_heads);
-  }
-  // All weights, then all biases.
-  void projections(std::initializer_list<ProjectionShape> neighbours, const std::string& fused = "") const {
-    const auto whole = [&](const char* kind) { return fused.empty() ? fused : prefix_ + fused + kind; };
-    weights(neighbours, whole(".weight"));
-    biases(neighbours, whole(".bias"));
-    adapters(neighbours);
-  }
-  // A and B of each; the Bs of joint ones stand behind their A, one behind the other.
-  void adapters(std::initializer_list<ProjectionShape> neighbours) const {
-    for (const ProjectionShape& p : neighbours) a_of(p), b_of(p), part(p);
-  }
-  void a_of(const ProjectionShape& p) const {
-    if (p.rank > 0 && !p.shares_a) low_rank(a_name(p), {{p.rank}, p.in}, p);
-  }
-  void b_of(const ProjectionShape& p) const {
-    if (p.rank > 0) low_rank(prefix_ + p.name + ".lora_B.weight", {p.out, {p.rank}}, p);
-  }
-  void part(const ProjectionShape& p) const {
-    if (p.rank == 0) return;
-    std::string module = p.joint[0] == '\0' ? p.name : p.joint, prefix = prefix_;
-    if (expert_ >= 0) {  // "mlp.experts.3." and "w2"
-      prefix.erase(prefix.rfind('.', prefix.size() - 2) + 1);
-      if (p.joint[0] == '\0') module = "down_proj";
+  void tensors(const TensorRow& row, std::size_t number) const {
+    const ReadTogether read{layer_, of_mixer_ ? Of::mixer_tensor : Of::mlp_tensor, number};
+    for (const TensorShape& part : row.parts) {
+      ParameterShape out = made({.prefix = prefix_}, part.name, "", part.sides, read);
+      out.of_heads = row.of_heads, out.trains = row.trains;
+      visits_.parameter(out);
     }
-    visits_.part({a_name(p), prefix_ + p.name + ".lora_B.weight", prefix_ + p.name + ".weight",
-                  module_name(prefix + module), layer_, expert_});
   }
-  // `fused`: the whole name of the tensor of files.
-  void weights(std::initializer_list<ProjectionShape> neighbours, const std::string& fused) const {
-    for (const ProjectionShape& p : neighbours)
-      if (p.weights() > 0) visit(p.name, ".weight", {p.out, p.in}, p.of_heads, fused);
+  // A projection below or above the layers.
+  void outer(const ProjectionShape& p) const { weight({.prefix = prefix_}, p, {}), bias({.prefix = prefix_}, p, {}); }
+  void adapter(const ProjectionShape& p) const {
+    const Owner owner{.prefix = prefix_};
+    a_of(owner, p), b_of(owner, p), part(owner, p);
   }
-  void biases(std::initializer_list<ProjectionShape> neighbours, const std::string& fused) const {
-    for (const ProjectionShape& p : neighbours)
-      if (p.bias) visit(p.name, ".bias", {p.out}, p.of_heads, fused);
+  // Weights, biases and adapters of neighbours: A and B of each; the Bs of joint ones stand behind their A, one behind
+  // the other.
+  void products(const PartParameters& of, const PartParameters::Entry& entry) const {
+    const Owner owner{.prefix = prefix_};
+    const auto whole = [&](const char* kind) {
+      return entry.fused[0] == '\0' ? std::string() : prefix_ + entry.fused + kind;
+    };
+    const auto each = [&](auto&& act) {
+      for (std::size_t i = entry.first; i < entry.first + entry.count; ++i)
+        for (const ProjectionShape& p : of.products()[i].parts) act(p, i);
+    };
+    const Of product = of_mixer_ ? Of::mixer_product : Of::mlp_product,
+             its_bias = of_mixer_ ? Of::mixer_bias : Of::mlp_bias;
+    each([&](const ProjectionShape& p, std::size_t i) { weight(owner, p, {layer_, product, i}, whole(".weight")); });
+    each([&](const ProjectionShape& p, std::size_t i) { bias(owner, p, {layer_, its_bias, i}, whole(".bias")); });
+    each([&](const ProjectionShape& p, std::size_t) { adapter(p); });
+  }
+  // The products of experts, from the first one on: gate and up of all experts, then down of all of them, then their
+  // biases, and their adapters likewise.
+  void of_experts(const PartParameters& of, const PartParameters::Entry& entry) const {
+    if (entry.first != ExpertProductNumbers::gate_up) return;  // down was visited with it
+    const ProductShape &gate_up = of.products()[ExpertProductNumbers::gate_up],
+                       &down = of.products()[ExpertProductNumbers::down];
+    const ParameterNames& names = shape_.names;
+    const auto packed = [&](const char* name) {
+      return names.packed_experts ? prefix_ + names.experts + "." + name : std::string();
+    };
+    const auto stacked = [&](const char* name, const std::string& otherwise) {
+      return name[0] != '\0' ? prefix_ + name + ".weight" : otherwise;
+    };
+    const auto each = [&](const ProductShape& product, auto&& act) {
+      for (std::int64_t e = 0; e < shape_.experts; ++e)
+        for (const ProjectionShape& p : product.parts) act(Owner{expert_prefix(shape_, layer_, e), e}, p);
+    };
+    const ReadTogether of_gate_up{layer_, Of::mlp_product, ExpertProductNumbers::gate_up},
+        of_down{layer_, Of::mlp_product, ExpertProductNumbers::down};
+    const std::string gate_up_file = stacked(names.stacked_gate_up, packed("gate_up_proj")),
+                      down_file = stacked(names.stacked_down, packed("down_proj"));
+    each(gate_up, [&](const Owner& one, const ProjectionShape& p) { weight(one, p, of_gate_up, gate_up_file); });
+    each(down, [&](const Owner& one, const ProjectionShape& p) { weight(one, p, of_down, down_file); });
+    each(gate_up,
+         [&](const Owner& one, const ProjectionShape& p) { bias(one, p, of_gate_up, packed("gate_up_proj_bias")); });
+    each(down, [&](const Owner& one, const ProjectionShape& p) { bias(one, p, of_down, packed("down_proj_bias")); });
+    for (const ProductShape* const product : {&gate_up, &down}) {
+      each(*product, [&](const Owner& one, const ProjectionShape& p) { a_of(one, p); });
+      each(*product, [&](const Owner& one, const ProjectionShape& p) { b_of(one, p); });
+    }
+    for (const ProductShape* const product : {&gate_up, &down})
+      for (const ProjectionShape& p : product->parts)
+        for (std::int64_t e = 0; e < shape_.experts; ++e) part({expert_prefix(shape_, layer_, e), e}, p);
   }
 
  private:
-  std::string a_name(const ProjectionShape& p) const {
-    return prefix_ + (p.joint[0] == '\0' ? p.name : p.joint) + ".lora_A.weight";
+  // What names of a module stand behind.
+  struct Owner {
+    std::string prefix;
+    std::int64_t expert = -1;
+  };
+
+  void weight(const Owner& owner, const ProjectionShape& p, const ReadTogether& read,
+              const std::string& fused = "") const {
+    if (p.weights() == 0) return;
+    ParameterShape out = made(owner, p.name, ".weight", {p.out, p.in}, read);
+    out.of_heads = p.of_heads, out.fused = fused;
+    visits_.parameter(out);
   }
-  void low_rank(std::string name, std::vector<Side> sides, const ProjectionShape& p) const {
+  void bias(const Owner& owner, const ProjectionShape& p, const ReadTogether& read,
+            const std::string& fused = "") const {
+    if (!p.bias) return;
+    ParameterShape out = made(owner, p.name, ".bias", {p.out}, read);
+    out.of_heads = p.of_heads, out.fused = fused;
+    visits_.parameter(out);
+  }
+  void a_of(const Owner& owner, const ProjectionShape& p) const {
+    if (p.rank > 0 && !p.shares_a) low_rank(a_name(owner, p), {{p.rank}, p.in}, owner, p);
+  }
+  void b_of(const Owner& owner, const ProjectionShape& p) const {
+    if (p.rank > 0) low_rank(owner.prefix + p.name + ".lora_B.weight", {p.out, {p.rank}}, owner, p);
+  }
+  void part(const Owner& owner, const ProjectionShape& p) const {
+    if (p.rank == 0) return;
+    std::string module = p.joint[0] == '\0' ? p.name : p.joint, prefix = owner.prefix;
+    if (owner.expert >= 0) {  // "mlp.experts.3." and "w2"
+      prefix.erase(prefix.rfind('.', prefix.size() - 2) + 1);
+      if (p.joint[0] == '\0') module = "down_proj";
+    }
+    visits_.part({a_name(owner, p), owner.prefix + p.name + ".lora_B.weight", owner.prefix + p.name + ".weight",
+                  module_name(prefix + module), layer_, owner.expert});
+  }
+  std::string a_name(const Owner& owner, const ProjectionShape& p) const {
+    return owner.prefix + (p.joint[0] == '\0' ? p.name : p.joint) + ".lora_A.weight";
+  }
+  void low_rank(std::string name, std::vector<Side> sides, const Owner& owner, const ProjectionShape& p) const {
     ParameterShape out;
-    out.name = std::move(name), out.sides = std::move(sides), out.layer = layer_, out.expert = expert_;
+    out.name = std::move(name), out.sides = std::move(sides), out.layer = layer_, out.expert = owner.expert;
     out.low_rank = true;
     out.in_parts = p.out.cut != Cut::none || p.in.cut != Cut::none || p.of_heads;
     visits_.parameter(out);
   }
-  void visit(const char* name, const char* kind, std::vector<Side> sides, bool of_heads = false,
-             const std::string& fused = "") const {
-    visits_.parameter({prefix_ + name + kind, std::move(sides), layer_, expert_, of_heads, fused});
+  void visit(const Owner& owner, const char* name, const char* kind, std::vector<Side> sides,
+             const ReadTogether& read) const {
+    visits_.parameter(made(owner, name, kind, std::move(sides), read));
+  }
+  ParameterShape made(const Owner& owner, const char* name, const char* kind, std::vector<Side> sides,
+                      const ReadTogether& read) const {
+    ParameterShape out;
+    out.name = owner.prefix + name + kind, out.sides = std::move(sides);
+    out.layer = layer_, out.expert = owner.expert, out.of_mixer = of_mixer_, out.read = read;
+    return out;
   }
 
   const Visits& visits_;
+  const ModelShape& shape_;
+  std::int64_t layer_;
+  bool of_mixer_;
   std::string prefix_;
-  std::int64_t layer_, expert_;
 };
 
+void visit_part(const Walk& walk, const PartParameters& part) {
+  for (const PartParameters::Entry& entry : part.entries()) {
+    if (!entry.products)
+      walk.tensors(part.tensors()[entry.first], entry.first);
+    else if (part.products()[entry.first].rows == ProductRows::chosen)
+      walk.of_experts(part, entry);
+    else
+      walk.products(part, entry);
+  }
+}
+
 void visit_layer(const ModelShape& shape, const LayerParameters& p, std::int64_t layer, const Visits& visits) {
-  const Walk walk(visits, layer_prefix(layer), layer);
-  walk.norm(p.attention_norm);
-  walk.projections({p.query_latent, p.key_value_latent});
-  walk.norm(p.query_latent_norm, true);
-  walk.norm(p.key_value_latent_norm, true);
-  walk.projections({p.query, p.key, p.value}, shape.names.fused_qkv);
-  walk.projections({p.projected[0], p.projected[1], p.projected[2], p.projected[3]});
-  walk.projections({p.gate_latents[0], p.gate_latents[1]});
-  walk.projections({p.gates[0]});
-  walk.projections({p.gates[1]});
-  for (const TensorShape& tensor : p.conv) walk.tensor(tensor);
-  for (const TensorShape* const tensor : {&p.conv_bias, &p.a_log, &p.dt_bias, &p.skip}) walk.tensor(*tensor);
-  walk.tensor(p.mixed_norm, true);
-  walk.projections({p.output});
-  walk.norm(p.query_norm, true);
-  walk.norm(p.key_norm, true);
-  walk.tensor(p.sinks);
-  walk.norm(p.attention_post_norm);
+  const Walk walk(visits, shape, layer);
+  walk.norm(p.mixer_norm);
+  visit_part(Walk(visits, shape, layer, true), p.mixer);
+  walk.norm(p.mixer_post_norm);
   walk.norm(p.mlp_norm);
   walk.norm(p.mlp_post_norm);
-  if (p.experts == 0) {
-    walk.projections({p.gate, p.up}, shape.names.fused_gate_up);
-    walk.projections({p.down});
-    return;
+  visit_part(walk, p.mlp);
+}
+
+PartParameters dense_mlp(const ModelShape& shape, std::int64_t inner_width) {
+  const ParameterNames& names = shape.names;
+  const Side M{shape.hidden}, inner{inner_width, Cut::tp};
+  const bool gated = shape.activation.gated;
+  ProductShape gate_up{ProductRows::continuing};
+  if (gated) gate_up.parts.push_back({names.gate, inner, M, shape.mlp_bias});
+  gate_up.parts.push_back({names.up, inner, M, shape.mlp_bias});
+  PartParameters p;
+  p.add({std::move(gate_up)}, names.fused_gate_up, gated ? names.fused_gate_up : "");
+  p.add({{ProductRows::continuing, {{names.down, M, inner, shape.mlp_bias}}}});
+  return p;
+}
+
+PartParameters expert_mlp(const ModelShape& shape) {
+  const ParameterNames& names = shape.names;
+  const Side M{shape.hidden}, inner{shape.expert_inner, Cut::experts}, shared{shape.shared_expert.inner, Cut::tp};
+  const bool gated = shape.activation.gated, bias = shape.expert_bias;
+  const auto gate_and_up = [&](ProductRows rows, const ProjectionShape& gate, const ProjectionShape& up) {
+    ProductShape out{rows};
+    if (gated) out.parts.push_back(gate);
+    out.parts.push_back(up);
+    return out;
+  };
+  PartParameters p;
+  p.add({{ProductRows::continuing, {{names.router, {shape.experts}, M, shape.router.bias}}}});
+  TensorRow correction{.trains = false};
+  if (shape.router.correction_bias) correction.parts = {{names.correction_bias, {{shape.experts}}}};
+  p.add(std::move(correction));
+  p.add({gate_and_up(ProductRows::chosen, {names.expert_gate, inner, M, bias}, {names.expert_up, inner, M, bias})}, "",
+        gated ? "gate_up_proj" : "");
+  p.add({{ProductRows::chosen, {{names.expert_down, M, inner, bias}}}});
+  if (shape.shared_expert.inner == 0) {
+    p.add({{ProductRows::continuing}, {ProductRows::continuing}, {ProductRows::continuing}});
+    return p;
   }
-  walk.projections({p.router});
-  walk.held(p.correction_bias);
-  const auto packed = [&](const char* name) {
-    return shape.names.packed_experts ? layer_prefix(layer) + shape.names.experts + "." + name : std::string();
-  };
-  const auto stacked = [&](const char* name, const std::string& otherwise) {
-    return name[0] != '\0' ? layer_prefix(layer) + name + ".weight" : otherwise;
-  };
-  const auto each = [&](auto&& of_one) {
-    for (std::int64_t e = 0; e < p.experts; ++e) of_one(Walk(visits, expert_prefix(shape, layer, e), layer, e));
-  };
-  const std::string gate_up = stacked(shape.names.stacked_gate_up, packed("gate_up_proj")),
-                    down = stacked(shape.names.stacked_down, packed("down_proj"));
-  each([&](const Walk& one) { one.weights({p.gate, p.up}, gate_up); });
-  each([&](const Walk& one) { one.weights({p.down}, down); });
-  each([&](const Walk& one) { one.biases({p.gate, p.up}, packed("gate_up_proj_bias")); });
-  each([&](const Walk& one) { one.biases({p.down}, packed("down_proj_bias")); });
-  each([&](const Walk& one) { one.a_of(p.gate); });
-  each([&](const Walk& one) { one.b_of(p.gate), one.b_of(p.up); });
-  each([&](const Walk& one) { one.a_of(p.down); });
-  each([&](const Walk& one) { one.b_of(p.down); });
-  for (const ProjectionShape* const projection : {&p.gate, &p.up, &p.down})
-    each([&](const Walk& one) { one.part(*projection); });
-  walk.projections({p.shared_gate, p.shared_up}, shape.names.fused_shared);
-  walk.projections({p.shared_down});
-  walk.projections({p.shared_expert_gate});
+  p.add({gate_and_up(ProductRows::continuing, {names.shared_gate, shared, M}, {names.shared_up, shared, M})},
+        names.fused_shared);
+  p.add({{ProductRows::continuing, {{names.shared_down, M, shared}}}});
+  ProductShape gate{ProductRows::continuing};
+  if (shape.shared_expert.gate) gate.parts = {{names.shared_expert_gate, {1}, M}};
+  p.add({std::move(gate)});
+  return p;
+}
+
+PartParameters mlp_parameters(const ModelShape& shape, const LayerShape& layer) {
+  if (layer.mlp == MlpKind::none) return {};
+  return layer.has_experts() ? expert_mlp(shape) : dense_mlp(shape, layer.inner);
 }
 
 }  // namespace
 
+LayerParameters layer_parameters(const ModelShape& shape, const LayerShape& layer) {
+  const ParameterNames& names = shape.names;
+  const std::int64_t pre = layer.has_norms_before() ? shape.hidden : 0,
+                     post = layer.has_norms_after() ? shape.hidden : 0;
+  const bool norm_bias = shape.norm == NormKind::layer, mlp = layer.mlp != MlpKind::none;
+  LayerParameters p;
+  p.mixer_norm = {names.attention_norm, pre, norm_bias};
+  p.mixer_post_norm = {names.attention_post_norm, post};
+  if (mlp) p.mlp_norm = {names.mlp_norm, pre, norm_bias};
+  if (mlp) p.mlp_post_norm = {names.mlp_post_norm, post};
+  p.mixer = layer.mixer->parameters(shape.hidden);
+  p.mlp = mlp_parameters(shape, layer);
+  p.experts = layer.has_experts() ? shape.experts : 0;
+  const std::int64_t rank = shape.trained.adapter.rank;
+  for_each_projection(p, layer.adapted,
+                      [&](ProjectionShape& projection, const ProductShape&, std::uint32_t bits, std::uint32_t bit) {
+                        projection.rank = (bits & bit) != 0 ? rank : 0;
+                      });
+  return p;
+}
+
 std::int64_t LayerParameters::parameters() const {
-  return attention_norm.parameters() + query_latent.parameters() + key_value_latent.parameters() +
-         query_latent_norm.parameters() + key_value_latent_norm.parameters() + query.parameters() + key.parameters() +
-         value.parameters() + projected_weights() + conv[0].parameters() + conv[1].parameters() + conv[2].parameters() +
-         conv_bias.parameters() + a_log.parameters() + dt_bias.parameters() + skip.parameters() +
-         mixed_norm.parameters() + output.parameters() + query_norm.parameters() + key_norm.parameters() +
-         sinks.parameters() + attention_post_norm.parameters() + mlp_norm.parameters() + mlp_post_norm.parameters() +
-         router.parameters() + correction_bias.parameters() + std::max<std::int64_t>(1, experts) * mlp_parameters() +
-         shared_weights() + shared_expert_gate.parameters();
+  std::int64_t sum = mixer_norm.parameters() + mixer_post_norm.parameters() + mlp_norm.parameters() +
+                     mlp_post_norm.parameters() + mixer.tensor_parameters() + mlp.tensor_parameters();
+  for (const PartParameters* const part : {&mixer, &mlp})
+    for (const ProductShape& product : part->products())
+      sum += (product.rows == ProductRows::chosen ? experts : 1) * product.parameters();
+  return sum;
 }
 
 std::int64_t LayerParameters::low_rank() const {
-  std::int64_t sum = -expert_low_rank();
-  const AdaptedLayer any;
-  for_each_adaptable(*this, any, [&](const ProjectionShape& p, bool) { sum += p.low_rank(); });
+  std::int64_t sum = 0;
+  for (const PartParameters* const part : {&mixer, &mlp})
+    for (const ProductRows rows : {ProductRows::all, ProductRows::continuing})
+      sum += part->sum(rows, [](const ProductShape& product) { return product.low_rank(); });
   return sum;
 }
 std::int64_t LayerParameters::expert_low_rank() const {
-  return experts == 0 ? 0 : gate.low_rank() + up.low_rank() + down.low_rank();
+  return mlp.sum(ProductRows::chosen, [](const ProductShape& product) { return product.low_rank(); });
+}
+
+void set_adapters(ModelShape& shape, const std::vector<AdaptedLayer>& of_layer) {
+  ESPALIER_INTERNAL_EQ(of_layer.size(), shape.layer.size());
+  std::map<MixerKind, std::uint32_t> of_mixer;
+  std::map<MlpKind, std::uint32_t> of_mlp;
+  for (std::size_t i = 0; i < of_layer.size(); ++i) {
+    LayerShape& layer = shape.layer[i];
+    layer.adapted = of_layer[i];
+    const LayerParameters p = layer_parameters(shape, layer);
+    const auto add = [](const PartParameters& part, std::uint32_t projections, std::uint32_t& products) {
+      for (std::size_t product = 0; product < part.products().size(); ++product)
+        for (std::size_t j = 0; j < part.products()[product].parts.size(); ++j)
+          products |= (projections >> part.number(product, j) & 1) << product;
+    };
+    add(p.mixer, layer.adapted.mixer, of_mixer[layer.mixer->kind()]);
+    add(p.mlp, layer.adapted.mlp, of_mlp[layer.mlp]);
+  }
+  for (LayerShape& layer : shape.layer) layer.adapted_alike = {of_mixer[layer.mixer->kind()], of_mlp[layer.mlp]};
 }
 
 std::string layer_prefix(std::int64_t layer) { return "model.layers." + std::to_string(layer) + "."; }
@@ -187,7 +315,7 @@ std::string expert_prefix(const ModelShape& shape, std::int64_t layer, std::int6
 }
 
 OuterParameters outer_parameters(const ModelShape& shape) {
-  const Side M{shape.hidden}, vocabulary{shape.vocabulary, Cut::vocabulary};
+  const Side M{shape.hidden}, vocabulary{shape.vocabulary, Cut::tp};
   OuterParameters p{{"model.embed_tokens", vocabulary, M},
                     {shape.names.final_norm, shape.hidden, shape.norm == NormKind::layer},
                     {"lm_head", vocabulary, M}};
@@ -198,61 +326,30 @@ OuterParameters outer_parameters(const ModelShape& shape) {
 
 ProjectionShape adapted_head(const ModelShape& shape) {
   const AdapterShape& adapter = shape.trained.adapter;
-  return {"lm_head", {shape.vocabulary, Cut::vocabulary}, {shape.hidden}, false, adapter.head ? adapter.rank : 0};
+  return {"lm_head", {shape.vocabulary, Cut::tp}, {shape.hidden}, false, adapter.head ? adapter.rank : 0};
 }
 
 bool takes_adapters(const ModelShape& shape) {
   const ParameterNames& names = shape.names;
-  return shape.without_mlp.empty() && names.fused_shared[0] == '\0' && names.stacked_gate_up[0] == '\0' &&
+  return !names.half_blocks && names.fused_shared[0] == '\0' && names.stacked_gate_up[0] == '\0' &&
          names.stacked_down[0] == '\0';
-}
-
-LayerParameters joined_parameters(const ModelShape& shape, std::int64_t layer) {
-  LayerParameters p = layer_parameters(shape, shape.has_experts(layer), shape.mixer_of(layer), shape.has_mlp(layer));
-  const auto join = [](const char* module, ProjectionShape& first, std::initializer_list<ProjectionShape*> others) {
-    if (module[0] == '\0' || first.weights() == 0) return;
-    first.joint = module;
-    for (ProjectionShape* const other : others) other->joint = module, other->shares_a = true;
-  };
-  join(shape.names.fused_qkv, p.query, {&p.key, &p.value});
-  join(p.experts > 0 ? "gate_up_proj" : shape.names.fused_gate_up, p.gate, {&p.up});
-  return p;
-}
-
-LayerParameters adapted_parameters(const ModelShape& shape, std::int64_t layer) {
-  const AdapterShape& adapter = shape.trained.adapter;
-  if (adapter.rank == 0)
-    return layer_parameters(shape, shape.has_experts(layer), shape.mixer_of(layer), shape.has_mlp(layer));
-  LayerParameters p = joined_parameters(shape, layer);
-  for_each_adaptable(p, adapter.of_layer[static_cast<std::size_t>(layer)], [&](ProjectionShape& projection, bool has) {
-    projection.rank = has && projection.weights() > 0 ? adapter.rank : 0;
-  });
-  return p;
 }
 
 TrainedWeights trained_weights(const ModelShape& shape) {
   TrainedWeights sum;
-  for (std::int64_t layer = 0; layer < shape.layers; ++layer) {
-    const LayerParameters p = adapted_parameters(shape, layer);
+  for (const LayerShape& layer : shape.layer) {
+    const LayerParameters p = layer_parameters(shape, layer);
     sum.layers += p.low_rank();
     sum.experts += p.experts * p.expert_low_rank();
-    const TrainedLayer trains =
-        shape.trained.all() ? TrainedLayer{} : shape.trained.of_layer[static_cast<std::size_t>(layer)];
-    const std::int64_t mlp =
-        (trains.gate_up ? p.gate.weights() + p.up.weights() : 0) + (trains.down ? p.down.weights() : 0);
-    sum.layers += (trains.query_latent ? p.query_latent.weights() : 0) +
-                  (trains.key_value_latent ? p.key_value_latent.weights() : 0);
-    sum.layers += (trains.query ? p.query.weights() : 0) +
-                  (trains.key_value ? p.key.weights() + p.value.weights() + p.projected_weights() : 0) +
-                  (trains.output ? p.output.weights() : 0);
-    if (p.experts == 0)
-      sum.layers += mlp;
-    else
-      sum.experts += p.experts * mlp;
-    sum.layers += (trains.router ? p.router.weights() : 0) +
-                  (trains.shared_gate_up ? p.shared_gate.weights() + p.shared_up.weights() : 0) +
-                  (trains.shared_down ? p.shared_down.weights() : 0) +
-                  (trains.shared_expert_gate ? p.shared_expert_gate.weights() : 0);
+    for (const auto& [part, trains] : {std::pair{&p.mixer, layer.trains.mixer}, {&p.mlp, layer.trains.mlp}})
+      for (std::size_t i = 0; i < part->products().size(); ++i) {
+        if ((trains >> i & 1) == 0) continue;
+        const ProductShape& product = part->products()[i];
+        if (product.rows == ProductRows::chosen)
+          sum.experts += p.experts * product.weights();
+        else
+          sum.layers += product.weights();
+      }
   }
   return sum;
 }
@@ -261,13 +358,13 @@ namespace {
 
 void for_each_shape(const ModelShape& shape, const Visits& visits) {
   const OuterParameters outer = outer_parameters(shape);
-  const Walk walk(visits, "", -1);
-  walk.projections({outer.embedding});
-  for (std::int64_t layer = 0; layer < shape.layers; ++layer)
-    visit_layer(shape, adapted_parameters(shape, layer), layer, visits);
+  const Walk walk(visits, shape, -1);
+  walk.outer(outer.embedding);
+  for (std::int64_t layer = 0; layer < shape.layers(); ++layer)
+    visit_layer(shape, layer_parameters(shape, shape.at(layer)), layer, visits);
   walk.norm(outer.final_norm);
-  walk.projections({outer.head});
-  walk.adapters({adapted_head(shape)});
+  walk.outer(outer.head);
+  walk.adapter(adapted_head(shape));
 }
 
 }  // namespace
@@ -303,32 +400,31 @@ double AdapterShape::scale() const {
   return rank == 0 ? 0 : alpha / (root_of_rank ? std::sqrt(r) : r);
 }
 
-namespace {
-
-std::int64_t adapter_parameters(const ModelShape& shape) {
-  if (shape.trained.adapter.rank == 0) return 0;
-  std::int64_t total = adapted_head(shape).low_rank();
-  for (std::int64_t layer = 0; layer < shape.layers; ++layer) {
-    const LayerParameters p = adapted_parameters(shape, layer);
-    total += p.low_rank() + p.experts * p.expert_low_rank();
+std::int64_t ModelShape::parameters() const {
+  const OuterParameters outer = outer_parameters(*this);
+  std::int64_t total = outer.embedding.parameters() + outer.final_norm.parameters() + outer.head.parameters() +
+                       adapted_head(*this).low_rank();
+  for (const LayerShape& one : layer) {
+    const LayerParameters p = layer_parameters(*this, one);
+    total += p.parameters() + p.low_rank() + p.experts * p.expert_low_rank();
   }
   return total;
 }
 
-}  // namespace
+std::int64_t ModelShape::expert_layers_before(std::int64_t number) const {
+  return std::count_if(layer.begin(), layer.begin() + number, std::mem_fn(&LayerShape::has_experts));
+}
 
-std::int64_t ModelShape::parameters() const {
-  const OuterParameters outer = outer_parameters(*this);
-  const std::int64_t with_experts = expert_layers();
-  std::int64_t total = outer.embedding.parameters() + outer.final_norm.parameters() + outer.head.parameters();
-  if (has_states()) {
-    for (std::int64_t layer = 0; layer < layers; ++layer)
-      total += layer_parameters(*this, has_experts(layer), mixer_of(layer), has_mlp(layer)).parameters();
-    return total + adapter_parameters(*this);
-  }
-  if (with_experts < layers) total += (layers - with_experts) * layer_parameters(*this, false).parameters();
-  if (with_experts > 0) total += with_experts * layer_parameters(*this, true).parameters();
-  return total + adapter_parameters(*this);
+std::int64_t ModelShape::window() const {
+  std::int64_t most = 0;
+  for (const LayerShape& one : layer) most = std::max(most, one.mixer->window());
+  return most;
+}
+
+std::int64_t ModelShape::states_before(std::int64_t number) const {
+  std::int64_t total = 0;
+  for (std::int64_t i = 0; i < number; ++i) total += mixer(i).state();
+  return total;
 }
 
 }  // namespace espalier

@@ -32,15 +32,6 @@ bool has_part(const std::string& name, const std::string& part) {
   return at != std::string::npos;
 }
 
-bool has_any_part(const std::string& name, std::initializer_list<const char*> parts) {
-  return std::ranges::any_of(parts, [&](const char* part) { return has_part(name, part); });
-}
-
-// Whether the layer is recurrent with decays of channels (DeltaRuleShape::gate_latent).
-bool has_channel_decays(const ModelShape& shape, std::int64_t layer) {
-  return layer >= 0 && shape.delta_rule.decays_channels() && shape.mixer_of(layer) == Mixer::delta_rule;
-}
-
 // Null: no group has this name.
 Matcher group_of(const std::string& word, const ModelShape& shape) {
   const OuterParameters outer = outer_parameters(shape);
@@ -59,11 +50,7 @@ Matcher group_of(const std::string& word, const ModelShape& shape) {
   if (word == "embeddings") return starts(embedding);
   if (word == "head") return starts(head);
   if (word == "norms") return is_norm;
-  if (word == "attention")
-    return [=](const ParameterShape& p) {
-      return (has_part(p.name, "self_attn") || has_part(p.name, "linear_attn") || has_part(p.name, "mamba")) &&
-             !is_norm(p);
-    };
+  if (word == "attention") return [=](const ParameterShape& p) { return p.of_mixer && !is_norm(p); };
   if (word == "router") return below(router);
   if (word == "experts") return [](const ParameterShape& p) { return p.expert >= 0; };
   if (word == "mlp")
@@ -112,28 +99,36 @@ std::vector<std::string> split(const std::string& words) {
   return items;
 }
 
-bool is_gate_or_up(const ModelShape& shape, const ParameterShape& p) {
-  const ParameterNames& names = shape.names;
-  return p.expert >= 0 ? has_part(p.name, names.expert_gate) || has_part(p.name, names.expert_up)
-                       : p.layer >= 0 && (has_part(p.name, names.gate) || has_part(p.name, names.up));
-}
-bool is_shared_gate_or_up(const ModelShape& shape, const ParameterShape& p) {
-  return has_part(p.name, shape.names.shared_gate) || has_part(p.name, shape.names.shared_up);
-}
-bool is_down(const ModelShape& shape, const ParameterShape& p) {
-  return p.layer >= 0 && has_part(p.name, p.expert >= 0 ? shape.names.expert_down : shape.names.down);
+// "layer 3 k_proj and v_proj.weight": what is read together, for a person.
+std::string words_of(const ModelShape& shape, const ReadTogether& read) {
+  const LayerParameters p = layer_parameters(shape, shape.at(read.layer));
+  const PartParameters& part = read.in_mixer() ? p.mixer : p.mlp;
+  std::vector<std::string> names;
+  const auto add = [&](const std::string& name) { names.push_back(name.substr(name.rfind('.') + 1)); };
+  const bool product = read.is_product() || read.is_bias();
+  if (product)
+    for (const ProjectionShape& one : part.products()[read.number].parts) add(one.name);
+  else
+    for (const TensorShape& one : part.tensors()[read.number].parts)
+      add(std::string(one.name).substr(0, std::string_view(one.name).rfind('.')));
+  std::string out = text_of(read.layer, " ");
+  for (std::size_t i = 0; i < names.size(); ++i)
+    out += text_of(i == 0 ? "" : i + 1 < names.size() ? ", " : " and ", names[i]);
+  if (!product) return out;
+  if (part.products()[read.number].rows == ProductRows::chosen) return out + " of all experts";
+  return out + (read.is_bias() ? ".bias" : ".weight");
 }
 
-// What one product reads together trains together: its gradient is one tensor.
+// What is read together trains together: its gradient is one tensor.
 void check_products(const ModelShape& shape, const std::vector<bool>& trains) {
-  std::map<std::string, bool> products;
+  std::map<ReadTogether, bool> seen;
   std::size_t index = 0;
   for_each_parameter(shape, [&](const ParameterShape& p) {
     const bool trained = trains[index++];
-    const std::string product = p.low_rank ? std::string() : product_of(shape, p);
-    if (product.empty()) return;
-    if (const auto [found, added] = products.emplace(product, trained); !added && found->second != trained)
-      refuse("a part of layer " + product, "one product computes these together: train all of them, or none");
+    if (p.low_rank || p.read.of == ReadTogether::Of::none) return;
+    if (const auto [found, added] = seen.emplace(p.read, trained); !added && found->second != trained)
+      refuse("a part of layer " + words_of(shape, p.read),
+             "one product computes these together: train all of them, or none");
   });
 }
 
@@ -153,31 +148,34 @@ struct Adaptable {
   bool experts = false;  // of all experts of the layer
 };
 
-// Calls visit(adaptable, projection, adapted) for the projections of a layer that can have an adapter; several of them
-// may be one module. `layer` and `adapted`: those of `number`.
+// Calls visit(adaptable, projection, bits, bit) for the projections of a layer; several of them may be one module.
+// `adapted`: the layer's, in which `bits & bit` says whether the projection has an adapter.
 template <class Adapted, class Visit>
 void for_each_slot(const ModelShape& shape, std::int64_t number, Adapted& adapted, Visit visit) {
-  const LayerParameters p = joined_parameters(shape, number);
-  for_each_adaptable(p, adapted, [&](const ProjectionShape& projection, auto& flag) {
-    if (projection.weights() == 0) return;
-    const bool of_experts = p.experts > 0 && (&projection == &p.gate || &projection == &p.up || &projection == &p.down);
-    const std::string name =
-        of_experts ? std::string(shape.names.experts) + (&projection == &p.down ? ".down_proj" : ".gate_up_proj")
-        : projection.joint[0] == '\0' ? projection.name
-                                      : projection.joint;
-    visit(Adaptable{layer_prefix(number) + module_name(name), !of_experts && &projection != &p.router, of_experts},
-          projection, flag);
-  });
+  LayerParameters p = layer_parameters(shape, shape.at(number));
+  const ProductShape* const router = p.experts > 0 ? &p.mlp.products()[ExpertProductNumbers::router] : nullptr;
+  const ProductShape* const down = p.experts > 0 ? &p.mlp.products()[ExpertProductNumbers::down] : nullptr;
+  for_each_projection(
+      p, adapted, [&](const ProjectionShape& projection, const ProductShape& product, auto& bits, std::uint32_t bit) {
+        const bool of_experts = product.rows == ProductRows::chosen;
+        const std::string name =
+            of_experts ? std::string(shape.names.experts) + (&product == down ? ".down_proj" : ".gate_up_proj")
+            : projection.joint[0] == '\0' ? projection.name
+                                          : projection.joint;
+        visit(Adaptable{layer_prefix(number) + module_name(name), !of_experts && &product != router, of_experts},
+              projection, bits, bit);
+      });
 }
 
 constexpr const char* kHead = "lm_head";
 
 std::vector<Adaptable> all_adaptable(const ModelShape& shape) {
   std::vector<Adaptable> out;
-  for (std::int64_t layer = 0; layer < shape.layers; ++layer) {
+  std::set<std::string> seen;
+  for (std::int64_t layer = 0; layer < shape.layers(); ++layer) {
     AdaptedLayer any;
-    for_each_slot(shape, layer, any, [&](const Adaptable& one, const ProjectionShape&, bool) {
-      if (std::ranges::find(out, one.module, &Adaptable::module) == out.end()) out.push_back(one);
+    for_each_slot(shape, layer, any, [&](const Adaptable& one, const ProjectionShape&, std::uint32_t, std::uint32_t) {
+      if (seen.insert(one.module).second) out.push_back(one);
     });
   }
   if (!shape.value_head) out.push_back({kHead, false});
@@ -212,7 +210,8 @@ std::string named_beside(const ModelShape& shape, const std::string& item) {
   return target_of(item)({embedding}) ? embedding : std::string();
 }
 
-AdapterShape adapters_of(const ModelShape& shape, const AdapterChoice& choice) {
+// Sets the adapters of the shape.
+void add_adapters(ModelShape& shape, const AdapterChoice& choice) {
   if (!takes_adapters(shape))
     throw UnsupportedError({"--lora-rank", "a model whose layers are a mixer and an MLP, in transformers' modules",
                             shape.architecture + ", whose files split blocks or stack matrices",
@@ -221,8 +220,6 @@ AdapterShape adapters_of(const ModelShape& shape, const AdapterChoice& choice) {
     throw UnsupportedError({"--lora-rank", "a text model in a directory of its own",
                             shape.architecture + ", in whose files peft names modules otherwise",
                             "train its weights (--train)"});
-  AdapterShape out{choice.rank, choice.alpha, choice.root_of_rank, {}, {}};
-  out.of_layer.resize(static_cast<std::size_t>(shape.layers));
   const std::vector<Adaptable> all = all_adaptable(shape);
   std::set<std::string> chosen;
   if (choice.modules) chosen = *choice.modules;
@@ -249,16 +246,18 @@ AdapterShape adapters_of(const ModelShape& shape, const AdapterChoice& choice) {
       throw OptionError({"--lora-rank", text_of("at most ", most, ", the smaller side of ", module),
                          text_of(choice.rank), "take a smaller rank, or leave the module out of --lora-target"});
   };
-  for (std::int64_t layer = 0; layer < shape.layers; ++layer)
-    for (AdaptedLayer* const into : {&out.of_layer[static_cast<std::size_t>(layer)], &out.somewhere})
-      for_each_slot(shape, layer, *into, [&](const Adaptable& one, const ProjectionShape& p, bool& adapted) {
-        if (!chosen.contains(one.module)) return;
-        adapted = true;
-        if (p.out.size > 1) check_rank(p, one.module);  // a gate has one output
-      });
-  out.head = chosen.contains(kHead);
-  if (out.head) check_rank({kHead, {shape.vocabulary}, {shape.hidden}}, kHead);
-  return out;
+  std::vector<AdaptedLayer> of_layer(shape.layer.size());
+  for (std::int64_t layer = 0; layer < shape.layers(); ++layer)
+    for_each_slot(shape, layer, of_layer[static_cast<std::size_t>(layer)],
+                  [&](const Adaptable& one, const ProjectionShape& p, std::uint32_t& bits, std::uint32_t bit) {
+                    if (!chosen.contains(one.module)) return;
+                    bits |= bit;
+                    if (p.out.size > 1) check_rank(p, one.module);  // a gate has one output
+                  });
+  const bool head = chosen.contains(kHead);
+  if (head) check_rank({kHead, {shape.vocabulary}, {shape.hidden}}, kHead);
+  shape.trained.adapter = {choice.rank, choice.alpha, choice.root_of_rank, head};
+  set_adapters(shape, of_layer);
 }
 
 void check_beside_adapters(const ModelShape& shape, const std::vector<ParameterShape>& parameters,
@@ -274,10 +273,10 @@ void check_beside_adapters(const ModelShape& shape, const std::vector<ParameterS
 std::string words_with_adapters(const ModelShape& shape, const std::string& words) {
   const AdapterShape& adapter = shape.trained.adapter;
   std::map<std::string, std::string> layers_of;
-  for (std::int64_t layer = 0; layer < shape.layers; ++layer)
-    for_each_slot(shape, layer, adapter.of_layer[static_cast<std::size_t>(layer)],
-                  [&](const Adaptable& one, const ProjectionShape& p, bool adapted) {
-                    if (!adapted || p.shares_a) return;
+  for (std::int64_t layer = 0; layer < shape.layers(); ++layer)
+    for_each_slot(shape, layer, shape.at(layer).adapted,
+                  [&](const Adaptable& one, const ProjectionShape& p, std::uint32_t bits, std::uint32_t bit) {
+                    if ((bits & bit) == 0 || p.shares_a) return;
                     layers_of[one.module.substr(layer_prefix(layer).size())] += text_of(" ", layer);
                   });
   if (adapter.head) layers_of[kHead] = "";
@@ -299,16 +298,16 @@ bool is_left_out(const StoredNf4& stored, const std::string& weight) {
 // Those of layers that are held. A product reads its matrices in one form: one that is left out keeps the others.
 std::shared_ptr<const std::vector<bool>> nf4_parameters(const ModelShape& shape, const std::vector<bool>& trains) {
   std::vector<bool> chosen;
-  std::set<std::string> kept;  // products with a matrix that is not quantised
-  std::vector<std::string> product;
+  std::set<ReadTogether> kept;  // products with a matrix that is not quantised
+  std::vector<ReadTogether> product;
   for_each_parameter(shape, [&](const ParameterShape& p) {
     const bool may = p.layer >= 0 && is_read_by_products(shape, p);
-    product.push_back(may ? product_of(shape, p) : std::string());
+    product.push_back(may ? p.read : ReadTogether());
     chosen.push_back(may && !trains[chosen.size()]);
     if (!may || !chosen.back()) return;
     if (is_left_out(shape.stored_nf4, p.name)) {
       chosen.back() = false;
-      kept.insert(product.back());
+      kept.insert(p.read);
     } else if (const std::int64_t columns = p.sides[1].size; columns % nf4::kBlock != 0) {
       throw UnsupportedError({"--weights nf4: '" + p.name + "'",
                               text_of("a matrix whose inputs are a multiple of ", nf4::kBlock), text_of(columns),
@@ -316,25 +315,15 @@ std::shared_ptr<const std::vector<bool>> nf4_parameters(const ModelShape& shape,
     }
   });
   for (std::size_t i = 0; i < chosen.size(); ++i)
-    if (!product[i].empty() && kept.contains(product[i])) chosen[i] = false;
+    if (product[i].is_product() && kept.contains(product[i])) chosen[i] = false;
   return std::make_shared<const std::vector<bool>>(std::move(chosen));
 }
 
 // Sets what follows from `of_parameter`.
 void derive(ModelShape& shape, const std::vector<bool>& trains) {
   TrainedParameters& trained = shape.trained;
-  trained.of_layer.assign(static_cast<std::size_t>(shape.layers), {.query = false,
-                                                                   .key_value = false,
-                                                                   .output = false,
-                                                                   .router = false,
-                                                                   .gate_up = false,
-                                                                   .down = false,
-                                                                   .shared_gate_up = false,
-                                                                   .shared_down = false,
-                                                                   .shared_expert_gate = false,
-                                                                   .query_latent = false,
-                                                                   .key_value_latent = false});
-  trained.first_layer = shape.layers;
+  for (LayerShape& layer : shape.layer) layer.trains = {};
+  trained.first_layer = shape.layers();
   trained.input = trained.head = false;
   const OuterParameters outer = outer_parameters(shape);
   std::size_t index = 0;
@@ -351,46 +340,26 @@ void derive(ModelShape& shape, const std::vector<bool>& trains) {
       return;
     }
     trained.first_layer = std::min(trained.first_layer, p.layer);
-    TrainedLayer& layer = trained.of_layer[static_cast<std::size_t>(p.layer)];
-    layer.query_latent = layer.query_latent || has_part(p.name, "q_a_proj");
-    layer.key_value_latent = layer.key_value_latent || has_part(p.name, "kv_a_proj_with_mqa");
-    const bool channels = has_channel_decays(shape, p.layer);
-    layer.query = layer.query || (!channels && has_part(p.name, "q_proj")) || has_part(p.name, "q_b_proj");
-    layer.key_value = layer.key_value || has_any_part(p.name, {"k_proj", "kv_b_proj"}) ||
-                      p.name.find(".in_proj_") != p.name.npos ||
-                      (channels && has_any_part(p.name, {"f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"}));
-    layer.output = layer.output || has_part(p.name, "o_proj") || has_part(p.name, "out_proj");
-    layer.router = layer.router || has_part(p.name, shape.names.router);
-    layer.gate_up = layer.gate_up || is_gate_or_up(shape, p);
-    layer.down = layer.down || is_down(shape, p);
-    layer.shared_gate_up = layer.shared_gate_up || is_shared_gate_or_up(shape, p);
-    layer.shared_down = layer.shared_down || has_part(p.name, shape.names.shared_down);
-    layer.shared_expert_gate = layer.shared_expert_gate || has_part(p.name, shape.names.shared_expert_gate);
+    ProductBits& layer = shape.layer[static_cast<std::size_t>(p.layer)].trains;
+    if (p.read.is_product() || p.read.is_bias())
+      (p.read.in_mixer() ? layer.mixer : layer.mlp) |= std::uint32_t{1} << p.read.number;
   });
   if (trained.input) trained.first_layer = 0;
 }
 
 }  // namespace
 
-std::string product_of(const ModelShape& shape, const ParameterShape& p) {
-  const std::string suffix = p.name.substr(p.name.rfind('.')), layer = std::to_string(p.layer);
-  if (has_channel_decays(shape, p.layer)) {
-    if (has_any_part(p.name, {"q_proj", "k_proj", "v_proj", "b_proj"})) return layer + " q_, k_, v_ and b_proj";
-    if (has_any_part(p.name, {"f_a_proj", "g_a_proj"})) return layer + " f_a_proj and g_a_proj";
-    if (has_any_part(p.name, {"q_conv1d", "k_conv1d", "v_conv1d"})) return layer + " q_, k_ and v_conv1d";
-  }
-  if (p.name.find(".in_proj_") != p.name.npos) return layer + " in_proj_* of linear_attn";
-  if (has_part(p.name, "k_proj") || has_part(p.name, "v_proj")) return layer + " k_proj and v_proj" + suffix;
-  const std::string whose = p.expert >= 0 ? " of all experts" : suffix;
-  if (p.expert >= 0 && is_down(shape, p)) return layer + " down_proj" + whose;
-  if (is_shared_gate_or_up(shape, p)) return layer + " gate_proj and up_proj of the shared expert";
-  return is_gate_or_up(shape, p) ? layer + " gate_proj and up_proj" + whose : std::string();
-}
-
 std::vector<std::string> adaptable_modules(const ModelShape& shape) {
   std::vector<std::string> out;
   for (const Adaptable& one : all_adaptable(shape)) out.push_back(one.module);
   return out;
+}
+
+bool adapts_experts(const ModelShape& shape) {
+  constexpr std::uint32_t kOfExperts = 1U << ExpertProductNumbers::gate_up | 1U << ExpertProductNumbers::down;
+  return std::ranges::any_of(shape.layer, [](const LayerShape& layer) {
+    return layer.has_experts() && (layer.adapted.mlp & kOfExperts) != 0;
+  });
 }
 
 bool trains_adapters_alone(const ModelShape& shape) {
@@ -401,11 +370,12 @@ bool trains_adapters_alone(const ModelShape& shape) {
 
 ModelShape train_only(ModelShape shape, const TrainedChoice& choice) {
   shape.trained = {};
+  for (LayerShape& layer : shape.layer) layer.trains = kEveryProduct, layer.adapted = {}, layer.adapted_alike = {};
   const bool adapted = choice.adapter.rank > 0;
   if (choice.nf4 && !adapted && !choice.frozen)
     throw OptionError({"--weights nf4", "adapters to train: matrices in NF4 do not change", "a run that trains weights",
                        "add --lora-rank or --adapter, or leave --weights out"});
-  if (adapted) shape.trained.adapter = adapters_of(shape, choice.adapter);
+  if (adapted) add_adapters(shape, choice.adapter);
   std::vector<ParameterShape> parameters;
   for_each_parameter(shape, [&](const ParameterShape& p) { parameters.push_back(p); });
   std::vector<bool> trains(parameters.size(), false);
@@ -438,14 +408,6 @@ ModelShape train_only(ModelShape shape, const TrainedChoice& choice) {
   shape.trained.of_parameter = std::make_shared<const std::vector<bool>>(std::move(trains));
   shape.trained.narrow = choice.narrow && shape.stored_dtype == DType::bfloat16;
   return shape;
-}
-
-ModelShape read_trained_shape(const std::filesystem::path& directory, const TrainedChoice& choice) {
-  return train_only(choice.scores ? read_reward_shape(directory).shape : read_model_shape(directory), choice);
-}
-
-ModelShape read_trained_critic_shape(const std::filesystem::path& directory, const TrainedChoice& choice) {
-  return train_only(read_critic_shape(directory).shape, choice);
 }
 
 }  // namespace espalier

@@ -63,15 +63,14 @@ struct TrainedChoice {
   bool frozen = false;  // nothing trains: the model is scored with, or sampled from
 };
 
-// A name of the product that reads the parameter, equal for all parameters of that product; empty: it reads no other.
-std::string product_of(const ModelShape& shape, const ParameterShape& parameter);
-
 // Modules that can have an adapter, as transformers calls them: "model.layers.0.self_attn.q_proj", "lm_head";
 // "model.layers.0.mlp.experts.gate_up_proj", the parameter of all experts of a layer.
 std::vector<std::string> adaptable_modules(const ModelShape& shape);
 
 // True if there are adapters and nothing else trains, so that the model's own parameters do not change.
 bool trains_adapters_alone(const ModelShape& shape);
+// Whether the experts of any layer have an adapter.
+bool adapts_experts(const ModelShape& shape);
 
 // The shape with its `trained` set. Errors: OptionError for a damaged expression; for an item that matches nothing (a
 // critic may lack what an item names); for some but not all parameters that one product reads (keys and values; gate
@@ -80,8 +79,5 @@ bool trains_adapters_alone(const ModelShape& shape);
 // adapters, unless nothing trains. UnsupportedError for adapters in a model that takes none (takes_adapters, or beside
 // a vision tower), for an adapter of a module that cannot have one, and for NF4 with rows that are no whole blocks.
 ModelShape train_only(ModelShape shape, const TrainedChoice& choice);
-// The same from a model directory or its config.json, read as a reward model's with choice.scores; and as a critic's.
-ModelShape read_trained_shape(const std::filesystem::path& directory, const TrainedChoice& choice);
-ModelShape read_trained_critic_shape(const std::filesystem::path& directory, const TrainedChoice& choice);
 
 }  // namespace espalier

@@ -17,6 +17,7 @@
 #include "espalier/checkpoint/adapter.h"
 #include "espalier/checkpoint/convert.h"
 #include "espalier/checkpoint/model_directory.h"
+#include "espalier/config/model_config.h"
 #include "espalier/device/cuda_library.h"
 #include "espalier/device/host_values.h"
 #include "espalier/device/scalar_type.h"
@@ -212,6 +213,11 @@ void load_weights(ModelState& state, const std::filesystem::path& directory, Val
     progress.note(
         text_of(directory.string(), ": ", further,
                 " tensors of layers that predict further tokens do not run; a saved model holds them as they are"));
+  if (!state.shape.tied_head && !state.shape.value_head && config_ties_head(directory))
+    progress.note(
+        text_of(directory.string(),
+                ": lm_head.weight and the embedding differ, although config.json ties them "
+                "(tie_word_embeddings): they are two matrices here, as in transformers, and in a saved model"));
   const std::int64_t wide = beside + state.narrow_table.size();
   std::int64_t quantised = 0;
   for (const Parameter& p : state.nf4_table.parameters()) quantised += p.shape[0] * p.shape[1];
@@ -296,14 +302,25 @@ void settle_narrow(ModelShape& shape, const std::filesystem::path& directory, DT
   });
 }
 
+// "adapters of experts" or of shared experts, where some layer has such; null: none has.
+const char* adapted_experts(const ModelShape& shape) {
+  const char* found = nullptr;
+  for (const LayerShape& layer : shape.layer) {
+    if (!layer.has_experts()) continue;
+    const auto adapts = [&](std::size_t product) { return layer.adapted_alike.of_mlp(product); };
+    if (adapts(ExpertProductNumbers::gate_up) || adapts(ExpertProductNumbers::down)) return "adapters of experts";
+    if (adapts(ExpertProductNumbers::shared_gate_up) || adapts(ExpertProductNumbers::shared_down))
+      found = "adapters of shared experts";
+  }
+  return found;
+}
+
 // The model, without the weights that are not in files.
 std::unique_ptr<ModelState> made_model(ModelShape shape, const std::filesystem::path& directory, DType dtype,
                                        const Mesh& mesh, const AdapterChoice& adapter, ValueHead head) {
   settle_narrow(shape, directory, dtype, adapter);
-  if (const AdaptedLayer& somewhere = shape.trained.adapter.somewhere;
-      !bound_device().in_host_memory() && (somewhere.experts() || somewhere.shared()))
-    throw UnsupportedError({"--lora-target", "modules other than experts and shared experts on a GPU",
-                            somewhere.experts() ? "adapters of experts" : "adapters of shared experts",
+  if (const char* const experts = adapted_experts(shape); experts != nullptr && !bound_device().in_host_memory())
+    throw UnsupportedError({"--lora-target", "modules other than experts and shared experts on a GPU", experts,
                             "use --device cpu, or leave them out of --lora-target"});
   std::unique_ptr<const MappedWeights> mapped;
   if (shape.trained.narrow) {
@@ -398,10 +415,7 @@ std::unique_ptr<ModelState> snapshot_of(const ModelState& model) {
 std::unique_ptr<Decoder> decoder_without_adapters(const ModelState& model) {
   ModelViews views = model.decoder.weights();
   for (LayerViews& layer : views.layers) {
-    for (Projection* p : {&layer.query, &layer.key_value, &layer.query_latent, &layer.key_value_latent,
-                          &layer.rotary_key, &layer.projected, &layer.output, &layer.gate_up, &layer.down,
-                          &layer.router, &layer.shared_gate_up, &layer.shared_down, &layer.shared_expert_gate})
-      p->low_rank.clear();
+    for_each_projection(layer, [](Projection& projection) { projection.low_rank.clear(); });
     layer.expert_gate_up_low_rank.clear(), layer.expert_down_low_rank.clear();
   }
   views.head_low_rank = {};

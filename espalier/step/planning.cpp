@@ -1,5 +1,7 @@
 #include "espalier/step/planning.h"
 
+#include <ATen/Parallel.h>
+
 #include <algorithm>
 #include <functional>
 #include <utility>
@@ -20,6 +22,12 @@ namespace espalier {
 std::int64_t arena_limit(const Options& options) {
   return options.memory_budget.empty() ? bound_device().free_bytes()
                                        : parse_bytes(options.memory_budget, "--memory-budget");
+}
+
+std::int64_t sampling_bytes(const LocalShape& shape, DType dtype, std::int64_t rows) {
+  const ActivationBytes bytes(shape, dtype, kForwardOnly);
+  return bytes.forward_peak({.rows = rows, .outputs = rows}, SavedState::keep, true) +
+         bytes.scratch(rows, 0, at::get_num_threads());
 }
 
 namespace {

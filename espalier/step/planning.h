@@ -23,6 +23,9 @@ std::int64_t arena_limit(const Options& options);
 // process and counts as a CPU.
 DeviceTraits bound_traits(const Options& options, const MachineProfile& machine);
 
+// Bytes of activations for `rows` rows at once that a sampler runs.
+std::int64_t sampling_bytes(const LocalShape& shape, DType dtype, std::int64_t rows);
+
 // The plan of this rank's part of one mini-batch: its prefix trees, dealt over dp, run as the options and the machine
 // require. A rank may have no trees. Without a memory budget all ranks plan for the rank with the least free memory, so
 // that their plans agree. With several ranks the chosen cost has seconds that include communication and waiting, the

@@ -38,7 +38,8 @@ std::vector<std::int64_t> places_in(const std::vector<std::int64_t>& counted, st
 }  // namespace
 
 ScoredChoices::ScoredChoices(const ModelState& model, std::span<const Rollout> rollouts)
-    : counts(model.shape.layers, router_shape_of(model.shape), lengths_of(rollouts), {}, true), updates(model.updates) {
+    : counts(model.shape.layers(), router_shape_of(model.shape), lengths_of(rollouts), {}, true),
+      updates(model.updates) {
   for (const Rollout& rollout : rollouts) index.push_back(rollout.index);
 }
 
@@ -57,7 +58,7 @@ RouterStep::RouterStep(const ModelState& model, std::span<const Rollout> rollout
                        "a router whose scores are a softmax",
                        text_of(shape.architecture, ", whose scores are sigmoids"),
                        "leave the option out: its correction bias balances the experts"});
-  accounting_.emplace(shape.layers, router_shape_of(shape), lengths_of(rollouts), losses);
+  accounting_.emplace(shape.layers(), router_shape_of(shape), lengths_of(rollouts), losses);
   if (model.mesh.cp.size() > 1) accounting_->count_apart();
   if (!accounting_->needs_counts_first() || scored == nullptr || scored->updates != model.updates) return;
   const std::vector<std::int64_t> places = places_in(scored->index, rollouts);
@@ -87,9 +88,9 @@ RouterReport RouterStep::report() const {
   report.aux_loss = losses[0], report.z_loss = losses[1], report.weighted_loss = losses[2];
   report.counts = took_counts_ ? "score pass" : accounting_->needs_counts_first() ? "counting pass" : "update pass";
   const ModelShape& shape = decoder_.local().whole();
-  for (std::int64_t layer = 0; layer < shape.layers; ++layer) {
+  for (std::int64_t layer = 0; layer < shape.layers(); ++layer) {
     report.load.emplace_back();
-    const bool counted = layer + 1 < shape.layers || accounting_->all_rows_choose();
+    const bool counted = layer + 1 < shape.layers() || accounting_->all_rows_choose();
     if (!shape.has_experts(layer) || !counted) continue;
     const auto load = accounting_->load(layer);
     report.load.back().assign(load.begin(), load.end());

@@ -5,6 +5,7 @@
 #include "espalier/base/error.h"
 #include "espalier/base/random.h"
 #include "espalier/checkpoint/adapter.h"
+#include "espalier/config/model_config.h"
 
 namespace espalier {
 namespace {

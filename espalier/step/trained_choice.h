@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 
+#include "espalier/config/model_config.h"
 #include "espalier/options/options.h"
 #include "espalier/shape/trained_parameters.h"
 

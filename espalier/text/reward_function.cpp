@@ -40,7 +40,8 @@ Json item_of(const Rollout& rollout, bool with_ids) {
 }
 
 Score score_of(const Json& answer) {
-  Score out{answer["score"].get<double>(), {}, {}};
+  Score out;
+  if (!answer["score"].is_null()) out.score = answer["score"].get<double>();
   if (!answer["accuracy"].is_null()) out.accuracy = answer["accuracy"].get<double>();
   if (answer["extra"].is_object()) out.extra = answer["extra"].dump();
   return out;
@@ -100,10 +101,19 @@ std::vector<Score> RewardFunction::of(std::span<const Rollout> rollouts, Progres
   return out;
 }
 
-double mean_score(std::span<const Score> scores) {
-  double sum = 0;
-  for (const Score& score : scores) sum += score.score;
-  return sum / static_cast<double>(scores.size());
+std::optional<double> mean_score(std::span<const Score> scores) {
+  double sum = 0, judged = 0;
+  for (const Score& score : scores)
+    if (score.score) sum += *score.score, judged += 1;
+  return judged > 0 ? std::optional(sum / judged) : std::nullopt;
+}
+
+std::string unjudged_note(std::int64_t unjudged, std::int64_t responses) {
+  if (unjudged == 0) return "";
+  return text_of(
+      unjudged, " of ", responses,
+      " responses were not judged (compute_score returned None): they have no reward, and training gives them "
+      "advantage 0 and no part in their group's statistics");
 }
 
 void add_scores(std::vector<Rollout>& rollouts, std::span<const Score> scores) {

@@ -13,7 +13,7 @@
 namespace espalier {
 
 struct Score {
-  double score = 0;
+  std::optional<double> score;     // none: the function returned None, so the response was not judged
   std::optional<double> accuracy;  // `acc` of a dict
   std::string extra;               // JSON object text of a dict's other members; empty: none
 };
@@ -42,9 +42,13 @@ class RewardFunction {
   PythonService service_;
 };
 
-double mean_score(std::span<const Score> scores);  // NaN where there are none
+// The mean over the judged responses; none where no response was judged.
+std::optional<double> mean_score(std::span<const Score> scores);
 
-// Sets `reward`, and carries a dict's other members as `reward_extra_info`.
+// A note for the user on responses that were not judged; "" if all were.
+std::string unjudged_note(std::int64_t unjudged, std::int64_t responses);
+
+// Sets `reward` of judged responses, and carries a dict's other members as `reward_extra_info`.
 void add_scores(std::vector<Rollout>& rollouts, std::span<const Score> scores);
 
 }  // namespace espalier

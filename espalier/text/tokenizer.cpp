@@ -139,6 +139,26 @@ std::vector<std::vector<std::int32_t>> Tokenizer::encode_observations(
   return out;
 }
 
+std::vector<RenderedChat> Tokenizer::render(std::span<const RenderedTurn> turns,
+                                            const std::function<std::string(std::size_t)>& where) {
+  where_ = [&](std::size_t i) { return where(i) + ", observation"; };
+  std::vector<RenderedChat> out;
+  for (first_ = 0; first_ < turns.size(); first_ += kAtOnce) {
+    std::string request = "{\"template\": " + template_arguments_ + ", \"render\": [";
+    const auto part = turns.subspan(first_, std::min(kAtOnce, turns.size() - first_));
+    for (const RenderedTurn& one : part)
+      request += text_of(&one == part.data() ? "" : ", ", "{\"messages\": ", one.messages,
+                         ", \"answer\": ", Json(std::vector<std::int32_t>(one.answer.begin(), one.answer.end())).dump(),
+                         ", \"text\": ", one.text ? json_quoted(*one.text) : "null", ", \"content\": ", one.content,
+                         ", \"fields\": ", one.fields.empty() ? "{}" : one.fields, "}");
+    std::ranges::replace(request, '\n', ' ');  // between tokens of JSON; in strings it is escaped
+    const Json answer = service_.ask(request + "]}");
+    for (const Json& chat : answer["rendered"])
+      out.push_back({chat["messages"].dump(), chat["ids"].get<std::vector<std::int32_t>>()});
+  }
+  return out;
+}
+
 std::vector<std::string> Tokenizer::decode(std::span<const std::span<const std::int32_t>> ids,
                                            bool skip_special_tokens) {
   std::vector<std::string> out;

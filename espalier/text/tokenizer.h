@@ -28,6 +28,19 @@ struct Observation {
   std::string fields;     // template_fields of the prompt
 };
 
+// A chat after a turn of the assistant.
+struct RenderedTurn {
+  std::string messages;                  // before the turn: JSON text of a list
+  std::span<const std::int32_t> answer;  // tokens of the turn
+  std::optional<std::string> text;       // of the turn where a stop text ended it
+  std::string content, fields;           // as of Observation
+};
+
+struct RenderedChat {
+  std::string messages;  // behind the turn and the observation
+  std::vector<std::int32_t> ids;
+};
+
 // An argument of the chat template that stands beside messages: tools, chat_template_kwargs.
 bool is_template_field(std::string_view name);
 // Such members of the JSON object text `carried`, as an object text; empty if there are none.
@@ -69,6 +82,11 @@ class Tokenizer {
   // the answer as a message. Errors: as of encode.
   std::vector<std::vector<std::int32_t>> encode_observations(std::span<const Observation> observations,
                                                              const std::function<std::string(std::size_t)>& where);
+
+  // Chats rendered whole, up to where the assistant answers again. A turn becomes a message by the tokenizer's
+  // parse_response where it has a response template, else with its text as the content. Errors: as of encode.
+  std::vector<RenderedChat> render(std::span<const RenderedTurn> turns,
+                                   const std::function<std::string(std::size_t)>& where);
 
   // Bytes that are no UTF-8 become U+FFFD, as in Hugging Face's decode.
   std::vector<std::string> decode(std::span<const std::span<const std::int32_t>> ids, bool skip_special_tokens);

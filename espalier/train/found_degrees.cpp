@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <utility>
 
+#include "espalier/config/model_config.h"
 #include "espalier/device/device.h"
+#include "espalier/grouping/shared_tokens.h"
 #include "espalier/measure/machine.h"
 #include "espalier/objective/score_loss.h"
 #include "espalier/plan/layout_search.h"
@@ -41,9 +43,10 @@ FoundDegrees find_degrees(const Options& options, char verb, std::int64_t proces
   const bool trains = verb != 's';
   const ModelShape shape =
       read_trained_shape(model_source(options), trains ? trained_choice(options) : scored_choice(options, true));
-  std::vector<Rollout> read = read_for_model(options.rollouts, shape, silent, options.temperature, nullptr,
-                                             trains ? text_rows_of(options) : scored_rows(options));
+  std::vector<Rollout> read = read_for_model(
+      options.rollouts, shape, silent, record_use_of(options, trains ? text_rows_of(options) : scored_rows(options)));
   if (shape.value_head) end_with_scores(read);
+  if (trains) settle_shared_tokens(read, options.shared_tokens);
   const std::vector<Rollout> rollouts = longest_mini_batch(std::move(read), trains ? options.mini_batch_size : 0);
   PlanOptions plan_options = plan_options_of(options);
   plan_options.must_fit = false;

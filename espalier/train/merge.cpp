@@ -10,6 +10,7 @@
 #include "espalier/checkpoint/atomic_output.h"
 #include "espalier/checkpoint/convert.h"
 #include "espalier/checkpoint/model_directory.h"
+#include "espalier/config/model_config.h"
 #include "espalier/train/trained_model.h"
 
 namespace espalier {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "espalier/base/json.h"
+#include "espalier/objective/denominator.h"
 #include "espalier/objective/kl.h"
 #include "espalier/objective/objective.h"
 #include "espalier/rollout/json_text.h"
@@ -92,9 +93,13 @@ RolloutMetrics::RolloutMetrics(const std::string& path, const Options& options)
 }
 
 void RolloutMetrics::add(std::int64_t step, const MiniBatch& mini_batch, std::span<const RolloutSeries> series) {
-  std::int64_t loss_tokens = 0;
-  for (const Rollout& rollout : mini_batch.rollouts) loss_tokens += std::ranges::count(rollout.loss_mask, 1);
+  const std::int64_t loss_tokens = count_loss_tokens(mini_batch.rollouts);
   Objective objective(mini_batch.rollouts, mini_batch.advantages, options_);
+  if (objective.needs_sequences()) {
+    TokenSeries logprobs;
+    for (const RolloutSeries& each : series) logprobs.push_back(each.logprob);
+    objective.settle_sequences(logprobs);
+  }
   for (std::size_t i = 0; i < mini_batch.rollouts.size(); ++i) {
     std::vector<double> grad_logprob(series[i].logprob.size()), grad_entropy(series[i].logprob.size());
     const LossParts before = objective.parts();

@@ -8,8 +8,10 @@
 
 #include "espalier/base/error.h"
 #include "espalier/checkpoint/model_directory.h"
+#include "espalier/config/model_config.h"
 #include "espalier/measure/machine.h"
 #include "espalier/objective/score_loss.h"
+#include "espalier/options/column_names.h"
 #include "espalier/parallel/agreement.h"
 #include "espalier/rollout/writer.h"
 #include "espalier/step/critic.h"
@@ -107,7 +109,9 @@ ScoredRollouts score_rollouts(const Decoder& decoder, std::span<const Rollout> r
 }
 
 TextRows scored_rows(const Options& options) {
-  return scores_answers(options) ? TextRows{name_of(ObjectiveKind::reward), options.model} : TextRows{};
+  if (!scores_answers(options)) require_no_columns(options);
+  return scores_answers(options) ? TextRows{name_of(ObjectiveKind::reward), options.model, options.columns}
+                                 : TextRows{};
 }
 
 ScoreReport score(const Options& options, Progress& progress, const Mesh& mesh) {
@@ -116,9 +120,9 @@ ScoreReport score(const Options& options, Progress& progress, const Mesh& mesh) 
   if (choice.scores) check_without_logprobs(options);
   std::vector<HeldModel> held{{local_shape(read_trained_shape(options.model, choice), mesh)}};
   if (const auto critic = scored_critic(options)) held.push_back({local_shape(read_critic_shape(*critic), mesh)});
-  std::vector<RecordedExperts> experts;
+  AsRead as_read;
   std::vector<Rollout> rollouts = read_for_model(options.rollouts, held.front().shape.whole(), progress,
-                                                 options.temperature, &experts, scored_rows(options));
+                                                 record_use_of(options, scored_rows(options)), &as_read);
   const MachineProfile machine = machine_profile(options, progress, mesh);
   std::vector<std::vector<std::uint8_t>> masks;  // as read
   if (choice.scores) {
@@ -143,7 +147,7 @@ ScoreReport score(const Options& options, Progress& progress, const Mesh& mesh) 
     const ScoredValues scores = score_values(*model, rollouts, options, machine, workspace, progress);
     for (std::size_t i = 0; i < rollouts.size(); ++i) {
       rollouts[i].loss_mask = std::move(masks[i]);
-      rollouts[i].recorded_experts = std::move(experts[i]);
+      as_read.give_back(i, rollouts[i]);
     }
     return write_scores(std::move(rollouts), scores, options, writer);
   }
@@ -166,7 +170,7 @@ ScoreReport score(const Options& options, Progress& progress, const Mesh& mesh) 
     report.tokens += rollouts[i].response_length();
     std::vector<ExtraSeries> extras = extras_of(scored.series[i], options);
     if (options.values) extras.push_back({"values", critic.values[i]});
-    rollouts[i].recorded_experts = std::move(experts[i]);  // as they came: nothing is lost by scoring
+    as_read.give_back(i, rollouts[i]);  // nothing is lost by scoring
     if (writer) writer->write(rollouts[i], extras);
   }
   report.rollouts = static_cast<std::int64_t>(rollouts.size());

@@ -28,16 +28,11 @@ std::string utc_now() {
 }
 
 Json shape_json(const ModelShape& shape) {
-  return {{"architecture", shape.architecture},
-          {"layers", shape.layers},
-          {"hidden", shape.hidden},
-          {"heads", shape.heads},
-          {"kv_heads", shape.kv_heads},
-          {"head_dim", shape.head_dim},
-          {"inner", shape.inner},
-          {"vocabulary", shape.vocabulary},
-          {"experts", shape.experts},
-          {"parameters", shape.parameters()}};
+  Json json{{"architecture", shape.architecture}, {"layers", shape.layers()},       {"hidden", shape.hidden},
+            {"inner", shape.layer.front().inner}, {"vocabulary", shape.vocabulary}, {"experts", shape.experts},
+            {"parameters", shape.parameters()}};
+  for (const LayerShape& layer : shape.layer) layer.mixer->report(json);
+  return json;
 }
 
 TrainRecord::TrainRecord(const std::filesystem::path& resumed, std::int64_t step) : started_(utc_now()) {

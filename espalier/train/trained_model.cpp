@@ -29,12 +29,13 @@ ModelShape adapter_shape(ModelShape shape, DType accumulator) {
 }
 
 void write_weights(const std::filesystem::path& directory, const ModelState& model, const AdamW& optimizer,
-                   const WholeValues& whole, SaveDType save_dtype) {
+                   const WholeValues& whole, SaveDType save_dtype, const std::string& base) {
   const ParameterValues masters = whole.of(optimizer.masters(), optimizer);
   if (!model.mesh.writes()) return whole.give(masters);
   if (model.shape.trained.adapter.rank > 0) {
     const DType accumulator = accumulator_of(model.dtype);
-    return write_adapter_directory(directory, model.shape, model.source.string(), whole.table(), accumulator, masters,
+    return write_adapter_directory(directory, model.shape, base.empty() ? model.source.string() : base, whole.table(),
+                                   accumulator, masters,
                                    saved_dtype(save_dtype, adapter_shape(model.shape, accumulator)));
   }
   write_changed_model(directory, model, whole, masters, saved_dtype(save_dtype, model.shape));
@@ -74,18 +75,18 @@ void write_model_without_adapters(const std::filesystem::path& directory, const 
 }
 
 void write_trained_weights(const std::filesystem::path& directory, const ModelState& model, const AdamW& optimizer,
-                           SaveDType save_dtype) {
-  write_weights(directory, model, optimizer, WholeValues(model), save_dtype);
+                           SaveDType save_dtype, const std::string& base) {
+  write_weights(directory, model, optimizer, WholeValues(model), save_dtype, base);
 }
 
 void save_trained_model(const std::filesystem::path& directory, const ModelState& model, const AdamW& optimizer,
-                        RunState state, SaveDType save_dtype) {
+                        RunState state, SaveDType save_dtype, const std::string& base) {
   state.step = optimizer.steps_done();
   state.model = fingerprint_of(model.shape);
   state.dtype = model.dtype;
   state.accumulators = accumulator_of(model.dtype);
   const WholeValues whole(model);
-  write_weights(directory, model, optimizer, whole, save_dtype);
+  write_weights(directory, model, optimizer, whole, save_dtype, base);
   const RunStateValues parts = {whole.of(optimizer.masters(), optimizer), whole.of(optimizer.exp_avg(), optimizer),
                                 whole.of(optimizer.exp_avg_sq(), optimizer)};
   if (model.mesh.writes()) return save_run_state(directory, state, whole.table(), parts);

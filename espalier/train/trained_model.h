@@ -3,6 +3,7 @@
 #pragma once
 
 #include <filesystem>
+#include <string>
 
 #include "espalier/checkpoint/run_state.h"
 #include "espalier/optimizer/adamw.h"
@@ -28,12 +29,13 @@ void write_model_without_adapters(const std::filesystem::path& directory, const 
 // Every rank calls the functions that write; rank 0 does, the others give it their share of each tensor.
 
 // Fills a directory, usually AtomicDirectory::path(), with the weights that the masters round to, and the other files
-// of the model's source. `save_dtype`: of the weights; source: that of most numbers in the source's files.
+// of the model's source. `save_dtype`: of the weights; source: that of most numbers in the source's files. `base`: the
+// model that an adapter's config names; empty: the model's source.
 void write_trained_weights(const std::filesystem::path& directory, const ModelState& model, const AdamW& optimizer,
-                           SaveDType save_dtype);
+                           SaveDType save_dtype, const std::string& base = "");
 // The same, with the state that exact continuation needs. Sets `state`'s step, model and number formats.
 void save_trained_model(const std::filesystem::path& directory, const ModelState& model, const AdamW& optimizer,
-                        RunState state, SaveDType save_dtype);
+                        RunState state, SaveDType save_dtype, const std::string& base = "");
 
 // Notes the first weight file that the run reads in place (checkpoint/mapped_weights.h) and that has changed since.
 void note_changed_files(const ModelState& model, Progress& progress);

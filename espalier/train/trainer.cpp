@@ -13,6 +13,7 @@
 #include "espalier/checkpoint/adapter.h"
 #include "espalier/checkpoint/atomic_output.h"
 #include "espalier/checkpoint/model_directory.h"
+#include "espalier/config/model_config.h"
 #include "espalier/device/host_values.h"
 #include "espalier/measure/machine.h"
 #include "espalier/observe/timer.h"
@@ -23,6 +24,7 @@
 #include "espalier/step/planning.h"
 #include "espalier/step/reward_step.h"
 #include "espalier/step/trained_choice.h"
+#include "espalier/train/padding_note.h"
 #include "espalier/train/pair_training.h"
 #include "espalier/train/rollout_metrics.h"
 #include "espalier/train/score.h"
@@ -107,6 +109,13 @@ class Training {
         actor_(*model_, options, machine_, &optimizer_) {
     model_->decoder.reserve_positions(data_.longest());
     for (const std::string& note : data_.notes()) progress.note("note: " + note);
+    if (adapts_experts(model_->shape) && !options.out.empty())
+      progress.note(
+          "the adapter of experts is written in peft's form (target_parameters), which released versions of vLLM do "
+          "not "
+          "load (vllm #52194): merge it for vLLM");
+    if (options.objective == ObjectiveKind::reward && !options.out.empty())
+      if (const std::string note = padding_note(source_of(options)); !note.empty()) progress.note(note);
     if (const auto critic = trained_critic(options)) load_critic_of(*critic);
     if (!options.resume.empty()) resume();
     if (options.objective == ObjectiveKind::dpo) take_reference();
@@ -268,8 +277,8 @@ class Training {
 
   TrainingData read(Progress& progress) {
     const Timer timer;
-    TrainingData data(read_for_model(options_.rollouts, trained_shape_of(options_), progress, options_.temperature,
-                                     nullptr, text_rows_of(options_)),
+    TrainingData data(read_for_model(options_.rollouts, trained_shape_of(options_), progress,
+                                     record_use_of(options_, text_rows_of(options_))),
                       options_, !critic_directory(options_).empty());
     read_seconds_ = timer.total();
     return data;

@@ -9,14 +9,18 @@
 #include <utility>
 
 #include "espalier/base/error.h"
+#include "espalier/config/rope_config.h"
+#include "espalier/grouping/shared_tokens.h"
 #include "espalier/objective/objective.h"
+#include "espalier/objective/rejection.h"
 #include "espalier/objective/score_loss.h"
 #include "espalier/objective/value_loss.h"
+#include "espalier/options/column_names.h"
 #include "espalier/plan/recorded_experts_fit.h"
+#include "espalier/rollout/kept_sets.h"
 #include "espalier/rollout/mini_batches.h"
 #include "espalier/rollout/reader.h"
 #include "espalier/rollout/trajectories.h"
-#include "espalier/shape/rope_config.h"
 #include "espalier/step/trained_choice.h"
 
 namespace espalier {
@@ -33,6 +37,10 @@ class TokenFingerprint {
   void add(const std::vector<double>& values) {
     add(static_cast<std::uint32_t>(values.size()));
     for (const double value : values) add(value);
+  }
+  void add(const std::string& text) {
+    add(static_cast<std::uint32_t>(text.size()));
+    for (const char byte : text) add(std::uint32_t{static_cast<unsigned char>(byte)});
   }
   void add(double value) {
     const auto bits = std::bit_cast<std::uint64_t>(value);
@@ -56,7 +64,10 @@ std::map<std::string, std::string> fingerprints_of(const std::vector<Rollout>& r
       if (rollout.pair.score) fields["score"].add(*rollout.pair.score);
       if (rollout.pair.margin != 0) fields["margin"].add(rollout.pair.margin);
     }
-    for (const std::uint8_t one : rollout.loss_mask) fields["loss_mask"].add(std::uint32_t{one});
+    for (std::size_t t = 0; t < rollout.loss_mask.size(); ++t)
+      fields["loss_mask"].add(std::uint32_t{rollout.loss_mask[t] != 0 || rollout.silence_of(t) != Silenced::no});
+    if (!rollout.token_rewards.empty()) fields["reward"].add(rollout.token_rewards);
+    if (!rollout.branch.empty()) fields["branch"].add(rollout.branch);
     fields["temperature"].add(rollout.temperature);
     if (rollout.token_divisor) fields["token_divisor"].add(*rollout.token_divisor);
     if (rollout.num_items_in_batch) fields["num_items_in_batch"].add(*rollout.num_items_in_batch);
@@ -147,9 +158,12 @@ std::vector<std::string> notes_on_sets(std::span<const Rollout> rollouts, const 
 TrainingData::TrainingData(std::vector<Rollout> rollouts, const Options& options, bool with_critic)
     : options_(options) {
   const auto batches = cut_mini_batches(rollouts, options.mini_batch_size);
-  for (std::string note : {settle_turn_rewards(rollouts, options.turn_rewards),
-                           mini_batch_note(rollouts, batches, options.mini_batch_size)})
+  for (std::string note :
+       {settle_turn_rewards(rollouts, options.turn_rewards), settle_loss_unit(rollouts, options.loss_unit),
+        mini_batch_note(rollouts, batches, options.mini_batch_size)})
     if (!note.empty()) notes_.push_back(std::move(note));
+  std::ranges::move(settle_shared_tokens(rollouts, options.shared_tokens), std::back_inserter(notes_));
+  if (std::string note = reject_tokens(rollouts, options); !note.empty()) notes_.push_back(std::move(note));
   check_pairs(rollouts, options);
   for (std::string& note : notes_on_sets(rollouts, options)) notes_.push_back(std::move(note));
   if (options.objective == ObjectiveKind::reward) end_with_scores(rollouts);
@@ -162,6 +176,12 @@ TrainingData::TrainingData(std::vector<Rollout> rollouts, const Options& options
   fields_ = fingerprints_of(rollouts_);
   if (!with_critic) {
     advantages_ = advantages_of(rollouts_, begins_, options);
+    const std::int64_t unjudged = options.objective == ObjectiveKind::grpo ? count_unjudged(rollouts_) : 0;
+    if (unjudged > 0)
+      notes_.push_back(
+          text_of(unjudged, " of ", rollouts_.size(),
+                  " records have neither reward nor advantage: their advantage is 0, and they have no part "
+                  "in their group's statistics"));
     return;
   }
   check_value_targets(rollouts_);  // before the first step, not when its turn comes
@@ -239,8 +259,11 @@ std::string fingerprint_of(std::span<const Rollout> rollouts) {
 }
 
 TextRows text_rows_of(const Options& options) {
-  if (options.objective == ObjectiveKind::grpo) return {};
-  return {name_of(options.objective), model_source(options)};
+  if (options.objective == ObjectiveKind::grpo) {
+    require_no_columns(options);
+    return {};
+  }
+  return {name_of(options.objective), model_source(options), options.columns};
 }
 
 void refuse_image_tokens(std::span<const std::int32_t> ids, const std::string& where, const ModelShape& shape) {
@@ -252,16 +275,24 @@ void refuse_image_tokens(std::span<const std::int32_t> ids, const std::string& w
                               "espalier.hf, espalier.trl and espalier.verl train with images (docs/python.md)"});
 }
 
+RecordUse record_use_of(const Options& options, const TextRows& rows) {
+  return {options.temperature, options.kept_sets, rows};
+}
+
+void AsRead::give_back(std::size_t index, Rollout& rollout) {
+  rollout.recorded_experts = std::move(experts[index]);
+  if (!kept_sets.empty()) rollout.kept_sets = std::move(kept_sets[index]);
+}
+
 std::vector<Rollout> read_for_model(const std::string& paths, const ModelShape& shape, Progress& progress,
-                                    double temperature, std::vector<RecordedExperts>* experts_as_read,
-                                    const TextRows& rows) {
-  if (!(temperature > 0))
-    throw OptionError({"--temperature", "a number above 0, by which logits are divided", text_of(temperature),
+                                    const RecordUse& use, AsRead* as_read) {
+  if (!(use.temperature > 0))
+    throw OptionError({"--temperature", "a number above 0, by which logits are divided", text_of(use.temperature),
                        "leave it out if the records have a temperature"});
   ReadOptions options;
   options.vocabulary = shape.vocabulary;
-  options.temperature = temperature;
-  options.rows = rows;
+  options.temperature = use.temperature;
+  options.rows = use.rows;
   bool begun = false;
   options.progress = [&](std::int64_t done, std::int64_t total) {
     if (!begun) progress.begin("reading rollouts", total, "bytes");
@@ -272,14 +303,17 @@ std::vector<Rollout> read_for_model(const std::string& paths, const ModelShape& 
   if (begun) progress.end();
   for (const std::string& note : file.notes) progress.note(note);
   for (const std::string& note : position_notes(file.rollouts, shape)) progress.note(note);
-  if (experts_as_read)
-    for (const Rollout& rollout : file.rollouts) experts_as_read->push_back(rollout.recorded_experts);
+  if (as_read) {
+    for (const Rollout& rollout : file.rollouts) as_read->experts.push_back(rollout.recorded_experts);
+    if (use.kept_sets == KeptSetsUse::ignore)
+      for (const Rollout& rollout : file.rollouts) as_read->kept_sets.push_back(rollout.kept_sets);
+  }
   for (const Rollout& rollout : file.rollouts) {
     refuse_image_tokens(rollout.prompt_ids, rollout.where + ": prompt_ids", shape);
     refuse_image_tokens(rollout.response_ids, rollout.where + ": response_ids", shape);
   }
-  if (std::ranges::any_of(file.rollouts, [](const Rollout& rollout) { return !rollout.kept_sets.empty(); }))
-    progress.note("kept_ids are not used: log-probs are over the whole vocabulary");
+  if (const std::string note = settle_kept_sets(file.rollouts, use.kept_sets); !note.empty() && !shape.value_head)
+    progress.note(note);
   fit_recorded_experts(file.rollouts, shape);
   if (const std::string note = recorded_experts_note(file.rollouts); !note.empty()) progress.note(note);
   return std::move(file.rollouts);

@@ -72,13 +72,27 @@ void refuse_image_tokens(std::span<const std::int32_t> ids, const std::string& w
 // Remarks on rollouts that are longer than the model's positions, or than those that short_factor of longrope serves.
 std::vector<std::string> position_notes(std::span<const Rollout> rollouts, const ModelShape& shape);
 
+// How records are read for a model.
+struct RecordUse {
+  double temperature = 1;  // of records that do not say theirs
+  KeptSetsUse kept_sets = KeptSetsUse::automatic;
+  TextRows rows = {};  // how rows of text are read
+};
+RecordUse record_use_of(const Options& options, const TextRows& rows = {});
+
+// Parts of records that reading for a model changes, as they came, one entry for each record.
+struct AsRead {
+  std::vector<RecordedExperts> experts;  // before they are fitted to the model
+  std::vector<KeptSets> kept_sets;       // that are ignored; empty: none are
+
+  void give_back(std::size_t index, Rollout& rollout);
+};
+
 // Reads `paths` as --rollouts names them, checking ids and recorded experts against the model; remarks go to progress.
-// `temperature`: of records that do not say theirs. `experts_as_read` (may be null) gets the recorded experts as they
-// came, before they are fitted to the model. `rows`: how rows of text are read. Errors: those of read_rollouts,
-// fit_recorded_experts and refuse_image_tokens; OptionError for a temperature that is not above 0.
+// `as_read` may be null. Errors: those of read_rollouts, fit_recorded_experts and refuse_image_tokens; OptionError for
+// a temperature that is not above 0.
 std::vector<Rollout> read_for_model(const std::string& paths, const ModelShape& shape, Progress& progress,
-                                    double temperature = 1, std::vector<RecordedExperts>* experts_as_read = nullptr,
-                                    const TextRows& rows = {});
+                                    const RecordUse& use = {}, AsRead* as_read = nullptr);
 
 // The way rows of text are read: for the objective and by the model's tokenizer. Text is refused with policy losses,
 // whose tokens were sampled.

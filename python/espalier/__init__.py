@@ -10,7 +10,7 @@ espalier.records   rollouts recorded by other systems, read without executing th
 
 from espalier.errors import Error, Unsupported
 
-_VERBS = ("inspect", "plan", "train", "score", "verify", "replay", "bench", "generate", "grpo", "report")
+_VERBS = ("inspect", "plan", "train", "score", "verify", "replay", "bench", "generate", "grpo", "report", "doctor")
 __all__ = ["Error", "Unsupported", *_VERBS]
 __version__ = "0.1.0"
 

@@ -1,6 +1,7 @@
 from espalier.errors import Error as Error, Unsupported as Unsupported
 from espalier.verbs import (
     bench as bench,
+    doctor as doctor,
     generate as generate,
     grpo as grpo,
     inspect as inspect,
@@ -12,5 +13,5 @@ from espalier.verbs import (
     verify as verify,
 )
 
-__all__ = ["Error", "Unsupported", "inspect", "plan", "train", "score", "verify", "replay", "bench", "generate", "grpo", "report"]
+__all__ = ["Error", "Unsupported", "inspect", "plan", "train", "score", "verify", "replay", "bench", "generate", "grpo", "report", "doctor"]
 __version__: str

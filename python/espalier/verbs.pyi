@@ -18,8 +18,10 @@ class Run(TypedDict, total=False):
     attention: Literal["auto", "own", "flash", "cudnn"] | None
     seed: int | None
 
-class RunButInspectReport(TypedDict, total=False):
+class RunButInspectReportDoctor(TypedDict, total=False):
     deterministic: Literal["on", "off"] | None
+
+class RunButInspectReport(TypedDict, total=False):
     dtype: Literal["float64", "float32", "bfloat16"] | None
     products: Literal["auto", "own", "library"] | None
 
@@ -29,7 +31,7 @@ class InputAndOutputButReport(TypedDict, total=False):
 class InputAndOutputPlanTrainScoreVerifyBench(TypedDict, total=False):
     rollouts: _Path | Sequence[_Path] | _Records | None
 
-class InputAndOutputButInspectVerifyReplayBench(TypedDict, total=False):
+class InputAndOutputButInspectVerifyReplayBenchDoctor(TypedDict, total=False):
     out: _Path | None
 
 class InputAndOutput(TypedDict, total=False):
@@ -41,6 +43,9 @@ class InputAndOutput(TypedDict, total=False):
 
 class InputAndOutputTrainScoreGenerateGrpo(TypedDict, total=False):
     overwrite: bool | None
+
+class InputAndOutputButInspectReplayBenchReportDoctor(TypedDict, total=False):
+    columns: str | None
 
 class InputAndOutputTrain(TypedDict, total=False):
     gradients: _Path | None
@@ -73,7 +78,7 @@ class ScheduleButInspectReport(TypedDict, total=False):
     token_budget: int | None
     memory_budget: str | int | None
 
-class ScheduleButGenerateReport(TypedDict, total=False):
+class ScheduleButGenerateReportDoctor(TypedDict, total=False):
     share: Literal["auto", "prompt", "off"] | None
 
 class SchedulePlan(TypedDict, total=False):
@@ -104,6 +109,12 @@ class Objective(TypedDict, total=False):
     clip_ratio_c: float | None
     tau_pos: float | None
     tau_neg: float | None
+    dppo_mask_low: float | None
+    dppo_mask_high: float | None
+    kl_tau: float | None
+    icepop_ratio_low: float | None
+    icepop_ratio_high: float | None
+    adv_tau: float | None
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"] | None
     loss_scale_factor: float | None
     kl_loss_coef: float | None
@@ -111,18 +122,23 @@ class Objective(TypedDict, total=False):
     entropy_coeff: float | None
     rollout_is_mode: Literal["truncate", "mask"] | None
     rollout_is_threshold: float | None
+    rollout_rs: str | None
+    rollout_rs_threshold: str | None
     gamma: float | None
     lam: float | None
 
-class ObjectiveButInspectScoreGenerateReport(TypedDict, total=False):
-    policy_loss: Literal["vanilla", "gspo", "cispo", "sapo", "vespo", "gpg", "reinforce"] | None
+class ObjectiveButInspectScoreGenerateReportDoctor(TypedDict, total=False):
+    policy_loss: Literal["vanilla", "gspo", "cispo", "sapo", "vespo", "gpg", "reinforce", "dppo_tv", "dppo_kl", "dppo", "icepop"] | None
     ratio_level: Literal["token", "sequence"] | None
-    rollout_is: Literal["none", "token", "sequence"] | None
+    loss_unit: Literal["auto", "record", "trajectory"] | None
+    shared_tokens: Literal["once", "average", "each"] | None
+    rollout_is: Literal["none", "token", "sequence", "seq-mask-tis"] | None
     router_aux_loss_coef: float | None
     router_aux_loss_scope: Literal["rollout", "minibatch"] | None
     router_z_loss_coef: float | None
 
 class TrlsFormulas(TypedDict, total=False):
+    group_of_one: Literal["reward", "zero"] | None
     ratio_cap: float | None
     log_ratio_bound: float | None
     vespo_weights: _Numbers | None
@@ -132,7 +148,7 @@ class TrlsFormulas(TypedDict, total=False):
     entropy_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"] | None
     rollout_is_floor: float | None
 
-class TrlsFormulasButInspectScoreGenerateReport(TypedDict, total=False):
+class TrlsFormulasButInspectScoreGenerateReportDoctor(TypedDict, total=False):
     off_policy_threshold: float | None
 
 class TrlsFormulasTrainVerifyReplayGrpo(TypedDict, total=False):
@@ -145,7 +161,7 @@ class Critic(TypedDict, total=False):
     cliprange_value: float | None
     critic_lr: float | None
 
-class OptimizerButInspectScoreGenerateReport(TypedDict, total=False):
+class OptimizerButInspectScoreGenerateReportDoctor(TypedDict, total=False):
     train: str | None
 
 class Optimizer(TypedDict, total=False):
@@ -177,7 +193,7 @@ class ParallelDegrees(TypedDict, total=False):
     pp: int | None
     dp: int | None
 
-class ParallelDegreesButInspectGenerateReport(TypedDict, total=False):
+class ParallelDegreesButInspectGenerateReportDoctor(TypedDict, total=False):
     shard: Literal["none", "optimizer", "full"] | None
 
 class ParallelDegreesPlanTrainScoreVerify(TypedDict, total=False):
@@ -186,7 +202,7 @@ class ParallelDegreesPlanTrainScoreVerify(TypedDict, total=False):
 class ParallelDegreesPlan(TypedDict, total=False):
     ranks: int | None
 
-class ParallelDegreesButInspectPlanReport(TypedDict, total=False):
+class ParallelDegreesButInspectPlanReportDoctor(TypedDict, total=False):
     comm_timeout: float | None
 
 class Sampling(TypedDict, total=False):
@@ -195,6 +211,7 @@ class Sampling(TypedDict, total=False):
     reward_timeout: float | None
     env: _Path | None
     turns: int | None
+    observations: Literal["append", "render"] | None
     top_k: int | None
     top_p: float | None
     stop: _Path | Sequence[_Path] | None
@@ -207,6 +224,9 @@ class SamplingPlanBenchGenerateGrpo(TypedDict, total=False):
 
 class SamplingButInspectPlanReport(TypedDict, total=False):
     temperature: float | None
+
+class SamplingButInspectReportDoctor(TypedDict, total=False):
+    kept_sets: Literal["auto", "ignore"] | None
 
 class SamplingPlanGenerateGrpo(TypedDict, total=False):
     max_response_length: int | None
@@ -230,6 +250,9 @@ class ClosedLoop(TypedDict, total=False):
 class ClosedLoopTrainGrpo(TypedDict, total=False):
     logging_freq: int | None
     report_to: str | None
+
+class ClosedLoopDoctor(TypedDict, total=False):
+    sample: int | None
 
 class ClosedLoopInspectGrpo(TypedDict, total=False):
     show: int | None
@@ -269,7 +292,7 @@ class NamesOfTrl(TypedDict, total=False):
     use_dora: Any
     lora_bias: Any
 
-class NamesOfTrlButInspectScoreReport(TypedDict, total=False):
+class NamesOfTrlButInspectScoreReportDoctor(TypedDict, total=False):
     max_completion_length: Any
 
 class NamesOfTrlButInspectReport(TypedDict, total=False):
@@ -298,73 +321,90 @@ class NamesOfTrlTrainVerifyReplayBenchGrpo(TypedDict, total=False):
     vllm_importance_sampling_clip_max: Any
     vllm_importance_sampling_clip_min: Any
 
-class InspectOptions(Run, InputAndOutputButReport, ScheduleButGenerateReport, ClosedLoopInspectGrpo, EveryVerb,
+class InspectOptions(Run, InputAndOutputButReport, ScheduleButGenerateReportDoctor, ClosedLoopInspectGrpo, EveryVerb,
     EveryVerbButTrainScoreGenerateGrpo): ...
 
-class PlanOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputPlanTrainScoreVerifyBench,
-    InputAndOutputButInspectVerifyReplayBench, MinibatchesPlanTrainVerifyReplayGrpo, Schedule, ScheduleButInspectReport,
-    ScheduleButGenerateReport, SchedulePlan, ObjectivePlanTrainVerify, ObjectiveButInspectScoreGenerateReport,
-    TrlsFormulasButInspectScoreGenerateReport, CriticPlanTrainScoreVerifyGrpo, OptimizerButInspectScoreGenerateReport, Adapters,
-    AdaptersButInspectReport, ParallelDegrees, ParallelDegreesButInspectGenerateReport, ParallelDegreesPlanTrainScoreVerify,
-    ParallelDegreesPlan, SamplingPlanBenchGenerateGrpo, SamplingPlanGenerateGrpo, EveryVerb, EveryVerbButTrainScoreGenerateGrpo,
-    NamesOfTrl, NamesOfTrlButInspectScoreReport, NamesOfTrlButInspectReport): ...
+class PlanOptions(Run, RunButInspectReportDoctor, RunButInspectReport, InputAndOutputButReport,
+    InputAndOutputPlanTrainScoreVerifyBench, InputAndOutputButInspectVerifyReplayBenchDoctor,
+    InputAndOutputButInspectReplayBenchReportDoctor, MinibatchesPlanTrainVerifyReplayGrpo, Schedule, ScheduleButInspectReport,
+    ScheduleButGenerateReportDoctor, SchedulePlan, ObjectivePlanTrainVerify, ObjectiveButInspectScoreGenerateReportDoctor,
+    TrlsFormulasButInspectScoreGenerateReportDoctor, CriticPlanTrainScoreVerifyGrpo, OptimizerButInspectScoreGenerateReportDoctor,
+    Adapters, AdaptersButInspectReport, ParallelDegrees, ParallelDegreesButInspectGenerateReportDoctor,
+    ParallelDegreesPlanTrainScoreVerify, ParallelDegreesPlan, SamplingPlanBenchGenerateGrpo, SamplingButInspectReportDoctor,
+    SamplingPlanGenerateGrpo, EveryVerb, EveryVerbButTrainScoreGenerateGrpo, NamesOfTrl, NamesOfTrlButInspectScoreReportDoctor,
+    NamesOfTrlButInspectReport): ...
 
-class TrainOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputPlanTrainScoreVerifyBench,
-    InputAndOutputButInspectVerifyReplayBench, InputAndOutput, InputAndOutputTrainScoreGenerateGrpo, InputAndOutputTrain,
+class TrainOptions(Run, RunButInspectReportDoctor, RunButInspectReport, InputAndOutputButReport,
+    InputAndOutputPlanTrainScoreVerifyBench, InputAndOutputButInspectVerifyReplayBenchDoctor, InputAndOutput,
+    InputAndOutputTrainScoreGenerateGrpo, InputAndOutputButInspectReplayBenchReportDoctor, InputAndOutputTrain,
     InputAndOutputTrainBench, MinibatchesPlanTrainVerifyReplayGrpo, Minibatches, Schedule, ScheduleButInspectReport,
-    ScheduleButGenerateReport, ObjectivePlanTrainVerify, ObjectiveTrainVerify, ObjectiveTrain, Objective,
-    ObjectiveButInspectScoreGenerateReport, TrlsFormulas, TrlsFormulasButInspectScoreGenerateReport,
-    TrlsFormulasTrainVerifyReplayGrpo, CriticPlanTrainScoreVerifyGrpo, Critic, OptimizerButInspectScoreGenerateReport, Optimizer,
-    Adapters, AdaptersButInspectReport, ParallelDegrees, ParallelDegreesButInspectGenerateReport,
-    ParallelDegreesPlanTrainScoreVerify, ParallelDegreesButInspectPlanReport, SamplingButInspectPlanReport, ClosedLoopTrainGrpo,
-    EveryVerb, NamesOfTrl, NamesOfTrlButInspectScoreReport, NamesOfTrlButInspectReport, NamesOfTrlTrainVerifyReplayBenchGrpo): ...
-
-class ScoreOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputPlanTrainScoreVerifyBench,
-    InputAndOutputButInspectVerifyReplayBench, InputAndOutputTrainScoreGenerateGrpo, InputAndOutputScore, Schedule,
-    ScheduleButInspectReport, ScheduleButGenerateReport, CriticPlanTrainScoreVerifyGrpo, AdaptersButInspectReport,
-    ParallelDegrees, ParallelDegreesButInspectGenerateReport, ParallelDegreesPlanTrainScoreVerify,
-    ParallelDegreesButInspectPlanReport, SamplingButInspectPlanReport, EveryVerb, NamesOfTrlButInspectReport): ...
-
-class VerifyOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputPlanTrainScoreVerifyBench,
-    MinibatchesPlanTrainVerifyReplayGrpo, Schedule, ScheduleButInspectReport, ScheduleButGenerateReport, ObjectivePlanTrainVerify,
-    ObjectiveTrainVerify, Objective, ObjectiveButInspectScoreGenerateReport, TrlsFormulas,
-    TrlsFormulasButInspectScoreGenerateReport, TrlsFormulasTrainVerifyReplayGrpo, CriticPlanTrainScoreVerifyGrpo, Critic,
-    OptimizerButInspectScoreGenerateReport, Optimizer, Adapters, AdaptersButInspectReport, ParallelDegrees,
-    ParallelDegreesButInspectGenerateReport, ParallelDegreesPlanTrainScoreVerify, ParallelDegreesButInspectPlanReport,
-    SamplingButInspectPlanReport, EveryVerb, EveryVerbButTrainScoreGenerateGrpo, NamesOfTrl, NamesOfTrlButInspectScoreReport,
+    ScheduleButGenerateReportDoctor, ObjectivePlanTrainVerify, ObjectiveTrainVerify, ObjectiveTrain, Objective,
+    ObjectiveButInspectScoreGenerateReportDoctor, TrlsFormulas, TrlsFormulasButInspectScoreGenerateReportDoctor,
+    TrlsFormulasTrainVerifyReplayGrpo, CriticPlanTrainScoreVerifyGrpo, Critic, OptimizerButInspectScoreGenerateReportDoctor,
+    Optimizer, Adapters, AdaptersButInspectReport, ParallelDegrees, ParallelDegreesButInspectGenerateReportDoctor,
+    ParallelDegreesPlanTrainScoreVerify, ParallelDegreesButInspectPlanReportDoctor, SamplingButInspectPlanReport,
+    SamplingButInspectReportDoctor, ClosedLoopTrainGrpo, EveryVerb, NamesOfTrl, NamesOfTrlButInspectScoreReportDoctor,
     NamesOfTrlButInspectReport, NamesOfTrlTrainVerifyReplayBenchGrpo): ...
 
-class ReplayOptions(Run, RunButInspectReport, InputAndOutputButReport, MinibatchesPlanTrainVerifyReplayGrpo, Minibatches,
-    Schedule, ScheduleButInspectReport, ScheduleButGenerateReport, Objective, ObjectiveButInspectScoreGenerateReport,
-    TrlsFormulas, TrlsFormulasButInspectScoreGenerateReport, TrlsFormulasTrainVerifyReplayGrpo,
-    OptimizerButInspectScoreGenerateReport, Optimizer, Adapters, AdaptersButInspectReport, ParallelDegrees,
-    ParallelDegreesButInspectGenerateReport, ParallelDegreesButInspectPlanReport, SamplingButInspectPlanReport, EveryVerb,
-    EveryVerbButTrainScoreGenerateGrpo, NamesOfTrl, NamesOfTrlButInspectScoreReport, NamesOfTrlButInspectReport,
+class ScoreOptions(Run, RunButInspectReportDoctor, RunButInspectReport, InputAndOutputButReport,
+    InputAndOutputPlanTrainScoreVerifyBench, InputAndOutputButInspectVerifyReplayBenchDoctor,
+    InputAndOutputTrainScoreGenerateGrpo, InputAndOutputButInspectReplayBenchReportDoctor, InputAndOutputScore, Schedule,
+    ScheduleButInspectReport, ScheduleButGenerateReportDoctor, CriticPlanTrainScoreVerifyGrpo, AdaptersButInspectReport,
+    ParallelDegrees, ParallelDegreesButInspectGenerateReportDoctor, ParallelDegreesPlanTrainScoreVerify,
+    ParallelDegreesButInspectPlanReportDoctor, SamplingButInspectPlanReport, SamplingButInspectReportDoctor, EveryVerb,
+    NamesOfTrlButInspectReport): ...
+
+class VerifyOptions(Run, RunButInspectReportDoctor, RunButInspectReport, InputAndOutputButReport,
+    InputAndOutputPlanTrainScoreVerifyBench, InputAndOutputButInspectReplayBenchReportDoctor,
+    MinibatchesPlanTrainVerifyReplayGrpo, Schedule, ScheduleButInspectReport, ScheduleButGenerateReportDoctor,
+    ObjectivePlanTrainVerify, ObjectiveTrainVerify, Objective, ObjectiveButInspectScoreGenerateReportDoctor, TrlsFormulas,
+    TrlsFormulasButInspectScoreGenerateReportDoctor, TrlsFormulasTrainVerifyReplayGrpo, CriticPlanTrainScoreVerifyGrpo, Critic,
+    OptimizerButInspectScoreGenerateReportDoctor, Optimizer, Adapters, AdaptersButInspectReport, ParallelDegrees,
+    ParallelDegreesButInspectGenerateReportDoctor, ParallelDegreesPlanTrainScoreVerify, ParallelDegreesButInspectPlanReportDoctor,
+    SamplingButInspectPlanReport, SamplingButInspectReportDoctor, EveryVerb, EveryVerbButTrainScoreGenerateGrpo, NamesOfTrl,
+    NamesOfTrlButInspectScoreReportDoctor, NamesOfTrlButInspectReport, NamesOfTrlTrainVerifyReplayBenchGrpo): ...
+
+class ReplayOptions(Run, RunButInspectReportDoctor, RunButInspectReport, InputAndOutputButReport,
+    MinibatchesPlanTrainVerifyReplayGrpo, Minibatches, Schedule, ScheduleButInspectReport, ScheduleButGenerateReportDoctor,
+    Objective, ObjectiveButInspectScoreGenerateReportDoctor, TrlsFormulas, TrlsFormulasButInspectScoreGenerateReportDoctor,
+    TrlsFormulasTrainVerifyReplayGrpo, OptimizerButInspectScoreGenerateReportDoctor, Optimizer, Adapters,
+    AdaptersButInspectReport, ParallelDegrees, ParallelDegreesButInspectGenerateReportDoctor,
+    ParallelDegreesButInspectPlanReportDoctor, SamplingButInspectPlanReport, SamplingButInspectReportDoctor, EveryVerb,
+    EveryVerbButTrainScoreGenerateGrpo, NamesOfTrl, NamesOfTrlButInspectScoreReportDoctor, NamesOfTrlButInspectReport,
     NamesOfTrlTrainVerifyReplayBenchGrpo): ...
 
-class BenchOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputPlanTrainScoreVerifyBench,
-    InputAndOutputTrainBench, Schedule, ScheduleButInspectReport, ScheduleButGenerateReport, Objective,
-    ObjectiveButInspectScoreGenerateReport, TrlsFormulas, TrlsFormulasButInspectScoreGenerateReport,
-    OptimizerButInspectScoreGenerateReport, Adapters, AdaptersButInspectReport, ParallelDegrees,
-    ParallelDegreesButInspectGenerateReport, ParallelDegreesButInspectPlanReport, SamplingPlanBenchGenerateGrpo,
-    SamplingButInspectPlanReport, BenchmarkGrid, EveryVerb, EveryVerbButTrainScoreGenerateGrpo, NamesOfTrl,
-    NamesOfTrlButInspectScoreReport, NamesOfTrlButInspectReport, NamesOfTrlTrainVerifyReplayBenchGrpo): ...
+class BenchOptions(Run, RunButInspectReportDoctor, RunButInspectReport, InputAndOutputButReport,
+    InputAndOutputPlanTrainScoreVerifyBench, InputAndOutputTrainBench, Schedule, ScheduleButInspectReport,
+    ScheduleButGenerateReportDoctor, Objective, ObjectiveButInspectScoreGenerateReportDoctor, TrlsFormulas,
+    TrlsFormulasButInspectScoreGenerateReportDoctor, OptimizerButInspectScoreGenerateReportDoctor, Adapters,
+    AdaptersButInspectReport, ParallelDegrees, ParallelDegreesButInspectGenerateReportDoctor,
+    ParallelDegreesButInspectPlanReportDoctor, SamplingPlanBenchGenerateGrpo, SamplingButInspectPlanReport,
+    SamplingButInspectReportDoctor, BenchmarkGrid, EveryVerb, EveryVerbButTrainScoreGenerateGrpo, NamesOfTrl,
+    NamesOfTrlButInspectScoreReportDoctor, NamesOfTrlButInspectReport, NamesOfTrlTrainVerifyReplayBenchGrpo): ...
 
-class GenerateOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputButInspectVerifyReplayBench,
-    InputAndOutputTrainScoreGenerateGrpo, ScheduleButInspectReport, AdaptersButInspectReport, ParallelDegrees,
-    ParallelDegreesButInspectPlanReport, Sampling, SamplingPlanBenchGenerateGrpo, SamplingButInspectPlanReport,
-    SamplingPlanGenerateGrpo, EveryVerb, NamesOfTrlButInspectScoreReport, NamesOfTrlButInspectReport): ...
+class GenerateOptions(Run, RunButInspectReportDoctor, RunButInspectReport, InputAndOutputButReport,
+    InputAndOutputButInspectVerifyReplayBenchDoctor, InputAndOutputTrainScoreGenerateGrpo,
+    InputAndOutputButInspectReplayBenchReportDoctor, ScheduleButInspectReport, AdaptersButInspectReport, ParallelDegrees,
+    ParallelDegreesButInspectPlanReportDoctor, Sampling, SamplingPlanBenchGenerateGrpo, SamplingButInspectPlanReport,
+    SamplingButInspectReportDoctor, SamplingPlanGenerateGrpo, EveryVerb, NamesOfTrlButInspectScoreReportDoctor,
+    NamesOfTrlButInspectReport): ...
 
-class GrpoOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputButInspectVerifyReplayBench, InputAndOutput,
-    InputAndOutputTrainScoreGenerateGrpo, MinibatchesPlanTrainVerifyReplayGrpo, Minibatches, Schedule, ScheduleButInspectReport,
-    ScheduleButGenerateReport, Objective, ObjectiveButInspectScoreGenerateReport, TrlsFormulas,
-    TrlsFormulasButInspectScoreGenerateReport, TrlsFormulasTrainVerifyReplayGrpo, CriticPlanTrainScoreVerifyGrpo, Critic,
-    OptimizerButInspectScoreGenerateReport, Optimizer, Adapters, AdaptersButInspectReport, ParallelDegrees,
-    ParallelDegreesButInspectGenerateReport, ParallelDegreesButInspectPlanReport, Sampling, SamplingPlanBenchGenerateGrpo,
-    SamplingButInspectPlanReport, SamplingPlanGenerateGrpo, ClosedLoop, ClosedLoopTrainGrpo, ClosedLoopInspectGrpo, EveryVerb,
-    NamesOfTrl, NamesOfTrlButInspectScoreReport, NamesOfTrlButInspectReport, NamesOfTrlTrainVerifyReplayBenchGrpo): ...
+class GrpoOptions(Run, RunButInspectReportDoctor, RunButInspectReport, InputAndOutputButReport,
+    InputAndOutputButInspectVerifyReplayBenchDoctor, InputAndOutput, InputAndOutputTrainScoreGenerateGrpo,
+    InputAndOutputButInspectReplayBenchReportDoctor, MinibatchesPlanTrainVerifyReplayGrpo, Minibatches, Schedule,
+    ScheduleButInspectReport, ScheduleButGenerateReportDoctor, Objective, ObjectiveButInspectScoreGenerateReportDoctor,
+    TrlsFormulas, TrlsFormulasButInspectScoreGenerateReportDoctor, TrlsFormulasTrainVerifyReplayGrpo,
+    CriticPlanTrainScoreVerifyGrpo, Critic, OptimizerButInspectScoreGenerateReportDoctor, Optimizer, Adapters,
+    AdaptersButInspectReport, ParallelDegrees, ParallelDegreesButInspectGenerateReportDoctor,
+    ParallelDegreesButInspectPlanReportDoctor, Sampling, SamplingPlanBenchGenerateGrpo, SamplingButInspectPlanReport,
+    SamplingButInspectReportDoctor, SamplingPlanGenerateGrpo, ClosedLoop, ClosedLoopTrainGrpo, ClosedLoopInspectGrpo, EveryVerb,
+    NamesOfTrl, NamesOfTrlButInspectScoreReportDoctor, NamesOfTrlButInspectReport, NamesOfTrlTrainVerifyReplayBenchGrpo): ...
 
-class ReportOptions(Run, InputAndOutputButInspectVerifyReplayBench, EveryVerb, EveryVerbButTrainScoreGenerateGrpo): ...
+class ReportOptions(Run, InputAndOutputButInspectVerifyReplayBenchDoctor, EveryVerb, EveryVerbButTrainScoreGenerateGrpo): ...
+
+class DoctorOptions(Run, RunButInspectReport, InputAndOutputButReport, ScheduleButInspectReport, AdaptersButInspectReport,
+    SamplingButInspectPlanReport, ClosedLoopDoctor, EveryVerb, EveryVerbButTrainScoreGenerateGrpo, NamesOfTrlButInspectReport):
+    ...
 
 def inspect(*rollouts: _Path | _Records, **options: Unpack[InspectOptions]) -> dict[str, Any]: ...
 
@@ -385,3 +425,5 @@ def generate(**options: Unpack[GenerateOptions]) -> dict[str, Any]: ...
 def grpo(**options: Unpack[GrpoOptions]) -> dict[str, Any]: ...
 
 def report(*run_folder: _Path, **options: Unpack[ReportOptions]) -> dict[str, Any]: ...
+
+def doctor(*dump: _Path, **options: Unpack[DoctorOptions]) -> dict[str, Any]: ...

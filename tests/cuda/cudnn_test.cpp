@@ -13,7 +13,8 @@
 #include "espalier/base/error.h"
 #include "espalier/device/host_values.h"
 #include "espalier/device/scalar_type.h"
-#include "espalier/forecast/library_attention.h"
+#include "espalier/mixers/attention/library_work.h"
+#include "espalier/mixers/attention/shape.h"
 #include "espalier/ops/cuda/cudnn.h"
 #include "espalier/ops/cuda/cudnn_attention.h"
 #include "espalier/prove/operation_check.h"
@@ -362,21 +363,25 @@ TEST(Cudnn, TakesThePlannedBytes) {
             D, rows(T, H), rows(T, J), rows(T, J), rows(path, J), rows(path, J), at::Tensor(), whole_numbers(end)};
         const at::Tensor out = rows(T, H), lse = at::zeros({H, T}, at::kFloat), grad_out = rows(T, H);
         const AttentionGradients to{rows(T, H), sums(T), sums(T), sums(path), sums(path)};
-        ModelShape shape;
-        shape.layers = 1, shape.heads = H, shape.kv_heads = J, shape.head_dim = D;
+        const AttentionShape shape{.heads = H, .kv_heads = J, .head_dim = D};
         DeviceTraits device;
         device.attention = AttentionKernels::cudnn, device.deterministic = deterministic;
+        const auto bytes_beside_arena = [&](bool gradients) {
+          return library_attention_bytes(
+              shape,
+              {.device = device, .dtype = DType::bfloat16, .rows = T, .path_rows = path, .gradients = gradients});
+        };
         constexpr std::int64_t kNumbers = 1 << 16;  // offsets and lengths of sequences
         counted.reset();
         composed_attention(library(), problem, out, lse);
-        const std::int64_t forward = library_attention_bytes(shape, device, T, path, false) - kAllocatorBytes;
+        const std::int64_t forward = bytes_beside_arena(false) - kAllocatorBytes;
         EXPECT_LE(counted.most(), forward + kNumbers) << path << ' ' << end.front();
         if (end[150] != end.front()) {  // a fork: the result of squares, and rows that are merged twice
           EXPECT_GE(counted.most(), (2 + 4) * T * H * D);
         }
         counted.reset();
         add_composed_attention_backward(library(), problem, out, lse, grad_out, to);
-        const std::int64_t both = library_attention_bytes(shape, device, T, path, true) - kAllocatorBytes;
+        const std::int64_t both = bytes_beside_arena(true) - kAllocatorBytes;
         EXPECT_LE(counted.most(), both + kNumbers) << path << ' ' << end.front() << ' ' << deterministic;
       }
   c10::SetCPUAllocator(const_cast<c10::Allocator*>(usual), 1);

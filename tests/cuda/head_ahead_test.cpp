@@ -7,8 +7,8 @@
 
 #include "espalier/device/arena.h"
 #include "espalier/device/control_block.h"
-#include "espalier/forecast/block_buffers.h"
 #include "espalier/objective/fused_head.h"
+#include "espalier/objective/head_buffers.h"
 #include "espalier/ops/cuda/device.h"
 #include "espalier/ops/operations.h"
 #include "tests/cuda/emulated_runtime.h"

@@ -1,6 +1,6 @@
 """Changes of the kernels' sources, one at a time, each of which some test has to notice.
 
-    tests/cuda/mutate_kernels.py --build build                     those of mutation_sample.txt, as in `make test`
+    tests/cuda/mutate_kernels.py --build build                     those of mutation_sample.txt, as in `make sweep`
     tests/cuda/mutate_kernels.py --build build --all [--file X]    all of them; goes on where it was stopped
     tests/cuda/mutate_kernels.py --build build --all --again       survivors once more, and what was not tried yet
 
@@ -27,7 +27,7 @@ from kernel_changes import changes_of, with_all, with_change
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 sys.path.append(str(ROOT / "tools"))
-from test_tiers import Choice  # noqa: E402
+from tiers import Choice  # noqa: E402
 FOLDER = "espalier/ops/cuda"
 # Of checks: those that come by a file. Other headers are met by all.
 GROUPS = {"activation.cu": ["Variants"], "attention_merge.cu": ["Merging"], "attention_plain.cu": ["Attention"], "attention_sinks.cu": ["Attention"],

@@ -10,7 +10,9 @@
 #include <vector>
 
 #include "espalier/base/error.h"
-#include "espalier/forecast/recurrent_scratch.h"
+#include "espalier/mixers/attention/shape.h"
+#include "espalier/mixers/delta_rule/shape.h"
+#include "espalier/mixers/recurrence/gpu_work.h"
 #include "espalier/ops/cuda/launch.h"
 #include "espalier/ops/cuda/runtime.h"
 #include "espalier/prove/operation_check.h"
@@ -103,9 +105,10 @@ TEST(Architectures, TheOneWithTheLeastSharedMemoryTakesTheAttentionOfLargeHeads)
 // Before anything is read of a model: its limits, and what it names.
 TEST(Models, ThatKernelsDoNotTakeAreRefusedWhenTheyAreOpened) {
   ModelShape taken;
-  taken.architecture = "AnyForCausalLM", taken.hidden = 4096, taken.heads = 32, taken.kv_heads = 8,
-  taken.head_dim = 128;
-  taken.window = 128, taken.attention.soft_cap = 50, taken.attention.sinks = true, taken.experts = 128;
+  taken.architecture = "AnyForCausalLM", taken.hidden = 4096, taken.experts = 128;
+  AttentionShape attention{.heads = 32, .kv_heads = 8, .head_dim = 128};
+  attention.window = 128, attention.soft_cap = 50, attention.sinks = true;
+  taken.layer = attention_layers(1, attention, 0);
   const auto refusal = [](const ModelShape& shape, at::ScalarType dtype) -> std::string {
     try {
       emulated_device().operations().require_taken(shape, dtype);
@@ -126,31 +129,34 @@ TEST(Models, ThatKernelsDoNotTakeAreRefusedWhenTheyAreOpened) {
     EXPECT_NE(said.find("AnyForCausalLM"), std::string::npos) << said;
     EXPECT_NE(said.find("cpu"), std::string::npos) << said;
   };
-  expect_named(changed([](ModelShape& s) { s.head_dim = 264; }), at::kFloat, "264");
+  expect_named(
+      changed([&](ModelShape& s) { s.layer = attention_layers(1, {.heads = 32, .kv_heads = 8, .head_dim = 264}, 0); }),
+      at::kFloat, "264");
   expect_named(changed([](ModelShape& s) { s.experts = 2049; }), at::kFloat, "2049");
   const ModelShape wide = changed([](ModelShape& s) { s.hidden = 24576; });
   EXPECT_EQ(refusal(wide, at::kFloat), "");
   expect_named(wide, at::kDouble, "24576");
-  const ModelShape rows = changed([](ModelShape& s) { s.attention.wide_norm = true, s.heads = 200; });
-  expect_named(rows, at::kFloat, "25600");
-  const ModelShape recurrent = changed([](ModelShape& s) {
-    s.layers = 1, s.mixer_of_layer = {Mixer::delta_rule};
-    s.delta_rule.kernel = 4, s.delta_rule.key_dim = 128;
+  const ModelShape rows = changed([&](ModelShape& s) {
+    AttentionShape wide_norm = attention;
+    wide_norm.wide_norm = true, wide_norm.heads = 200;
+    s.layer = attention_layers(1, wide_norm, 0);
   });
-  EXPECT_EQ(refusal(recurrent, at::kDouble), "");
-  ModelShape large = recurrent;
-  large.delta_rule.key_dim = 256;
-  EXPECT_EQ(refusal(large, at::kFloat), "");
-  expect_named(large, at::kDouble, "keys of 256");
-  large = recurrent, large.delta_rule.gate_latent = 128, large.delta_rule.key_dim = 147;
-  EXPECT_EQ(refusal(large, at::kDouble), "");
-  large.delta_rule.key_dim = 300;
-  EXPECT_EQ(refusal(large, at::kFloat), "");
-  expect_named(large, at::kDouble, "keys of 300");
-  large.delta_rule.key_dim = 301;
-  expect_named(large, at::kFloat, "keys of 301");
-  large = recurrent, large.delta_rule.kernel = 9;
-  expect_named(large, at::kFloat, "at most 8");
+  expect_named(rows, at::kFloat, "25600");
+  const auto recurrent = [&](std::int64_t key_dim, std::int64_t gate_latent = 0, std::int64_t kernel = 4) {
+    RecurrenceShape states;
+    states.kernel = kernel, states.key_dim = key_dim, states.gate_latent = gate_latent;
+    ModelShape shape = taken;
+    shape.layer[0].mixer = std::make_shared<const DeltaRule>(states);
+    return shape;
+  };
+  EXPECT_EQ(refusal(recurrent(128), at::kDouble), "");
+  EXPECT_EQ(refusal(recurrent(256), at::kFloat), "");
+  expect_named(recurrent(256), at::kDouble, "keys of 256");
+  EXPECT_EQ(refusal(recurrent(147, 128), at::kDouble), "");
+  EXPECT_EQ(refusal(recurrent(300, 128), at::kFloat), "");
+  expect_named(recurrent(300, 128), at::kDouble, "keys of 300");
+  expect_named(recurrent(301, 128), at::kFloat, "keys of 301");
+  expect_named(recurrent(128, 0, 9), at::kFloat, "at most 8");
 }
 
 // Slots of all experts in windows: where experts end is read on the device (bfloat16, as on Hopper). One product after
@@ -180,13 +186,13 @@ TEST(Experts, AForwardWaitsForNothingWhereProductsAreGrouped) {
 // Scratch memory is given back when somebody waits, so all of a call is held behind it.
 TEST(RecurrentLayers, TakeTheScratchThatThePlanCounts) {
   Device& device = emulated_device();
-  DeltaRuleShape heads, channels, mamba;
+  RecurrenceShape heads, channels, mamba;
   heads.key_heads = 1, heads.value_heads = 2, heads.key_dim = 16, heads.value_dim = 24, heads.kernel = 4;
   channels = heads, channels.key_heads = 2, channels.gate_latent = 8;
   mamba = heads, mamba.mamba = mamba.conv_bias = true;
   std::vector<std::int64_t> one_is_long(16, 1);
   one_is_long.back() = 640;
-  for (const DeltaRuleShape& s : {heads, channels, mamba})
+  for (const RecurrenceShape& s : {heads, channels, mamba})
     for (const std::vector<std::int64_t>& lengths :
          {std::vector<std::int64_t>{300}, std::vector<std::int64_t>(16, 65), one_is_long}) {
       const std::int64_t T = std::reduce(lengths.begin(), lengths.end());

@@ -97,9 +97,10 @@ TEST(Rows, OfLogitsHaveTheSameBitsAnywhere) {
   expect_rows_alike("choices", logits, [](const Tensors& rows) {
     const std::int64_t B = rows[0].size(0);
     const at::Tensor token = room({B}, at::kDouble), log_prob = room({B}, at::kDouble);
+    const at::Tensor kept = room({B, (rows[0].size(1) + 31) / 32}, at::kInt);
     ops().choose_tokens(there(rows[0]), {.temperature = 0.8, .top_k = 50, .top_p = 0.9}, there(counted(B + 1)),
-                        there(rows[2]), token, log_prob);
-    return Tensors{here(token), here(log_prob)};
+                        there(rows[2]), token, log_prob, kept);
+    return Tensors{here(token), here(log_prob), here(kept)};
   });
 }
 

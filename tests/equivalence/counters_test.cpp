@@ -4,6 +4,7 @@
 #include "espalier/base/error.h"
 #include "espalier/model/kv_path.h"
 #include "tests/equivalence/fixture.h"
+#include "tests/support/layers.h"
 
 namespace espalier::testing {
 namespace {
@@ -57,18 +58,18 @@ TEST(Counters, ATrunksGradientsAreReadAfterTheLastContributionToTheirLayerAndNot
   Arena arena(1 << 20);
   KvPath path(shape, 9, at::kDouble, true, arena);
   const std::int64_t bytes_of_a_row =
-      shape.layers * 4 * shape.kv_heads * shape.head_dim * 8;  // k, v and their gradients
+      shape.layers() * 4 * attention_of(shape).key_width() * 8;  // k, v and their gradients
   EXPECT_EQ(arena.in_use(), 9 * bytes_of_a_row);
   path.push(5, 4);  // two waves, an inner trunk, and a wave below that
   path.push(4, 1);
-  for (std::int64_t layer = 0; layer < shape.layers; ++layer) {
+  for (std::int64_t layer = 0; layer < shape.layers(); ++layer) {
     EXPECT_THROW(path.expect_complete(layer), InternalError);
     path.count_contribution(layer, 9);  // the innermost wave sees both trunks
     path.expect_complete(layer);
     EXPECT_THROW(path.count_contribution(layer, 9), InternalError) << "one more than the inner trunk was promised";
   }
   path.pop();
-  for (std::int64_t layer = 0; layer < shape.layers; ++layer) {
+  for (std::int64_t layer = 0; layer < shape.layers(); ++layer) {
     // The refused one was counted for the outer trunk, which comes first: two are left to come.
     path.count_contribution(layer, 5);
     EXPECT_THROW(path.expect_complete(layer), InternalError) << "layer " << layer << " has three of four";

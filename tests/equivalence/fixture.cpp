@@ -15,13 +15,15 @@
 #include "espalier/checkpoint/json_file.h"
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/checkpoint/safetensors.h"
+#include "espalier/config/model_config.h"
+#include "espalier/config/model_families.h"
 #include "espalier/device/host_values.h"
 #include "espalier/device/scalar_type.h"
 #include "espalier/forecast/memory_model.h"
 #include "espalier/ops/cpu/attention/attention.h"
-#include "espalier/shape/model_families.h"
 #include "espalier/shape/trained_parameters.h"
 #include "espalier/train/training_data.h"
+#include "tests/support/layers.h"
 
 namespace espalier::testing {
 namespace {
@@ -35,10 +37,10 @@ const bool kThreadsShareAll = (attention::set_least_shared_work(0), true);
 void add_experts(ModelShape& shape, const std::string& family) {
   shape.experts = 8, shape.experts_per_token = 2, shape.expert_inner = 12;
   shape.norm_topk_prob = true;
-  shape.expert_layer = {1, 1, 1};
+  set_experts(shape, {1, 1, 1});
   if (family == "qwen3-moe-plain") shape.norm_topk_prob = false;
-  if (family == "qwen3-moe-sparse") shape.expert_layer = {0, 1, 0};  // decoder_sparse_step 2: a dense last layer
-  if (family == "qwen3-moe-late") shape.expert_layer = {0, 1, 1};
+  if (family == "qwen3-moe-sparse") set_experts(shape, {0, 1, 0});  // decoder_sparse_step 2: a dense last layer
+  if (family == "qwen3-moe-late") set_experts(shape, {0, 1, 1});
   if (family == "qwen3-moe-one") shape.experts = 2, shape.experts_per_token = 1, shape.norm_topk_prob = false;
   if (family == "qwen3-moe-all") shape.experts = shape.experts_per_token = 4;
   if (family == "qwen3-moe-128") shape.experts = 128, shape.experts_per_token = 8, shape.expert_inner = 4;
@@ -235,57 +237,71 @@ ModelShape tiny_shape(const std::string& family, std::int64_t vocabulary) {
   }
   if (family.ends_with("-odd")) {
     ModelShape shape = tiny_shape(family.substr(0, family.size() - 4), vocabulary);
-    shape.inner = 43, shape.expert_inner = shape.expert_inner > 0 ? 11 : 0;
+    set_inner(shape, 43);
+    shape.expert_inner = shape.expert_inner > 0 ? 11 : 0;
     return shape;
   }
   // Behind "-window": rows of some layers see 5, the last layer's among them; behind "-windows": those of all layers.
   for (const std::string words : {"-window", "-windows"}) {
     if (!family.ends_with(words)) continue;
     ModelShape shape = tiny_shape(family.substr(0, family.size() - words.size()), vocabulary);
-    shape.window = 5;
-    shape.window_layer = {1, words == "-windows", 1};
+    change_attention(shape, [&](AttentionShape& attention, std::size_t layer) {
+      attention.window = layer != 1 || words == "-windows" ? 5 : 0;
+    });
+    return shape;
+  }
+  // Norms behind the halves of blocks.
+  for (const auto& [words, place] :
+       {std::pair<std::string, NormPlace>{"-after", NormPlace::after}, {"-both", NormPlace::both}}) {
+    if (!family.ends_with(words)) continue;
+    ModelShape shape = tiny_shape(family.substr(0, family.size() - words.size()), vocabulary);
+    set_norm_place(shape, place);
     return shape;
   }
   // Each row's softmax is joined by a logit per head.
   if (family.ends_with("-sinks")) {
     ModelShape shape = tiny_shape(family.substr(0, family.size() - 6), vocabulary);
-    shape.attention.sinks = true;
+    change_attention(shape, [](AttentionShape& attention, std::size_t) { attention.sinks = true; });
     return shape;
   }
   ModelShape shape;
-  shape.layers = 3, shape.hidden = 24, shape.inner = 40;
-  shape.heads = 4, shape.kv_heads = 2, shape.head_dim = 8;
-  shape.vocabulary = vocabulary, shape.max_positions = 256, shape.rms_norm_eps = 1e-6;
+  shape.hidden = 24, shape.vocabulary = vocabulary, shape.max_positions = 256, shape.rms_norm_eps = 1e-6;
+  AttentionShape attention;
+  attention.heads = 4, attention.kv_heads = 2, attention.head_dim = 8;
   if (family == "llama") {
     shape.architecture = "LlamaForCausalLM";
-    shape.has_rope_scaling = true;
-    shape.rope_scaling = {8, 1, 4, 16, RopeType::llama3};
+    attention.rope.has_scaling = true;
+    attention.rope.scaling = {8, 1, 4, 16, RopeType::llama3};
   } else if (family == "llama-bias") {
     shape.architecture = "LlamaForCausalLM";
-    shape.qkv_bias = shape.output_bias = shape.mlp_bias = shape.tied_head = true;
-    shape.kv_heads = 1;
+    attention.qkv_bias = attention.output_bias = shape.mlp_bias = shape.tied_head = true;
+    attention.kv_heads = 1;
   } else if (family == "qwen2") {
     shape.architecture = "Qwen2ForCausalLM";
-    shape.qkv_bias = true;
-    shape.kv_heads = 4;
+    attention.qkv_bias = true;
+    attention.kv_heads = 4;
   } else if (family.starts_with("qwen3-next")) {
     shape.architecture = "Qwen3NextForCausalLM";
-    shape.qk_norm = shape.attention.output_gate = true;
-    shape.delta_rule = {2, 4, 6, 5, 4, true};
-    const Mixer delta = Mixer::delta_rule, full = Mixer::attention;
-    shape.mixer_of_layer = {delta, delta, full};
-    if (family == "qwen3-next-plain") shape.delta_rule.by_key_head = false;
-    if (family == "qwen3-next-last") shape.mixer_of_layer = {delta, full, delta};
-    if (family == "qwen3-next-all") shape.mixer_of_layer = {delta, delta, delta};
-    if (family == "qwen3-next-moe") add_experts(shape, "qwen3-moe");
+    attention.qk_norm = attention.output_gate = true;
   } else if (family.starts_with("qwen3-moe")) {
     shape.architecture = "Qwen3MoeForCausalLM";
-    shape.qk_norm = true;
-    add_experts(shape, family);
+    attention.qk_norm = true;
   } else {
     shape.architecture = "Qwen3ForCausalLM";
-    shape.qk_norm = shape.tied_head = true;
-    shape.head_dim = 16;
+    attention.qk_norm = shape.tied_head = true;
+    attention.head_dim = 16;
+  }
+  shape.layer = attention_layers(3, attention, 40);
+  if (family.starts_with("qwen3-next")) {
+    RecurrenceShape states{2, 4, 6, 5, 4, true};
+    states.by_key_head = family != "qwen3-next-plain";
+    set_delta_rule(shape, states,
+                   family == "qwen3-next-last"  ? std::vector<int>{1, 0, 1}
+                   : family == "qwen3-next-all" ? std::vector<int>{1, 1, 1}
+                                                : std::vector<int>{1, 1, 0});
+    if (family == "qwen3-next-moe") add_experts(shape, "qwen3-moe");
+  } else if (family.starts_with("qwen3-moe")) {
+    add_experts(shape, family);
   }
   return shape;
 }
@@ -470,18 +486,19 @@ std::unique_ptr<ModelState> tiny_model(const std::string& family, DType dtype, s
 
 void write_tiny_model(const ModelState& model, const std::filesystem::path& directory) {
   const ModelShape& s = model.shape;
+  const AttentionShape& attention = attention_of(s);
   Json config = {{"architectures", {s.architecture}},
                  {"model_type", s.experts > 0 ? "qwen3_moe" : "qwen3"},
                  {"hidden_size", s.hidden},
-                 {"num_hidden_layers", s.layers},
-                 {"intermediate_size", s.inner},
-                 {"num_attention_heads", s.heads},
-                 {"num_key_value_heads", s.kv_heads},
-                 {"head_dim", s.head_dim},
+                 {"num_hidden_layers", s.layers()},
+                 {"intermediate_size", s.layer.front().inner},
+                 {"num_attention_heads", attention.heads},
+                 {"num_key_value_heads", attention.kv_heads},
+                 {"head_dim", attention.head_dim},
                  {"vocab_size", s.vocabulary},
                  {"max_position_embeddings", s.max_positions},
                  {"rms_norm_eps", s.rms_norm_eps},
-                 {"rope_theta", s.rope_theta},
+                 {"rope_theta", attention.rope.theta},
                  {"tie_word_embeddings", s.tied_head},
                  {"hidden_act", "silu"},
                  {"torch_dtype", "float32"}};
@@ -504,6 +521,7 @@ RolloutOptions ragged_rollouts() {
   options.shared_start = 0.4, options.equal_response = 0.1, options.empty_response = 0.1;
   options.continues = 0.2, options.mask_gap = 0.3, options.fully_masked = 0.1;
   options.nested_prompt = 0.3, options.late_difference = 0.2;
+  options.kept_sets = 0.5;
   options.policy = PolicyAge::far;
   return options;
 }

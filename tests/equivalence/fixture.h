@@ -24,7 +24,7 @@ namespace espalier::testing {
 // matrix by key head) and its variants "-plain" (matrices of all heads), "-last" (states in the first and the last
 // layer), "-all" (in every layer), "-moe" (8 experts in every layer). Behind any of them "-window": rows of the first
 // and the last layer see 5 rows, "-windows": those of all layers do; "-pad": the model has a padding token; "-odd":
-// inner widths that 2 and 4 do not divide.
+// inner widths that 2 and 4 do not divide; "-after", "-both": norms behind the halves of blocks.
 inline constexpr std::int32_t kPadToken = 3;
 ModelShape tiny_shape(const std::string& family, std::int64_t vocabulary = 50);
 
@@ -64,7 +64,7 @@ struct Case {
   std::function<void(std::vector<Rollout>&, const ModelState&)> edit = {};  // of the generated rollouts; may be empty
 };
 
-// The rows of the table of families, shape/model_families.h, each a name that `family` takes.
+// The rows of the table of families, config/model_families.h, each a name that `family` takes.
 std::vector<std::string> families_of_table();
 
 // Of this family, on ragged rollouts.

@@ -13,6 +13,7 @@
 #include "espalier/base/error.h"
 #include "espalier/checkpoint/json_file.h"
 #include "espalier/checkpoint/safetensors.h"
+#include "espalier/config/model_config.h"
 #include "espalier/forecast/memory_model.h"
 #include "espalier/prove/verify.h"
 #include "espalier/replay/replay.h"

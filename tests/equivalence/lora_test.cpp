@@ -4,11 +4,12 @@
 #include <gtest/gtest.h>
 
 #include "espalier/base/error.h"
+#include "espalier/config/model_families.h"
 #include "espalier/forecast/flops.h"
 #include "espalier/forecast/memory_model.h"
 #include "espalier/model/products.h"
-#include "espalier/shape/model_families.h"
 #include "tests/equivalence/fixture.h"
+#include "tests/support/layers.h"
 
 namespace espalier::testing {
 namespace {
@@ -184,7 +185,9 @@ INSTANTIATE_TEST_SUITE_P(Families, AdaptersOfRows, ::testing::ValuesIn(rows_and_
 
 TEST(AdapterFlops, AreTwoThirdsOfAFullUpdateAndTheAdaptersOwn) {
   ModelShape shape = tiny_shape("qwen3");
-  shape.hidden = 2048, shape.inner = 6144, shape.heads = 16, shape.kv_heads = 8, shape.head_dim = 128;
+  shape.hidden = 2048;
+  set_inner(shape, 6144);
+  change_attention(shape, [](AttentionShape& a, std::size_t) { a.heads = 16, a.kv_heads = 8, a.head_dim = 128; });
   const Work work = work_of_depths(0, 1000, true);
   const auto both = [&](const ModelShape& s) {
     Flops flops = forward_flops(s, work);
@@ -194,7 +197,7 @@ TEST(AdapterFlops, AreTwoThirdsOfAFullUpdateAndTheAdaptersOwn) {
   const ModelShape adapted =
       train_only(shape, TrainedChoice("all", AdapterChoice{.rank = 16, .modules = {}, .directory = {}}));
   std::int64_t low_rank = 0;
-  for (std::int64_t layer = 0; layer < shape.layers; ++layer) low_rank += adapted_parameters(adapted, layer).low_rank();
+  for (const LayerShape& layer : adapted.layer) low_rank += layer_parameters(adapted, layer).low_rank();
   EXPECT_NEAR(both(adapted), 2.0 / 3 * both(shape) + 8.0 * 1000 * static_cast<double>(low_rank), 1e-9 * both(shape));
 }
 

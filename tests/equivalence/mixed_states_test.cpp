@@ -17,6 +17,7 @@
 #include "espalier/step/step_path.h"
 #include "espalier/train/training_data.h"
 #include "tests/equivalence/fixture.h"
+#include "tests/support/layers.h"
 
 namespace espalier::testing {
 namespace {
@@ -105,7 +106,8 @@ EditedRun run_edited(const Case& c, const std::function<void(StepPlan&)>& edit) 
   EditedRun run;
   run.predicted = peaks.peaks(0, bytes.path(plan.path_rows(), plan.path));
   if (const PathBytes path = bytes.path(plan.path_rows(), plan.path); path.stored > 0)
-    run.in_use = path.backward / (plan.path.layers_awake - decoder.shape().states_in(0, plan.path.layers_awake) + 1);
+    run.in_use =
+        path.backward / (plan.path.layers_awake - recurrent_before(decoder.shape(), plan.path.layers_awake) + 1);
   run.stored = peaks.stored();
 
   Arena arena(std::int64_t{1} << 28, bound_device(), 8);
@@ -142,8 +144,8 @@ TEST(MixedStates, GiveTheBitsOfKeptStateInTheBytesThatWerePredicted) {
     const EditedRun kept = run_edited(c, [](StepPlan&) {});
     const EditedRun mixed = run_edited(c, [&](StepPlan& plan) {
       draw_states(plan.items, draw, seen);
-      draw_path(plan, draw, shape_of(c).layers);
-      asleep += plan.max_path_rows > 0 && plan.path.layers_awake < shape_of(c).layers;
+      draw_path(plan, draw, shape_of(c).layers());
+      asleep += plan.max_path_rows > 0 && plan.path.layers_awake < shape_of(c).layers();
     });
     EXPECT_TRUE(at::equal(mixed.gradient, kept.gradient));
     EXPECT_EQ(mixed.loss, kept.loss);

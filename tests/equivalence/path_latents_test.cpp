@@ -5,7 +5,9 @@
 #include <cmath>
 
 #include "espalier/base/error.h"
+#include "espalier/shape/path_leaves.h"
 #include "tests/equivalence/fixture.h"
+#include "tests/support/layers.h"
 #include "tests/with_products.h"
 
 namespace espalier::testing {
@@ -14,8 +16,12 @@ namespace {
 std::vector<std::string> families_with_latents() {
   std::vector<std::string> out;
   for (const std::string& family : families_of_table())
-    if (tiny_shape(family).has_latents()) out.push_back(family);
+    if (narrows_path(tiny_shape(family))) out.push_back(family);
   return out;
+}
+
+const LayerShape& layer_of_latents(const ModelShape& shape) {
+  return *std::ranges::find_if(shape.layer, [](const LayerShape& layer) { return layer.mixer->narrows_path(); });
 }
 
 Case latents_of(const std::string& family) {
@@ -39,7 +45,8 @@ void expect_predicted(const Case& c, DType dtype, std::int64_t most_above) {
   const GradientReport report = run_case(c, dtype).report;
   const PhasePeaks predicted = predicted_arena_bytes(c, report.plan, dtype), &taken = report.arena_bytes;
   const ModelShape shape = shape_of(c);
-  const PathBuffers layer({shape, element_bytes(dtype), false}, report.plan.max_path_rows, true, true);
+  const PathBuffers layer({{shape, element_bytes(dtype), false}, layer_of_latents(shape)}, report.plan.max_path_rows,
+                          true, true);
   for (const auto& [name, phase] : {std::pair("A", &PhasePeaks::a), {"B", &PhasePeaks::b}, {"C", &PhasePeaks::c}}) {
     const bool may_sleep = phase == &PhasePeaks::b && report.plan.path.sleeps();
     EXPECT_LE(taken.*phase, predicted.*phase) << "phase " << name;
@@ -97,12 +104,14 @@ TEST_P(PathLatents, AreWhatTheStoreHolds) {
     const StepPlan plan = run_case(c, DType::float32).report.plan;
     EXPECT_EQ(plan.path.state(), c.options.path_state);
     const ModelShape shape = tiny_shape(GetParam());
-    const PathWidths widths = path_widths(shape, plan.path.latents);
-    std::int64_t pages = 0;  // values and sums in 4 bytes each, every buffer begins at a page
-    for (const std::int64_t width : {widths.first, widths.second})
-      pages += 2 * ((plan.max_path_rows * width * 4 + 4095) / 4096);
-    EXPECT_EQ(plan.chosen.path_stored_bytes, (shape.layers - shape.states_in(0, shape.layers)) * pages * 4096) << path;
-    return widths.sum();
+    std::int64_t pages = 0, widths = 0;  // values and sums in 4 bytes each, every buffer begins at a page
+    for (const PathKind& kind : layer_of_latents(shape).mixer->path_kinds(plan.path.latents)) {
+      pages += 2 * ((plan.max_path_rows * kind.width * 4 + 4095) / 4096);
+      widths += kind.width;
+    }
+    EXPECT_EQ(plan.chosen.path_stored_bytes, (shape.layers() - recurrent_before(shape, shape.layers())) * pages * 4096)
+        << path;
+    return widths;
   };
   EXPECT_LT(stored("latents-offload"), stored("offload"));
 }

@@ -2,56 +2,13 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include <cmath>
 #include <cstdlib>
 
-#include "espalier/train/training_data.h"
-#include "tests/equivalence/fixture.h"
+#include "tests/equivalence/against_autograd.h"
+#include "tests/equivalence/factors.h"
 
 namespace espalier::testing {
 namespace {
-
-void expect_series_near(const Outcome& run, const OracleResult& expected) {
-  for (std::size_t i = 0; i < expected.logprobs.size(); ++i) {
-    const RolloutSeries& series = run.report.series[i];
-    ASSERT_EQ(series.logprob.size(), expected.logprobs[i].size());
-    for (std::size_t t = 0; t < series.logprob.size(); ++t) {
-      // A log-prob is a sum of O(M) rounded terms of size O(10): 1e-11 is 1e4 units in the last place of 10.
-      ASSERT_NEAR(series.logprob[t], expected.logprobs[i][t], 1e-11) << "rollout " << i << ", token " << t;
-      ASSERT_NEAR(series.entropy[t], expected.entropies[i][t], 1e-11) << "rollout " << i << ", token " << t;
-    }
-  }
-  for (std::size_t i = 0; i < expected.values.size(); ++i) {
-    ASSERT_EQ(run.critic.values[i].size(), expected.values[i].size());
-    for (std::size_t t = 0; t < expected.values[i].size(); ++t)
-      ASSERT_NEAR(run.critic.values[i][t], expected.values[i][t], 1e-11) << "rollout " << i << ", token " << t;
-  }
-}
-
-void expect_all_plans(const Case& c, const std::vector<std::int64_t>& budgets) {
-  const OracleResult expected = run_oracle(c);
-  for (const Plan& plan : all_plans(budgets)) {
-    SCOPED_TRACE(plan.name + ", " + c.family +
-                 (c.critic ? ", critic" : std::string(", ") + name_of(c.options.policy_loss)) + ", seed " +
-                 std::to_string(c.seed));
-    const Outcome run = run_case(with(c, plan));
-    validate(run.report.plan, TrainingData(make_rollouts(c.rollouts, c.seed), c.options).mini_batch(0).rollouts);
-    const Worst worst = worst_parameter(c, run.gradient, expected.gradient);
-    EXPECT_LE(worst.error, kFloat64) << worst.parameter;
-    EXPECT_NEAR(run.loss, expected.loss, kFloat64 * std::max(1.0, std::abs(expected.loss)));
-    expect_series_near(run, expected);
-  }
-}
-
-// The same rollouts for a critic: with values, and with returns in every second record.
-Case as_critic(Case c) {
-  c.critic = c.rollouts.values = true;
-  c.options.gamma = 0.9, c.options.lam = 0.8;
-  c.edit = [](std::vector<Rollout>& rollouts, const ModelState&) {
-    for (std::size_t i = 0; i < rollouts.size(); i += 2) rollouts[i].returns.clear();
-  };
-  return c;
-}
 
 // On another device (ESPALIER_TEST_DEVICE) one draw and two budgets: it runs the same arithmetic, what it may get wrong
 // is where memory lies and when work runs, and each operation takes it long.
@@ -75,14 +32,18 @@ TEST_P(Families, EveryPlanOfACriticEqualsAutograd) {
   c.rollouts.temperature_low = 0.7, c.rollouts.temperature_high = 1.3;  // which are the policy's alone
   expect_all_plans(as_critic(c), kBudgets);
 }
-INSTANTIATE_TEST_SUITE_P(Models, Families,
-                         ::testing::Values("llama", "llama-bias", "qwen2", "qwen3", "qwen3-moe", "qwen3-moe-plain",
-                                           "qwen3-moe-sparse", "qwen3-moe-late", "qwen3-moe-128", "qwen3-moe-one",
-                                           "qwen3-moe-all", "qwen3-moe-many", "qwen3-moe-ties", "qwen3-window",
-                                           "llama-windows", "qwen3-moe-window", "qwen3-next", "qwen3-next-plain",
-                                           "qwen3-next-last", "qwen3-next-all", "qwen3-next-moe", "qwen3-sinks",
-                                           "llama-bias-window-sinks"),
+INSTANTIATE_TEST_SUITE_P(Models, Families, ::testing::ValuesIn(kVariants),
                          [](const auto& info) { return name_of_family(info.param); });
+
+// One skeleton of a block has all places of norms, whatever mixes its rows: behind the halves, or before and behind.
+TEST(NormPlaces, OfHybridsEqualAutograd) {
+  for (const char* family : {"qwen3-next-after", "qwen3-next-both"}) {
+    Case c;
+    c.family = family;
+    c.rollouts = ragged_rollouts();
+    expect_all_plans(c, {7});
+  }
+}
 
 // Each row of the table of families, with properties that its own sizes would hide (fixture.cpp).
 class Table : public ::testing::TestWithParam<std::string> {};
@@ -151,35 +112,16 @@ TEST(PadToken, HasNoGradientButThatOfATiedHead) {
   }
 }
 
-struct Loss {
-  const char* policy_loss;
-  const char* loss_agg_mode;
-  const char* rollout_is;
-  double kl, entropy;
-};
-
 class Losses : public ::testing::TestWithParam<Loss> {};
 
 TEST_P(Losses, EveryPlanEqualsAutograd) {
   Case c;
-  const Loss& loss = GetParam();
-  c.options.policy_loss = loss.policy_loss;
-  c.options.loss_agg_mode = loss.loss_agg_mode;
-  c.options.rollout_is = loss.rollout_is;
-  c.options.kl_loss_coef = loss.kl;
-  c.options.entropy_coeff = loss.entropy;
+  set_loss(c, GetParam());
   c.rollouts = ragged_rollouts();
   c.rollouts.temperature_low = 0.7, c.rollouts.temperature_high = 1.3;
   for (c.seed = 11; c.seed <= 12; ++c.seed) expect_all_plans(c, {0, 1, 9});
 }
-INSTANTIATE_TEST_SUITE_P(Objectives, Losses,
-                         ::testing::Values(Loss{"vanilla", "token-mean", "token", 0.1, 0.01},
-                                           Loss{"vanilla", "seq-mean-token-sum-norm", "sequence", 0, 0},
-                                           Loss{"gspo", "", "none", 0.05, 0.02},
-                                           Loss{"gspo", "token-mean", "sequence", 0.05, 0.02},
-                                           Loss{"cispo", "seq-mean-token-sum", "token", 0, 0.01},
-                                           Loss{"sapo", "", "none", 0.1, 0}, Loss{"gpg", "token-sum", "none", 0, 0},
-                                           Loss{"reinforce", "seq-mean-token-mean", "sequence", 0.01, 0}));
+INSTANTIATE_TEST_SUITE_P(Objectives, Losses, ::testing::ValuesIn(kLosses));
 
 TEST(ValueLosses, EveryAggregationOnEveryPlanEqualsAutograd) {
   Case c;

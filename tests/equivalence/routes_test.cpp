@@ -50,7 +50,7 @@ std::vector<std::uint16_t> drawn_experts(Random& random, const ModelShape& shape
 // rollouts, have no record.
 void record_other_choices(std::vector<Rollout>& rollouts, const ModelState& model) {
   const ModelShape& shape = model.shape;
-  const auto layers = std::count(shape.expert_layer.begin(), shape.expert_layer.end(), std::uint8_t{1});
+  const std::int64_t layers = shape.expert_layers();
   Random choice(static_cast<std::uint64_t>(rollouts.size()), 7);
   for (std::size_t i = 0; i < rollouts.size(); ++i) {
     Rollout& rollout = rollouts[i];

@@ -12,6 +12,7 @@
 #include "espalier/checkpoint/json_file.h"
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/checkpoint/safetensors.h"
+#include "espalier/config/model_config.h"
 #include "espalier/forecast/memory_model.h"
 #include "espalier/prove/verify.h"
 #include "espalier/replay/replay.h"

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <functional>
 
+#include "espalier/mixers/latent_attention/shape.h"
 #include "espalier/program/row_shares.h"
 #include "tests/parallel/layouts.h"
 
@@ -144,8 +145,9 @@ TEST(ContextParallelBytes, OfLatentAttentionAreThoseOfLatents) {
     for_each_item(report.plan.items, [&](const PlanItem& item) {
       if (item.kind == ItemKind::trunk) rows += RowShares(item.set.rows, 2).most();
     });
-    const std::int64_t width = shape.latent.key_value + shape.latent.rotary, once = shape.layers * rows * width * 8;
-    EXPECT_LT(width, shape.key_width() + shape.value_width());
+    const LatentShape& latent = static_cast<const LatentAttention&>(shape.mixer(0)).shape;
+    const std::int64_t width = latent.key_value + latent.rotary, once = shape.layers() * rows * width * 8;
+    EXPECT_LT(width, latent.query_width() + latent.value_width());
     EXPECT_EQ(report.bytes.a.cp, once) << path;
     EXPECT_EQ(report.bytes.c.cp, 2 * once + (report.plan.path.latents ? 0 : once)) << path;
   }

@@ -38,6 +38,7 @@ void expect_responses_of_one_process(const std::string& family, const std::vecto
   SamplingSettings settings;
   settings.n = 3, settings.max_response_length = 12, settings.seed = 5, settings.top_p = 0.95;
   settings.stop_ids = {4, 9}, settings.max_num_seqs = 4, settings.kv_limit_bytes = 1 << 24;
+  settings.kept_sets = true;
   const Generated one = sampled(family, settings);
   for (const Degrees& degrees : layouts) {
     std::mutex lock;
@@ -50,12 +51,18 @@ void expect_responses_of_one_process(const std::string& family, const std::vecto
         EXPECT_EQ(ranks.rollouts[i].response_ids, one.rollouts[i].response_ids) << i;
         EXPECT_EQ(ranks.rollouts[i].carried, one.rollouts[i].carried);
         EXPECT_EQ(ranks.rollouts[i].loss_mask, one.rollouts[i].loss_mask);
-        ASSERT_EQ(ranks.rollouts[i].rollout_logprobs.size(), one.rollouts[i].rollout_logprobs.size());
-        for (std::size_t t = 0; t < one.rollouts[i].rollout_logprobs.size(); ++t)
-          EXPECT_NEAR(ranks.rollouts[i].rollout_logprobs[t], one.rollouts[i].rollout_logprobs[t], kFloat64);
+        EXPECT_EQ(ranks.rollouts[i].kept_sets.begin, one.rollouts[i].kept_sets.begin);
+        EXPECT_EQ(ranks.rollouts[i].kept_sets.ids, one.rollouts[i].kept_sets.ids);
+        for (const auto series : {&Rollout::rollout_logprobs, &Rollout::full_logprobs}) {
+          const std::vector<double>&found = ranks.rollouts[i].*series, &wanted = one.rollouts[i].*series;
+          ASSERT_EQ(found.size(), one.rollouts[i].response_ids.size());
+          ASSERT_EQ(found.size(), wanted.size());
+          for (std::size_t t = 0; t < wanted.size(); ++t) EXPECT_NEAR(found[t], wanted[t], kFloat64);
+        }
       }
       EXPECT_EQ(ranks.report.prompt_rows_physical, one.report.prompt_rows_physical) << "each prompt once";
       EXPECT_EQ(ranks.report.response_tokens, one.report.response_tokens);
+      EXPECT_EQ(ranks.report.kept_ids, one.report.kept_ids);
     });
   }
 }

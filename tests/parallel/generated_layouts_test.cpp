@@ -7,6 +7,7 @@
 #include "espalier/forecast/communication.h"
 #include "espalier/plan/rank_layout.h"
 #include "espalier/program/row_shares.h"
+#include "espalier/shape/path_leaves.h"
 #include "espalier/train/training_data.h"
 #include "tests/parallel/draws.h"
 #include "tests/parallel/layouts.h"
@@ -20,7 +21,7 @@ std::vector<std::string> drawn_families() {
                                "qwen3-moe-late", "qwen3-moe-odd", "qwen3-moe-ties", "qwen3-window",
                                "llama-windows"};
   for (const std::string& family : families_of_table())
-    if (const ModelShape shape = tiny_shape(family); shape.has_latents() && !shape.has_states()) out.push_back(family);
+    if (const ModelShape shape = tiny_shape(family); narrows_path(shape) && shape.states() == 0) out.push_back(family);
   return out;
 }
 
@@ -50,7 +51,7 @@ Case drawn_case(Draws& draws, std::uint64_t seed) {
   const std::vector<Plan> plans = all_plans({0, 1 + draws.below(13)});
   c = with(c, plans[static_cast<std::size_t>(draws.below(static_cast<std::int64_t>(plans.size())))]);
   options.path_state = draws.one_of({"auto", "keep", "offload", "divide"});
-  if (shape_of(c).has_latents() && draws.one_in(2))
+  if (narrows_path(shape_of(c)) && draws.one_in(2))
     options.path_state = draws.one_of({"latents", "latents-offload", "latents-divide"});
   return draws.one_in(5) ? as_critic(c) : c;
 }

@@ -23,13 +23,13 @@ Tensor sum_of_rows(const Tensor& q_TK, const Tensor& k_TK, const Tensor& v_TV) {
 struct Columns {
   Tensor q, k, v;
 };
-Columns columns_of(const DeltaRuleShape& shape, const Tensor& projected_TW, const StateRun& run) {
-  const DeltaRuleShape::Columns at = shape.columns(0);
+Columns columns_of(const RecurrenceShape& shape, const Tensor& projected_TW, const StateRun& run) {
+  const RecurrenceShape::Columns at = shape.columns(0);
   const Tensor rows = projected_TW.slice(0, run.begin, run.end);
   return {rows.narrow(1, at.q, shape.key_dim), rows.narrow(1, at.k, shape.key_dim),
           rows.narrow(1, at.v, shape.value_width())};
 }
-Tensor sum_in(const DeltaRuleShape& shape, const Tensor& state_N) { return state_N.narrow(0, 0, shape.value_width()); }
+Tensor sum_in(const RecurrenceShape& shape, const Tensor& state_N) { return state_N.narrow(0, 0, shape.value_width()); }
 
 void running_sum(const DeltaRuleProblem& problem, const Tensor& o_TV) {
   for (const StateRun& run : problem.runs) {
@@ -50,7 +50,7 @@ void add_running_sum_backward(const DeltaRuleProblem& problem, const Tensor& gra
     if (run->grad_start_N.defined()) sum_in(problem.shape, run->grad_start_N).add_(grad[0]);
     const Columns x = columns_of(problem.shape, problem.projected_TW, *run);
     const Columns out = columns_of(problem.shape, gradients.projected_TW, *run);
-    const DeltaRuleShape::Columns at = problem.shape.columns(0);
+    const RecurrenceShape::Columns at = problem.shape.columns(0);
     const Tensor rows = gradients.projected_TW.slice(0, run->begin, run->end);
     rows.narrow(1, 0, problem.shape.channels()).zero_();
     rows.slice(1, at.b).zero_();

@@ -11,6 +11,7 @@
 #include "espalier/plan/rank_layout.h"
 #include "espalier/train/training_data.h"
 #include "tests/parallel/layouts.h"
+#include "tests/support/layers.h"
 
 namespace espalier::testing {
 namespace {
@@ -212,8 +213,8 @@ struct Measured {
 // Of the order in which the stages of a model with a layer each run a step.
 Measured measure_stages(const Case& c, std::int64_t stages) {
   ModelShape shape = shape_of(c);
-  shape.layers = stages;
-  clocked_width = 2 * shape.kv_heads * shape.head_dim;
+  shape.layer = equal_layers(stages, shape.at(0));
+  clocked_width = 2 * attention_of(shape).key_width();
   const TrainingData data(make_rollouts(c.rollouts, c.seed), c.options);
   ClockedDevice device;
   Device& before = bound_device();

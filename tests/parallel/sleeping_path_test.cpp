@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "espalier/mixers/attention/shape.h"
 #include "espalier/model/kv_path.h"
 #include "espalier/program/joint_order.h"
 #include "espalier/saved/divided_path.h"
@@ -202,7 +203,7 @@ class BothPaths {
 // Of four layers none or two are whole on every rank; a path of more rows than ranks, and of fewer.
 TEST(DividedPath, HoldsWhatAllRanksAdd) {
   ModelShape shape;
-  shape.layers = kLayers, shape.hidden = 16, shape.heads = 2, shape.kv_heads = 1, shape.head_dim = 8;
+  shape.hidden = 16, shape.layer = attention_layers(kLayers, {.heads = 2, .kv_heads = 1, .head_dim = 8}, 0);
   for (const std::int64_t layers_awake : {0, 2, 3})
     for (const std::int64_t cp : {2, 3, 12}) {
       SCOPED_TRACE(text_of(layers_awake, " layers whole, cp ", cp));

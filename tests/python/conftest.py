@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared/data"
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT / "python"), str(ROOT / "tools")]
 
-from test_tiers import Choice  # noqa: E402
+from tiers import Choice  # noqa: E402
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -30,6 +30,7 @@ def pytest_configure(config):
     # A shell ignores Ctrl-C for what it starts in the background, and so would every program that a test interrupts.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    config.addinivalue_line("markers", "product: all values together, where others have every two; left to make sweep")
     config.addinivalue_line("markers", "rounding: judges float32 or bfloat16; repeated under every instruction set")
 
 
@@ -40,13 +41,13 @@ LONGEST = ("test_hf_sweep", "test_trl_configurations", "test_trl_sharded", "test
 
 
 def chosen_items(items, choice):
-    """The items that a Choice of tools/test_tiers.py leaves."""
+    """The items that a Choice of tools/tiers.py leaves."""
     cases = {}
     for item in items:
         cases.setdefault((item.path, item.parent.name, getattr(item, "originalname", item.name)), []).append(item)
     kept = set()
     for (path, _, name), several in cases.items():
-        names = set(choice.cases(f"{path.name}::{name}", [item.nodeid for item in several]))
+        names = set(choice.cases(f"{path.name}::{name}", [item.nodeid for item in several], product=several[0].get_closest_marker("product") is not None))
         kept.update(item for item in several if item.nodeid in names)
     return [item for item in items if item in kept]
 
@@ -197,3 +198,21 @@ def stories():
     if not directory.is_dir():
         pytest.skip("../shared/data/stories260K is absent")
     return directory
+
+
+@pytest.fixture(scope="module")
+def server(program, model_of, tmp_path_factory):
+    """A server of `espalier serve` in float64 with two tiny models, for clients of the tinker SDK."""
+    from serve_process import Server, without_proxies
+    without_proxies()
+    os.environ["TINKER_API_KEY"] = "tml-local"
+    made = Server(program, {"tiny/qwen3": model_of("qwen3_tied"), "tiny/llama": model_of("llama_untied")},
+                  "--dtype", "float64", "--state", tmp_path_factory.mktemp("state") / "state")
+    yield made
+    made.end()
+
+
+@pytest.fixture(scope="module")
+def service(server):
+    import tinker
+    return tinker.ServiceClient(base_url=server.url)

@@ -290,6 +290,21 @@ def make_rollouts(seed, groups=4, vocabulary=VOCABULARY, longest_prompt=40, long
     return records
 
 
+def add_kept_sets(records, seed, vocabulary=VOCABULARY):
+    """Adds sets of most tokens to most records. At a position half of the sets are alike in all records, but for the token itself."""
+    draw, common = random.Random(seed), {}
+    for record in records:
+        if draw.random() < 0.3:
+            continue
+        sets = []
+        for position, token in enumerate(record["response_ids"]):
+            own = draw.sample(range(vocabulary), draw.randint(0, vocabulary))
+            base = common.setdefault(position, own) if draw.random() < 0.5 else own
+            sets.append(None if draw.random() < 0.2 else base if token in base else [token, *base])
+        record["kept_ids"] = sets
+    return records
+
+
 def groups_of_four(groups):
     """Small groups whose rewards differ: a step a pair of them with --mini-batch-size 8."""
     return [{"prompt_ids": [3, 4 + group, 9], "response_ids": [6, 7 + i, 11 + group], "reward": float(i % 3)}

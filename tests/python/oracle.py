@@ -211,8 +211,8 @@ def load_model(directory, dtype, kind=transformers.AutoModelForCausalLM):
 
 
 def response_logprobs(model, record, more=0):
-    """Log-probs of the response tokens and entropies of their distributions, both [R]. `more` tokens behind the response change
-    nothing but the sizes of the products, and so what is rounded."""
+    """Log-probs of the response tokens and entropies of their distributions, both [R], each over the record's kept ids of the token if there are
+    some. `more` tokens behind the response change nothing but the sizes of the products, and so what is rounded."""
     prompt, response = record["prompt_ids"], record["response_ids"]
     if not response:
         empty = torch.zeros(0, dtype=model.dtype)
@@ -220,6 +220,10 @@ def response_logprobs(model, record, more=0):
     ids = torch.tensor([prompt + response + prompt[:1] * more])
     logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1:len(prompt) + len(response) - 1]
     log_softmax = torch.log_softmax(logits / record.get("temperature", 1.0), dim=-1)
+    if record.get("kept_ids"):
+        over = [one if ids is None else torch.log_softmax(one[ids], 0) for one, ids in zip(log_softmax, record["kept_ids"])]
+        places = [token if ids is None else ids.index(token) for token, ids in zip(response, record["kept_ids"])]
+        return torch.stack([one[place] for one, place in zip(over, places)]), torch.stack([-(one.exp() * one).sum() for one in over])
     logprob = log_softmax.gather(1, torch.tensor(response)[:, None])[:, 0]
     return logprob, -(log_softmax.exp() * log_softmax).sum(-1)
 

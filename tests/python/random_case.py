@@ -8,6 +8,7 @@ import math
 import random
 
 import oracle
+from make_model import add_kept_sets
 
 KINDS = ["llama3_tied", "llama_untied", "qwen2_untied", "qwen3_tied", "qwen3_moe"]
 KINK = 1e-3  # relative distance that a ratio keeps from the bounds of its clip
@@ -32,6 +33,8 @@ class Case:
         self.router = draw_router(self.config, self.rng) if self.family == "qwen3_moe" else {}
         if self.family == "qwen3_moe" and self.rng.random() < 0.4:
             draw_routes(self.records, self.config, self.rng)
+        if seed % 5 < 2:
+            add_kept_sets(self.records, seed, self.vocabulary)
         self.training = draw_training(self.rng, len(self.records), self.far)
         if self.with_critic:
             self.training["critic-lr"] = 5e-4

@@ -14,17 +14,20 @@ class Server:
     """Starts the program and waits for its address. `options`: of the command line."""
 
     def __init__(self, program, models, *options):
-        self.command = [str(program), "serve", "--port", "0", "--threads", "1", *(f"--model={name}={folder}" for name, folder in models.items()), *map(str, options)]
+        self.command = [str(program), "serve", "--threads", "1", *(f"--model={name}={folder}" for name, folder in models.items()), *map(str, options)]
+        self.port = 0
         self.start()
 
     def start(self):
-        self.process = subprocess.Popen(self.command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        """Also again, at the same address."""
+        self.process = subprocess.Popen([*self.command, "--port", str(self.port)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         first = self.process.stdout.readline()
         found = re.search(r"http://\S+", first)
         if not found:
             self.process.kill()
             raise AssertionError(f"{' '.join(self.command)}\nsaid {first!r}\n{self.process.stderr.read()}")
         self.url = found[0]
+        self.port = int(self.url.rsplit(":", 1)[1])
 
     def post(self, path, body, kind="application/json", headers=(), method="POST"):
         """(status, JSON or bytes) of one request."""

@@ -55,6 +55,15 @@ def turns_of(record):
     return own, observed
 
 
+def test_observations_have_no_kept_set(espalier, model, tmp_path):
+    records, told = generate(espalier, model, tmp_path, ENVIRONMENT, "--top-p", 0.7)
+    assert told["logprobs_over"] == "kept_ids"
+    for record in records:
+        for token, mask, ids, logprob, full in zip(*(record[name] for name in (
+                "response_ids", "loss_mask", "kept_ids", "rollout_logprobs", "full_logprobs")), strict=True):
+            assert token in ids and full < logprob if mask else ids is None and logprob == full == 0
+
+
 def test_observations_stand_between_the_turns_and_have_no_loss(espalier, model, tmp_path):
     records, told = generate(espalier, model, tmp_path, ENVIRONMENT)
     tokenizer = {word: index for index, word in enumerate([END, "<|im_start|>", *WORDS])}
@@ -92,6 +101,18 @@ def test_the_length_bounds_the_whole_trajectory(longest, espalier, model, tmp_pa
     for record in records:
         assert len(record["response_ids"]) <= longest and record["loss_mask"][-1] == 1, "no observation stands at the end"
         assert len(record["turn_rewards"]) == record["turns"] == len(turns_of(record)[0]), "the cut turn is rewarded, too"
+
+
+def test_recurrent_layers_read_observations_of_several_tokens(espalier, tmp_path):
+    model = make_text_model(tmp_path / "model", word_tokenizer(WORDS), kind="Qwen3Next", num_hidden_layers=4, num_experts=4, num_experts_per_tok=2,
+                            moe_intermediate_size=16, shared_expert_intermediate_size=16, linear_num_key_heads=2, linear_num_value_heads=2,
+                            linear_key_head_dim=8, linear_value_head_dim=8)
+    records, _ = generate(espalier, model, tmp_path, ENVIRONMENT, "--dtype", "float64", turns=4)
+    truth = oracle.score(oracle.load_model(model, torch.float64), records)[0]
+    assert max(mask.count(0) for mask in (record["loss_mask"] for record in records)) >= 3, "the case has observations of several tokens"
+    for record, exact in zip(records, truth, strict=True):
+        for mask, found, own in zip(record["loss_mask"], record["rollout_logprobs"], exact, strict=True):
+            assert not mask or abs(found - own) < 1e-12
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])

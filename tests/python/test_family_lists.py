@@ -6,7 +6,7 @@ from pathlib import Path
 from published_configs import PUBLISHED
 
 ROOT = Path(__file__).resolve().parents[2]
-TABLE = (ROOT / "espalier/shape/model_families.cpp").read_text()
+TABLE = (ROOT / "espalier/config/model_families.cpp").read_text()
 README = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
 ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in
         (ROOT / "docs/families.md").read_text().split("<!-- families -->\n")[1].split("<!-- end -->")[0].splitlines()[2:]]

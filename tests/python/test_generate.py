@@ -104,11 +104,48 @@ def test_sampled_logprobs_are_the_oracles(family, espalier, model_of, tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sampled_logprobs_are_those_of_score_bit_for_bit(family, dtype, espalier, model_of, tmp_path):
-    """At any temperature, without top-k and top-p. The plan of `score` shares prompts in waves; the sampler has a row for each response."""
+    """At any temperature, with top-p over the kept sets and over the whole vocabulary. The plan of `score` shares prompts in waves; the sampler has
+    a row for each response."""
     own = ("--dtype", dtype, "--products", "own")
-    records, _ = run(espalier, model_of(family), make_prompts(), tmp_path, *own, "--temperature", 0.7, "--n", 3, "--max-response-length", 30)
-    espalier("score", "--model", model_of(family), "--rollouts", tmp_path / "out.jsonl", "--out", tmp_path / "scored.jsonl", *own)
-    assert [record["logprobs"] for record in read(tmp_path / "scored.jsonl")] == [record["rollout_logprobs"] for record in records]
+    records, _ = run(espalier, model_of(family), make_prompts(), tmp_path, *own, "--temperature", 0.7, "--n", 3, "--max-response-length", 30,
+                     "--top-p", 0.8)
+    for kept, field in (("auto", "rollout_logprobs"), ("ignore", "full_logprobs")):
+        espalier("score", "--model", model_of(family), "--rollouts", tmp_path / "out.jsonl", "--out", tmp_path / "scored.jsonl", "--overwrite",
+                 "--kept-sets", kept, *own)
+        scored = read(tmp_path / "scored.jsonl")
+        assert [record["logprobs"] for record in scored] == [record[field] for record in records]
+        assert [record["kept_ids"] for record in scored] == [record["kept_ids"] for record in records], "nothing is lost by scoring"
+
+
+def kept_by_rule(logits, temperature, top_k, top_p):
+    """The rule of docs/sampling.md on one row of logits."""
+    order = sorted(range(len(logits)), key=lambda v: (-logits[v], v))[:top_k or None]
+    weights = torch.softmax(torch.tensor([logits[v] for v in order], dtype=torch.float64) / temperature, 0).cumsum(0)
+    return sorted(order[:int((weights < top_p).sum()) + 1])
+
+
+def test_kept_ids_are_what_top_k_and_top_p_leave(espalier, model_of, tmp_path):
+    model = model_of("qwen3_tied")
+    for options, top_k, top_p in ((("--top-p", 0.6), 0, 0.6), (("--top-k", 5), 5, 1.0), (("--top-k", 12, "--top-p", 0.7), 12, 0.7)):
+        records, summary = run(espalier, model, make_prompts(), tmp_path, "--dtype", "float64", "--temperature", 0.9, "--n", 2,
+                               "--max-response-length", 12, *options)
+        assert summary["logprobs_over"] == "kept_ids"
+        sizes = []
+        for record in records:
+            prompt, response = record["prompt_ids"], record["response_ids"]
+            with torch.no_grad():
+                rows = float64_model(model)(torch.tensor([prompt + response]), use_cache=False).logits[0, len(prompt) - 1:-1].tolist()
+            assert record["kept_ids"] == [kept_by_rule(row, 0.9, top_k, top_p) for row in rows]
+            sizes += map(len, record["kept_ids"])
+        assert summary["mean_kept_ids"] == pytest.approx(sum(sizes) / len(sizes))
+
+
+@pytest.mark.parametrize("options", [(), ("--temperature", 0, "--top-p", 0.5), ("--top-p", 0.5, "--kept-sets", "ignore"),
+                                     ("--top-k", VOCABULARY)])
+def test_records_have_no_sets_where_nothing_is_cut_off_or_they_are_ignored(options, espalier, model_of, tmp_path):
+    records, summary = run(espalier, model_of("qwen3_tied"), make_prompts(), tmp_path, "--n", 1, "--max-response-length", 4, *options)
+    assert summary["logprobs_over"] == "vocabulary"
+    assert not any("kept_ids" in record or "full_logprobs" in record for record in records)
 
 
 def test_records_train_and_score_as_they_are(espalier, model_of, tmp_path):

@@ -180,15 +180,18 @@ def test_a_recorded_run_replays_to_the_same_weights(espalier, tmp_path):
     assert all(torch.equal(recorded[name], tensor) for name, tensor in model.items())
 
 
-def test_the_samplers_log_probs_are_those_of_a_pass_bit_for_bit(espalier, tmp_path):
-    """With --products own the loop takes them as old_logprobs; score gives the same from the weights that sampled them."""
+@pytest.mark.parametrize("sampling", [(), ("--top-p", 0.7, "--rollout-is", "token")])
+def test_the_samplers_log_probs_are_those_of_a_pass_bit_for_bit(sampling, espalier, tmp_path):
+    """With --products own the loop takes them as old_logprobs; score gives the same from the weights that sampled them. With top-p they are over
+    the kept sets, so the importance weights of the first update are exactly 1."""
     run = tmp_path / "run"
-    done = espalier("grpo", "--out", run, "--record", tmp_path / "trace", *tiny("--steps", 4, "--save-freq", 0, "--test-freq", 0))
+    done = espalier("grpo", "--out", run, "--record", tmp_path / "trace", *tiny("--steps", 4, "--save-freq", 0, "--test-freq", 0), *sampling)
     assert "they are used as old_logprobs, without another pass" in done.stderr
     with gzip.open(tmp_path / "trace/rollouts.jsonl.gz", "rt") as lines:
         records = [json.loads(line) for line in lines]
     first = [record for record in records if record["step"] == records[0]["step"]]
     assert first and all(record["old_logprobs"] == record["rollout_logprobs"] for record in first)
+    assert all(("kept_ids" in record) == bool(sampling) for record in first)
     for record in first:
         record.pop("old_logprobs")
     (tmp_path / "first.jsonl").write_text("".join(json.dumps(record) + "\n" for record in first))

@@ -65,7 +65,7 @@ def forced(model, routes):
     family, undo = type(model).__name__.removesuffix("ForCausalLM"), []
 
     def indices(free, column):
-        rows = [free[t] if t >= len(routes) or routes[t] is None else torch.tensor(routes[t][column]) for t in range(len(free))]
+        rows = [free[t] if t >= len(routes) or routes[t] is None or routes[t][column][0] < 0 else torch.tensor(routes[t][column]) for t in range(len(free))]
         return torch.stack(rows)
 
     def replace(gate, column):
@@ -193,6 +193,22 @@ def test_all_layers_and_zeros():
     assert worst(gradients(model), wanted)[0] <= ALLOWED
 
 
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Glm4Moe"])
+def test_layers_without_a_record_choose_freely(family):
+    model = build(family)
+    rollouts = recorded(model, batch())
+    for record in rollouts:
+        record["routed_experts"] = [token and [[-1, -1] if (t + layer) % 3 == 0 or t % 5 == 4 else pair for layer, pair in enumerate(token)]
+                                    for t, token in enumerate(record["routed_experts"])]
+    loss = loss_of(rollouts)
+    with all_float64():
+        total = plain_step(model, rollouts, loss)
+        wanted = gradients(model)
+        for how in ("packed", "waves"):
+            result = espalier.hf.phased_step(model, rollouts, loss, schedule="shared", **HOW[how])
+            assert abs(result.loss - total) <= ALLOWED * abs(total) and worst(gradients(model), wanted)[0] <= ALLOWED
+
+
 @pytest.mark.parametrize("trunk_state", ["keep", "recompute"])
 def test_checkpointed_layers_have_the_record_again(trunk_state):
     model = build("Qwen3Moe")
@@ -226,7 +242,7 @@ def test_wrong_records_are_named():
     rollouts = recorded(model, batch(), missing=0)
     loss, right = loss_of(rollouts), rollouts[3]["routed_experts"]
     wrong = {"entries, one per token": right[:-2], "layers per token": [token[:2] for token in right], "experts in": [[[0, 9]] * 3] * len(right),
-             "one of them twice": [[[3, 3]] * 3] * len(right), "integers": [[[.5, 1.]] * 3] * len(right), "and 2 experts": [[[1, 2, 3]] * 3] * len(right)}
+             "one of them twice": [[[3, 3]] * 3] * len(right), "or -1 for each": [[[-1, 3]] * 3] * len(right), "integers": [[[.5, 1.]] * 3] * len(right), "and 2 experts": [[[1, 2, 3]] * 3] * len(right)}
     for message, record in wrong.items():
         rollouts[3]["routed_experts"] = record
         with pytest.raises(espalier.Error, match=message) as caught:

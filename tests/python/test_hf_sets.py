@@ -95,3 +95,12 @@ def test_sets_that_are_none_are_refused(sets):
 def test_without_sets_a_loss_sees_what_a_wave_holds():
     with pytest.raises(AssertionError, match="a pair was cut"):
         hf_models.shared_step(make("Llama"), ROLLOUTS, preference, wave_tokens=24)
+
+
+@pytest.mark.parametrize("field, value, words", [("branch", "b", "shared_tokens"), ("loss_unit", "trajectory", "sets")])
+def test_rollouts_whose_records_share_tokens_or_sequences_are_refused(field, value, words):
+    model = make("Llama")
+    rollouts = [dict(rollout) for rollout in ROLLOUTS]
+    rollouts[2][field] = value
+    with pytest.raises(espalier.Unsupported, match=rf"rollouts\[2\]\['{field}'\].*{words}"):
+        espalier.hf.phased_step(model, rollouts, mixed)

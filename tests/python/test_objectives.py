@@ -25,7 +25,7 @@ def write(path, records):
 
 
 def make_pairs(references=False):
-    """Three prompts, the first with two pairs, answers of different lengths that begin alike."""
+    """Three prompts, the first with two pairs, answers of different lengths that begin alike. With references, some answers have kept sets."""
     draw = random.Random(SEED)
     ids = lambda count: [draw.randrange(3, VOCABULARY) for _ in range(count)]
     prompts = [ids(12), ids(9), ids(5)]
@@ -35,11 +35,14 @@ def make_pairs(references=False):
         pairs.append({"prompt_ids": prompt, "chosen_ids": begin + ids(draw.randrange(1, 6)), "rejected_ids": begin + ids(draw.randrange(1, 9))})
         if references:
             pairs[-1] |= {"ref_chosen_logps": -draw.uniform(5, 30), "ref_rejected_logps": -draw.uniform(5, 30)}
+            for side in ("chosen", "rejected")[:len(pairs) % 3]:
+                pairs[-1][f"{side}_kept_ids"] = [[token, *draw.sample(range(VOCABULARY), 9)] if token % 4 else None for token in pairs[-1][f"{side}_ids"]]
     return pairs
 
 
 def answer_logprobs(model, pair, side):
-    return oracle.response_logprobs(model, {"prompt_ids": pair["prompt_ids"], "response_ids": pair[f"{side}_ids"]})[0]
+    record = {"prompt_ids": pair["prompt_ids"], "response_ids": pair[f"{side}_ids"], "kept_ids": pair.get(f"{side}_kept_ids")}
+    return oracle.response_logprobs(model, record)[0]
 
 
 def references_of(model, pairs):

@@ -212,6 +212,20 @@ def test_verl_data_proto_is_what_was_put_in(pack, protocol, foreign, tmp_path):
     assert read(path) == verl_wanted(samples)
 
 
+def test_verl_rewards_of_tokens_keep_their_tokens(tmp_path):
+    """A list where a token before the last one with loss has a reward; a number elsewhere."""
+    samples = make_samples()
+    tensors = verl_tensors(samples)
+    tensors["token_level_rewards"] = tensors["token_level_scores"].clone()
+    long = max(range(7), key=lambda i: len(samples[i]["response_ids"]))
+    tensors["token_level_rewards"][long, 0] = 0.25
+    torch.save(tensors, tmp_path / "batch.pt")
+    for i, (found, sample) in enumerate(zip(read(tmp_path / "batch.pt"), samples)):
+        length = len(sample["response_ids"])
+        row = tensors["token_level_rewards"][i, :length].tolist()
+        assert found["reward"] == (row if i == long else pytest.approx(sum(row)))
+
+
 def test_a_dict_of_verl_tensors_is_read_with_the_step_of_its_name(tmp_path):
     samples = make_samples()
     torch.save(verl_tensors(samples), tmp_path / "batch_step_12.pt")

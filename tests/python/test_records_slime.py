@@ -1,6 +1,7 @@
 """slime's dumps since August 2026, both kinds and evaluation in one folder, and the raw reward that belongs to a sample."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -64,6 +65,12 @@ def dump_details(tmp_path):
 def test_the_folders_of_dump_details_are_one(tmp_path):
     dump_details(tmp_path)
     assert read(tmp_path)[0] == [{**record, "meta": {"status": "completed"}} for record in wanted(range(7))]
+
+
+def test_the_program_reads_the_folders_of_dump_details(tmp_path, espalier):
+    dump_details(tmp_path)
+    espalier("convert", tmp_path, tmp_path / "out.jsonl")
+    assert [json.loads(line)["reward"] for line in (tmp_path / "out.jsonl").read_text().splitlines()] == RAW
 
 
 def old(order, **columns):

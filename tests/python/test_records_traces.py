@@ -198,3 +198,31 @@ def test_other_json_is_named(tmp_path):
         (tmp_path / "a.json").write_text(json.dumps(content))
         with pytest.raises(UnsupportedRecords, match=message):
             read(tmp_path / "a.json")
+
+
+# ---- by the program -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, row, count", [("traces.jsonl", episode(trace(CHAT)), 1), ("traces.jsonl.gz", episode(trace(CHAT)), 1), ("rollouts.jsonl", gym_row(call([1, 2], [3])), 1),
+                                              ("result.json", trial(MAIN), 2)])
+def test_the_program_reads_traces_by_their_fields(name, row, count, espalier, tmp_path):
+    path = write(tmp_path / name, row)
+    if name.endswith(".json"):
+        path.write_text(json.dumps(row, indent=2))
+    outcome = espalier("convert", path, tmp_path / "out.jsonl")
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == count
+    assert ("no field of a record takes: responses_create_params" in outcome.stderr) == (name == "rollouts.jsonl")
+    refused = espalier("inspect", "-", expect=None, stdin=path.open("rb")) if not name.endswith(".json") else None
+    assert refused is None or refused.status == 4 and "an agent's trace" in refused.stderr
+
+
+def test_a_record_with_a_field_of_a_trace_is_a_record(espalier, tmp_path):
+    path = write(tmp_path / "a.jsonl", {"prompt_ids": [1], "response_ids": [2], "reward": 1.0, "traces": [], "env": 1})
+    assert 'unknown field "traces" is kept' in espalier("inspect", path).stderr
+
+
+def test_other_json_is_refused_by_the_program_as_before(espalier, tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps([{"prompt_ids": [1], "response_ids": [2]}], indent=1))
+    assert "jq -c" in espalier("inspect", tmp_path / "a.json", expect=4).stderr
+    (tmp_path / "b.json").write_text(json.dumps({"prompt_ids": [1], "response_ids": [2], "reward": 1.0}) + "\n")
+    espalier("inspect", tmp_path / "b.json")

@@ -194,6 +194,25 @@ def test_replaying_own_choices_changes_nothing(family, layers, espalier, model_o
     assert again.json["steps"][0]["loss"] == pytest.approx(free.json["steps"][0]["loss"], rel=1e-10, abs=1e-12)
 
 
+@pytest.mark.parametrize("free", [-1, 0])
+def test_layers_without_a_record_choose_freely(free, espalier, model_of, records, tmp_path):
+    """Own choices with holes in single layers and whole tokens change nothing; the other layers' choices are still followed."""
+    routed = with_routes(oracle.load_model(model_of("qwen3_moe"), torch.float64), records, "experts")
+    for record in routed:
+        for t, token in enumerate(record["routed_experts"]):
+            for layer in range(len(token)):
+                if (t + layer) % 3 == 0 or t % 4 == 3:
+                    token[layer] = [free] * len(token[layer])
+    at = next(t for t, token in enumerate(routed[0]["routed_experts"]) if token[0][0] == free and token[1][0] != free)
+    whole = Trained(espalier, model_of("qwen3_moe"), write_records(records, tmp_path / "free.jsonl"), tmp_path / "free")
+    again = Trained(espalier, model_of("qwen3_moe"), write_records(routed, tmp_path / "routed.jsonl"), tmp_path / "again")
+    assert max(relative_errors(again.gradients, whole.gradients).values()) <= FLOAT64_RELATIVE
+    experts = routed[0]["routed_experts"][at][1]
+    experts[0] = next(e for e in range(8) if e not in experts)
+    other = Trained(espalier, model_of("qwen3_moe"), write_records(routed, tmp_path / "other.jsonl"), tmp_path / "other")
+    assert max(relative_errors(other.gradients, whole.gradients).values()) > 1e-6
+
+
 def test_other_choices_are_followed_and_end_the_prefix(espalier, model_of, records, tmp_path):
     """One rollout of a group records another expert for its first token: none of its prompt is shared any more, which is said."""
     routed = with_routes(oracle.load_model(model_of("qwen3_moe"), torch.float64), records, "experts")

@@ -1,84 +1,16 @@
 """`espalier serve` with the real SDK: losses, gradients and steps against a dense computation in float64, order, retries, errors."""
 
-import os
 import time
 
 import numpy as np
 import pytest
-import torch
-
-import oracle
 from make_model import VOCABULARY
-from serve_process import Server, without_proxies
 
 tinker = pytest.importorskip("tinker", reason="the SDK is not installed (tools/requirements-tests.txt)")
-peft = pytest.importorskip("peft")
+pytest.importorskip("peft")
+from serve_client import NAME, RANK, ByHand, Dense, dense_loss, draw_group  # noqa: E402
 
-NAME = "tiny/qwen3"
-RANK, ALPHA = 4, 32
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
 CLOSE = dict(rtol=1e-6, atol=1e-6)  # the wire rounds log-probs and inputs to float32
-
-
-@pytest.fixture(scope="module")
-def server(program, model_of):
-    without_proxies()
-    os.environ["TINKER_API_KEY"] = "tml-local"
-    made = Server(program, {NAME: model_of("qwen3_tied"), "tiny/llama": model_of("llama_untied")}, "--dtype", "float64")
-    yield made
-    made.end()
-
-
-@pytest.fixture(scope="module")
-def service(server):
-    return tinker.ServiceClient(base_url=server.url)
-
-
-def draw_datum(generator, prompt, length, loss):
-    """One datum as recipes send it: 0 as target on the prompt's positions."""
-    answer = generator.integers(0, VOCABULARY, length)
-    tokens, before = [*prompt, *answer[:-1]], len(prompt) - 1
-    inputs = {"target_tokens": np.array([0] * before + list(answer), np.int64)}
-    if loss == "cross_entropy":
-        inputs["weights"] = np.concatenate([np.zeros(before), generator.normal(size=length)]).astype(np.float32)
-    else:
-        inputs["logprobs"] = np.concatenate([np.zeros(before), -4.5 + generator.normal(size=length)]).astype(np.float32)
-        inputs["advantages"] = np.concatenate([np.zeros(before), generator.normal(size=length)]).astype(np.float32)
-    return tinker.Datum(model_input=tinker.ModelInput.from_ints([int(t) for t in tokens]), loss_fn_inputs=inputs)
-
-
-def draw_group(seed, loss, n=3):
-    generator = np.random.default_rng(seed)
-    prompt = [int(t) for t in generator.integers(0, VOCABULARY, 9)]
-    return [draw_datum(generator, prompt, int(generator.integers(3, 8)), loss) for _ in range(n)]
-
-
-class Dense:
-    """The same adapter on transformers' model in float64, one datum a forward."""
-
-    def __init__(self, folder, weights=None):
-        self.base = oracle.load_model(folder, torch.float64)
-        torch.manual_seed(0)
-        self.model = peft.get_peft_model(self.base, peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=TARGETS), autocast_adapter_dtype=False).double()
-
-    def parameters(self):
-        return {name.replace(".default.", "."): p for name, p in self.model.named_parameters() if p.requires_grad}
-
-    def logprobs(self, datum):
-        tokens = torch.tensor([list(datum.model_input.to_ints())])
-        rows = torch.log_softmax(self.model(input_ids=tokens, use_cache=False).logits[0], -1)
-        targets = datum.loss_fn_inputs["target_tokens"].to_torch()
-        return rows.gather(1, targets.reshape(len(rows), -1)).reshape(targets.shape)
-
-
-def series(datum, name):
-    return datum.loss_fn_inputs[name].to_torch().double()
-
-
-def dense_loss(name, datum, logprobs):
-    if name == "cross_entropy":
-        return -(series(datum, "weights") * logprobs).sum()
-    return -(torch.exp(logprobs - series(datum, "logprobs")) * series(datum, "advantages")).sum()
 
 
 def test_answers_what_clients_ask_first(service, server):
@@ -138,53 +70,6 @@ def test_a_step_follows_the_gradient_of_all_calls_since_the_last(service):
 
 
 # ---- by hand: what the SDK would not send ---------------------------------------------------------------------------------------------
-
-
-class ByHand:
-    """A session and a model of its own, and requests as bytes."""
-
-    def __init__(self, server, rank=RANK):
-        self.server = server
-        self.session = server.post("/api/v1/create_session", {"tags": [], "sdk_version": "by hand"})[1]["session_id"]
-        made = server.post("/api/v1/create_model", {"session_id": self.session, "model_seq_id": 0, "base_model": NAME, "lora_config": {"rank": rank, "seed": 1}})[1]
-        self.model = made["model_id"]
-        assert server.result(made["request_id"])[1]["model_id"] == self.model
-
-    def message(self, number, data, loss="cross_entropy", forward_only=False, config=()):
-        from tinker.proto import tinker_public_pb2 as pb
-        message = pb.ForwardBackwardRequest(model_id=self.model, seq_id=number, loss_fn=loss, forward_only=forward_only)
-        for name, value in dict(config).items():
-            message.loss_fn_config[name] = value
-        for tokens, inputs in data:
-            datum = message.data.add()
-            datum.model_input.add().encoded_text.tokens = np.array(tokens, np.int32).tobytes()
-            for name, values in inputs.items():
-                tensor = datum.loss_fn_inputs[name]
-                values = np.array(values)
-                tensor.dtype = pb.DTYPE_INT64 if values.dtype.kind == "i" else pb.DTYPE_FLOAT32
-                tensor.shape.extend(values.shape)
-                tensor.dense = values.astype(np.int64 if values.dtype.kind == "i" else np.float32).tobytes()
-        return message.SerializeToString()
-
-    def forward_backward(self, number, data, **more):
-        return self.post_bytes(self.message(number, data, **more))
-
-    def post_bytes(self, body, **headers):
-        return self.server.post("/api/v1/forward_backward", body, kind="application/x-protobuf", headers=headers)
-
-    def optim_step(self, number, **adam):
-        return self.server.post("/api/v1/optim_step", {"model_id": self.model, "seq_id": number, "adam_params": adam})
-
-    def metrics(self, future):
-        from tinker.proto import tinker_public_pb2 as pb
-        status, answer = self.server.result(future)
-        assert status == 200, answer
-        if isinstance(answer, dict):
-            assert "error" not in answer, answer
-            return answer["metrics"]
-        out = pb.ForwardBackwardOutput()
-        out.ParseFromString(answer)
-        return dict(out.metrics)
 
 
 DATA = [([5, 9, 2, 40], {"target_tokens": [9, 2, 40, 3]}), ([5, 9, 2, 41, 6], {"target_tokens": [9, 2, 41, 6, 8]})]
@@ -281,3 +166,75 @@ def test_sizes_are_bounded_before_and_after_decompression(server):
     bomb = zstandard.ZstdCompressor().compress(bytes(1 << 30) + b"1")
     status, answer = model.post_bytes(bomb, **{"Content-Encoding": "zstd"})
     assert status == 400 and "1.00 GiB" in answer["detail"]
+
+
+# ---- calls that wait ------------------------------------------------------------------------------------------------------------------
+
+PROMPT = [7, 3, 50, 12, 12, 33, 9, 80, 41, 2, 5, 6]
+
+
+def answers(seed):
+    """Data of one prompt, as a loop sends them in calls of their own."""
+    generator = np.random.default_rng(seed)
+    out = []
+    for length in (3, 5, 2, 4):
+        answer = [int(t) for t in generator.integers(0, VOCABULARY, length)]
+        tokens = [*PROMPT, *answer]
+        out.append((tokens[:-1], {"target_tokens": tokens[1:], "weights": generator.normal(size=len(tokens) - 1)}))
+    return out
+
+
+def test_calls_that_wait_run_as_one_and_share_their_prompts(server):
+    data = answers(3)
+    apart, whole = ByHand(server), ByHand(server)
+    # The first one comes last, and with it all of them may run.
+    futures = {n: apart.forward_backward(n, [data[n - 1]])[1]["request_id"] for n in (2, 4, 3, 1)}
+    metrics = [apart.metrics(futures[n]) for n in sorted(futures)]
+    together = whole.metrics(whole.forward_backward(1, data)[1]["request_id"])
+    for name in ("loss:sum", "tokens_computed:sum", "tokens_shared:sum"):
+        assert sum(m[name] for m in metrics) == pytest.approx(together[name], rel=1e-12)
+    assert together["tokens_shared:sum"] >= 3 * (len(PROMPT) - 1)
+    for model, number in ((apart, 5), (whole, 2)):
+        model.metrics(model.optim_step(number, learning_rate=1e-2)[1]["request_id"])
+    ends = [model.metrics(model.forward_backward(number, data, forward_only=True)[1]["request_id"])["loss:sum"] for model, number in ((apart, 6), (whole, 3))]
+    assert ends[0] == pytest.approx(ends[1], rel=1e-12)
+
+
+def test_a_call_that_fails_in_a_joined_run_leaves_the_others_whole(server):
+    model, alone = ByHand(server), ByHand(server)
+    sent = [([5, 9, 2], {"target_tokens": [9, 2, 40], "logprobs": [-1.0, -2.0, value], "advantages": [1.0, -1.0, 0.5]}) for value in (-2.0, -3e38, -4.0)]
+    futures = {n: model.forward_backward(n, [sent[n - 1]], loss="importance_sampling")[1]["request_id"] for n in (3, 2, 1)}
+    assert "finite loss" in server.result(futures[2])[1]["error"]
+    for number, n in ((1, 1), (2, 3)):
+        one = alone.metrics(alone.forward_backward(number, [sent[n - 1]], loss="importance_sampling")[1]["request_id"])
+        assert model.metrics(futures[n])["loss:sum"] == one["loss:sum"]
+    assert "no step was taken" in server.result(model.optim_step(4, learning_rate=1e-2)[1]["request_id"])[1]["error"]
+
+
+def test_garbage_on_the_socket_ends_one_connection(server):
+    import random
+    import socket
+    draw = random.Random(3)
+    host, port = server.url[len("http://"):].split(":")
+    good = b"POST /api/v1/create_session HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
+    for round in range(60):
+        sent = bytearray(good)
+        for _ in range(draw.randint(1, 6)):
+            sent[draw.randrange(len(sent))] = draw.randrange(256)
+        with socket.create_connection((host, int(port)), timeout=5) as connection:
+            connection.sendall(bytes(sent) if round % 3 else draw.randbytes(200))
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(65536):
+                pass
+    assert server.get("/api/v1/healthz")[0] == 200
+
+
+def test_pages(server):
+    status, page = server.get("/")
+    assert status == 200 and b"<title>espalier serve</title>" in page
+    status, text = server.get("/metrics")
+    numbers = dict(line.rsplit(" ", 1) for line in text.decode().splitlines() if not line.startswith("#"))
+    assert status == 200 and float(numbers["espalier_rows_shared_total"]) > 0 and float(numbers["espalier_steps_total"]) > 0
+    assert all(line.startswith(("# HELP espalier_", "# TYPE espalier_", "espalier_")) for line in text.decode().splitlines())
+    status, facts = server.get("/api/v1/espalier/status")
+    assert status == 200 and facts["models"] == [NAME, "tiny/llama"] and any(run["loss"] for run in facts["runs"])

@@ -1,4 +1,4 @@
-"""Which cases a run of the tests has (tools/test_tiers.py): every test but the long ones is in every share, the shares together are
+"""Which cases a run of the tests has (tools/tiers.py): every test but the long ones is in every share, the shares together are
 all cases, and the fast tier has one case of every quick test."""
 
 import datetime
@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-import test_tiers
+import tiers
 from conftest import ROOT, chosen_items
-from test_cases import matches, read_list
-from test_tiers import FAST, LONG, SHARES, Choice, long_tests, share_of
+from built_tests import matches, read_list
+from tiers import FAST, LONG, SHARES, Choice, long_tests, share_of
 
 SECONDS = {"test_file.py::long": LONG + 1, "test_file.py::long_too": LONG + 1, "test_file.py::slow": FAST + 1}
 
@@ -22,18 +22,21 @@ SECONDS = {"test_file.py::long": LONG + 1, "test_file.py::long_too": LONG + 1, "
 class Item(types.SimpleNamespace):
     __hash__ = object.__hash__  # as pytest's own
 
+    def get_closest_marker(self, name):
+        return name if self.originalname == name else None
+
 
 @pytest.fixture
 def items():
     parent = types.SimpleNamespace(name="test_file.py")
-    counts = (("alone", 1), ("two", 2), ("many", 100), ("slow", 3), ("long", 1), ("long_too", 3))
+    counts = (("alone", 1), ("two", 2), ("many", 100), ("slow", 3), ("product", 3), ("long", 1), ("long_too", 3))
     return [Item(path=Path("test_file.py"), parent=parent, originalname=name, name=f"{name}[{case}]", nodeid=f"test_file.py::{name}[{case}]")
             for name, count in counts for case in range(count)]
 
 
 @pytest.fixture(autouse=True)
 def recorded(monkeypatch):
-    monkeypatch.setattr(test_tiers, "seconds_of_tests", lambda: SECONDS)
+    monkeypatch.setattr(tiers, "seconds_of_tests", lambda: SECONDS)
 
 
 def names(items):
@@ -42,7 +45,7 @@ def names(items):
 
 def test_shares_are_all_cases_and_every_share_has_every_quick_test(items):
     parts = [names(chosen_items(items, Choice(f"{share}/{SHARES}"))) for share in range(1, SHARES + 1)]
-    assert set().union(*parts) == set(names(items))
+    assert set().union(*parts) == {name for name in names(items) if not name.startswith("product")}
     for part in parts:
         assert {name.split("[")[0] for name in part} >= {"alone", "two", "many", "slow"}
         assert len(part) < len(items) / 2
@@ -52,8 +55,15 @@ def test_shares_are_all_cases_and_every_share_has_every_quick_test(items):
 
 def test_the_fast_tier_has_the_first_case_of_quick_tests(items):
     assert names(chosen_items(items, Choice("fast"))) == ["alone[0]", "two[0]", "many[0]"]
-    assert names(chosen_items(items, Choice("one"))) == ["alone[0]", "two[0]", "many[0]", "slow[0]", "long[0]", "long_too[0]"]
+    assert names(chosen_items(items, Choice("one"))) == ["alone[0]", "two[0]", "many[0]", "slow[0]", "product[0]", "long[0]", "long_too[0]"]
     assert chosen_items(items, Choice("all")) == items
+
+
+def test_a_share_has_all_pairs_and_no_product():
+    assert Choice("1/8").cases("Any.Test", ["a", "b"], pairs=True) == ["a", "b"]
+    assert Choice("1/8").cases("Any.Test", ["a", "b"], product=True) == Choice("fast").cases("Any.Test", ["a", "b"], product=True) == []
+    assert Choice("fast").cases("Any.Test", ["a", "b"], pairs=True) == ["a"]
+    assert Choice("all").cases("Any.Test", ["a", "b"], product=True) == ["a", "b"]
 
 
 def test_named_tests_have_all_their_cases(items, tmp_path):
@@ -109,7 +119,7 @@ def test_the_list_of_a_program_is_what_googletest_runs(program):
 def test_a_wrong_choice_is_refused_with_an_example(text):
     with pytest.raises(ValueError, match="as 1/8"):
         Choice(text)
-    done = subprocess.run([sys.executable, ROOT / "tools/test_tiers.py", "--day=2026-11-28", "--", text], capture_output=True, text=True, env=dict(os.environ))
+    done = subprocess.run([sys.executable, ROOT / "tools/tiers.py", "--day=2026-11-28", "--", text], capture_output=True, text=True, env=dict(os.environ))
     assert done.returncode == 1 and "as 1/8" in done.stderr
 
 

@@ -7,9 +7,11 @@ import sys
 import pytest
 
 from conftest import ROOT
+from record_tests import Folder, functions_of
 from recorded_tests import PYTEST, KnownTest, Record, most_specific_first
+from sweep_changes import chosen_tests
+from built_tests import Entry
 from tests_of import Tree, filters_of, fitting, in_turns
-from test_cases import Entry
 
 NARROW, WIDE, SLOW = KnownTest("A.Narrow", "a_test", 0.1), KnownTest("B.Wide", "b_test", 0.1), KnownTest("B.Slow", "b_test", 50.0)
 
@@ -67,3 +69,56 @@ def test_a_file_without_tests_is_named(file, tmp_path):
     (tmp_path / "compile_commands.json").write_text("[]")
     done = subprocess.run([sys.executable, ROOT / "tools/tests_of.py", "--build", tmp_path, "--list", file], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 1 and file in done.stderr
+
+
+def test_the_sweep_of_a_change_says_what_it_leaves_out():
+    absent = KnownTest("C.Absent", "c_test", 0.1)
+    counts = {("a_test", "A.Narrow"): 5, ("b_test", "B.Wide"): 3, ("b_test", "B.Slow"): 2, ("c_test", "C.Absent"): 0}
+    assert chosen_tests([NARROW, SLOW, WIDE, absent], counts, 10) == ([NARROW, WIDE], [SLOW], [absent])
+
+
+PROGRAM = r"""
+#include <dlfcn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+#include <csignal>
+#include <thread>
+extern "C" __attribute__((noinline)) void alpha() { asm volatile(""); }
+extern "C" __attribute__((noinline)) void beta() { asm volatile(""); }
+int main() {
+  const auto note = reinterpret_cast<void (*)(const char*)>(dlsym(RTLD_DEFAULT, "espalier_note_entered"));
+  alpha();
+  note("first");
+  alpha();
+  std::thread([] {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_BLOCK, &all, nullptr);
+    beta();
+  }).join();
+  note("thread that blocks signals");
+  if (fork() == 0) {
+    beta();
+    kill(getpid(), SIGKILL);
+  }
+  wait(nullptr);
+  note("killed child");
+  note("nothing");
+}
+"""
+
+
+def test_a_recording_has_the_functions_that_were_entered_since_the_last_note(program, tmp_path):
+    library = program.parent / "tests/support/libespalier_entered_functions.so"
+    if not library.is_file():
+        pytest.skip("the C++ tests are not built: no tests/support/libespalier_entered_functions.so")
+    (tmp_path / "program.cpp").write_text(PROGRAM)
+    built = tmp_path / "program"
+    subprocess.run(["g++", "-std=c++20", "-O1", "-pthread", "-o", built, tmp_path / "program.cpp", "-ldl"], check=True)
+    tables = {"program": functions_of(built, ({"alpha": "a.cpp", "beta": "b.cpp"}, {}))}
+    (tmp_path / "notes_of_it").mkdir()
+    folder = Folder(tmp_path / "notes_of_it", tables)
+    subprocess.run([built], env=folder.environment(library), check=True)
+    alpha, beta = ("a.cpp", "alpha"), ("b.cpp", "beta")
+    entered = {test: functions for test, (_, functions) in folder.notes(tables).items()}
+    assert entered == {"first": {alpha}, "thread that blocks signals": {alpha, beta}, "killed child": {beta}, "nothing": set()}

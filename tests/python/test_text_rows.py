@@ -54,10 +54,10 @@ def prepared(trainer, given, directory, **state):
     return list(trainer._prepare_dataset(own, datasets.Dataset.from_list(given), tokenizer, args, *more, "train"))
 
 
-def records(objective, given, directory, tmp_path):
+def records(objective, given, directory, tmp_path, columns=""):
     notes = []
     path = write_lines(given, tmp_path / "rows.jsonl")
-    (tmp_path / "records.jsonl").write_text("".join(rows.lines(objective, str(directory), str(path), notes)))
+    (tmp_path / "records.jsonl").write_text("".join(rows.lines(objective, str(directory), columns, str(path), notes)))
     return read_lines(tmp_path / "records.jsonl")
 
 
@@ -148,3 +148,45 @@ def test_converting_text_needs_a_model(espalier, tmp_path):
     path = write_lines(TEXT, tmp_path / "rows.jsonl")
     outcome = espalier("convert", "--objective", "dpo", path, tmp_path / "out.jsonl", expect=2)
     assert "--model" in outcome.stderr
+
+
+ALPACA = {"instruction": "Two and two", "input": "", "output": " make four"}
+
+
+@pytest.mark.parametrize("model", ["plain"], indirect=True)
+@pytest.mark.parametrize("objective, given, columns", [
+    ("dpo", [{"question": row["prompt"], "good": row["chosen"], "bad": row["rejected"], "chosen": "x"} for row in TEXT], "prompt=question,chosen=good,rejected=bad"),
+    ("reward", [{"ask": row["prompt"], "chosen": row["chosen"], "rejected": row["rejected"]} for row in CHAT], "prompt=ask"),
+    ("sft", [ALPACA], "prompt=instruction,completion=output"), ("sft", [{"dialog": row["messages"]} for row in SFT["messages"]], "messages=dialog")])
+def test_columns_of_other_names_are_read(objective, given, columns, model, espalier, tmp_path):
+    usual = dict(part.split("=")[::-1] for part in columns.split(","))
+    renamed = [{usual.get(name, name): value for name, value in row.items() if usual.get(name, name) == name or name in usual} for row in
+               [{k: v for k, v in row.items() if k not in usual.values()} for row in given]]
+    exact = records(objective, renamed, model[0], tmp_path)
+    rest = {"prompt_ids", "chosen_ids", "rejected_ids", "response_ids"}
+    espalier("convert", "--model", model[0], "--objective", objective, "--columns", columns, write_lines(given, tmp_path / "named.jsonl"), tmp_path / "o.jsonl")
+    for found, wanted in zip(read_lines(tmp_path / "o.jsonl"), exact, strict=True):
+        assert {name: found[name] for name in rest & set(found)} == {name: wanted[name] for name in rest & set(wanted)}
+
+
+@pytest.mark.parametrize("model", ["plain"], indirect=True)
+@pytest.mark.parametrize("objective, row, words", [
+    ("dpo", {"question": "a", "good": "b", "bad": "c"}, ["chosen and rejected", "question, good, bad", "--columns prompt=COLUMN,chosen=COLUMN"]),
+    ("dpo", {"prompt": "a", "completion": "b", "label": True}, ["chosen and rejected", "prompt, completion, label"]),
+    ("reward", {"q": "a"}, ["answers", "columns q"]), ("sft", ALPACA, ["messages", "completion", "instruction, input, output", "--columns prompt=COLUMN,completion=COLUMN"])])
+def test_unknown_columns_are_named_with_those_looked_for(objective, row, words, model, espalier, tmp_path):
+    path = write_lines([row], tmp_path / "rows.jsonl")
+    error = espalier("train", "--model", model[0], "--objective", objective, "--rollouts", path, "--out", tmp_path / "o", "--json", expect=3).json["error"]
+    for word in words:
+        assert word in f"{error['expected']} {error['got']} {error['remedy']}", error
+    assert error["where"].endswith("rows.jsonl:1")
+
+
+@pytest.mark.parametrize("model", ["plain"], indirect=True)
+@pytest.mark.parametrize("columns, objective, status, word", [
+    ("chosen", "dpo", 2, "NAME=COLUMN"), ("winner=good", "dpo", 2, "chosen"), ("chosen=a,chosen=b", "dpo", 2, "once"), ("chosen=nothing", "dpo", 3, "the column nothing"),
+    ("chosen=good", "grpo", 2, "--objective")])
+def test_wrong_columns_are_refused(columns, objective, status, word, model, espalier, tmp_path):
+    path = write_lines([{"prompt": "a", "good": "b", "rejected": "c"}], tmp_path / "rows.jsonl")
+    error = espalier("plan", "--model", model[0], "--objective", objective, "--rollouts", path, "--columns", columns, "--json", expect=status).json["error"]
+    assert word in f"{error['where']} {error['expected']} {error['got']} {error['remedy']}"

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 import objective
 import oracle
 from comparison import TermSizes, Trained, assert_as_exact_as, assert_equal_gradients, assert_equal_series
-from make_model import FAMILIES, VOCABULARY, add_series, make_model, make_rollouts, write_records
+from make_model import FAMILIES, VOCABULARY, add_kept_sets, add_series, make_model, make_rollouts, write_records
 
 SEED = 11
 # Logits of these models stay below 40 and a row's log-sum-exp adds about 100 terms: 40 x 2^-52 x a few dozen roundings.
@@ -54,7 +54,7 @@ def prepared(model_of, tmp_path_factory):
     def find(family):
         if family not in made:
             model = oracle.load_model(model_of(family), torch.float64)
-            records = make_rollouts(SEED)
+            records = add_kept_sets(make_rollouts(SEED), SEED + 2)
             add_series(records, oracle.score(model, records)[0], SEED + 1)
             path = write_records(records, tmp_path_factory.mktemp("rollouts") / "rollouts.jsonl")
             made[family] = (model_of(family), model, records, path)

@@ -45,6 +45,17 @@ def results(request, tmp_path_factory):
     return written("verl_ranks.py", tmp_path_factory.mktemp("verl"), request.param)
 
 
+@pytest.mark.parametrize("name", ["kept_ids", "sampling_mask", "rollout_top_p_token_ids"])
+def test_kept_sets_are_refused_by_name(name):
+    from espalier.errors import Unsupported
+    from espalier.verl import refusals
+
+    refusals.check_sets({"input_ids": None})
+    with pytest.raises(Unsupported, match=name) as error:
+        refusals.check_sets({"input_ids": None, name: None})
+    assert error.value.exit_code == 4
+
+
 @pytest.mark.parametrize("world", [1, 2], ids=["one rank", "two ranks"])
 def test_recorded_experts_are_replayed(tmp_path, world):
     """R3 under FSDP2 and FSDP1, against verl's own engine whose routers are given the record."""

@@ -20,20 +20,21 @@ from comparison import FLOAT64_RELATIVE, Trained, relative_errors
 pytest.importorskip("verl", reason="verl is not installed (tools/requirements-verl.txt)")
 from verl.trainer.config import RolloutCorrectionConfig  # noqa: E402
 from verl.trainer.ppo import core_algos  # noqa: E402
-from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask  # noqa: E402
+from verl.trainer.ppo.rollout_corr_helper import SUPPORTED_ROLLOUT_RS_OPTIONS, compute_rollout_correction_and_rejection_mask  # noqa: E402
 from verl.utils import tensordict_utils as tu  # noqa: E402
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig  # noqa: E402
 from verl.workers.utils.losses import ppo_loss  # noqa: E402
 
 SEED = 31
 SEQUENCE_MEAN = {"loss_agg_mode": "seq-mean-token-mean"}
-LOSSES = {"vanilla": {}, "gspo": SEQUENCE_MEAN, "cispo": {}, "sapo": SEQUENCE_MEAN, "gpg": {}}  # verl's sapo knows this aggregation only
+LOSSES = {"vanilla": {}, "gspo": SEQUENCE_MEAN, "cispo": {}, "sapo": SEQUENCE_MEAN, "gpg": {}, "dppo_tv": {},
+          "dppo_kl": {"clip_ratio_low": .01, "clip_ratio_high": .02}}  # verl's sapo knows this aggregation only
 ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")
 KL_TYPES = [name + end for name in ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3") for end in ("", "+")]
 CASES = {
     **{f"loss_{name}": {"policy_loss": name, **more} for name, more in LOSSES.items()},
     **{f"loss_{name}_clipped": {"policy_loss": name, "clip_ratio_low": .1, "clip_ratio_high": .28, **more}
-       for name, more in LOSSES.items() if name in ("vanilla", "gspo", "cispo")},
+       for name, more in LOSSES.items() if name in ("vanilla", "gspo", "cispo", "dppo_tv")},
     "dual_clip": {"clip_ratio_c": 1.5}, "sapo_temperatures": {"policy_loss": "sapo", "tau_pos": 2.0, "tau_neg": .5, **SEQUENCE_MEAN},
     **{mode: {"loss_agg_mode": mode} for mode in ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
                                                   "seq-mean-token-sum-norm")},
@@ -44,6 +45,12 @@ CASES = {
     **{f"adv_{name}": {"adv_estimator": name} for name in ESTIMATORS if name != "gae"}, "adv_dr_grpo": {"adv_estimator": "dr_grpo"},
     **{f"is_{level}": {"rollout_is": level, "rollout_is_threshold": 1.5} for level in ("token", "sequence")},
     "is_between": {"rollout_is": "token", "rollout_is_mode": "mask", "rollout_is_floor": .5, "rollout_is_threshold": 1.7},
+    **{f"rs_{word}": {"rollout_rs": word, "rollout_rs_threshold": bound} for word, bound in (
+        ("token_k1", "0.4_2.5"), ("token_k2", "0.4"), ("token_k3", "0.4"), ("seq_sum_k1", "0.2_5"), ("seq_sum_k2", "3"), ("seq_sum_k3", "4"),
+        ("seq_mean_k1", "1.3"), ("seq_mean_k2", "0.6"), ("seq_mean_k3", "0.8"), ("seq_max_k2", "2"), ("seq_max_k3", "3"))},
+    "rs_two": {"rollout_rs": "token_k1,seq_mean_k3", "rollout_rs_threshold": "0.4_2.5,0.8", **SEQUENCE_MEAN},
+    "rs_is": {"rollout_rs": "token_k2", "rollout_rs_threshold": "0.4", "rollout_is": "sequence", "rollout_is_threshold": 3.0},
+    "rs_whitened": {"rollout_rs": "token_k2", "rollout_rs_threshold": "0.4", "adv_estimator": "reinforce_plus_plus_baseline"},
     "is_gspo": {"policy_loss": "gspo", "rollout_is": "token", **SEQUENCE_MEAN},
     "together": {"policy_loss": "gspo", "entropy_coeff": .01, "kl_loss_coef": .1, "kl_loss_type": "k3+", "rollout_is": "sequence",
                  "adv_estimator": "rloo", **SEQUENCE_MEAN},
@@ -81,7 +88,7 @@ def verl_advantages(records, mask, name):
 def verl_gradients(model, records, names):
     """{name: gradient} of verl's ppo_loss over one mini-batch."""
     names = dict(names)
-    correction = {name: names.pop(name) for name in list(names) if name.startswith("rollout_is")}
+    correction = {name: names.pop(name) for name in list(names) if name.startswith("rollout_")}
     estimator, kind = names.pop("adv_estimator", "grpo"), names.pop("policy_loss", "vanilla")
     config = FSDPActorConfig(strategy="fsdp2", rollout_n=4, use_dynamic_bsz=True, use_kl_loss="kl_loss_coef" in names,
                              policy_loss=PolicyLossConfig(loss_mode=kind), **names)
@@ -90,13 +97,19 @@ def verl_gradients(model, records, names):
     whole = lambda part: jagged([torch.nn.functional.pad(pair[part], (len(r["prompt_ids"]) - 1, 1)) for pair, r in zip(pairs, records)])
     mask = padded([r["loss_mask"] for r in records])
     old, ref, sampled = (padded([r[name] for r in records]) for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs"))
-    fields = dict(prompts=jagged([torch.tensor(r["prompt_ids"]) for r in records]), old_log_probs=old, ref_log_prob=ref, response_mask=mask,
-                  responses=jagged([torch.tensor(r["response_ids"]) for r in records]), advantages=verl_advantages(records, mask, estimator))
-    if correction:
+    weights = None
+    if correction:  # before advantages, as in verl's trainers
         high = correction.get("rollout_is_threshold", 2.0)
         bounds = f"{correction['rollout_is_floor']}_{high}" if "rollout_is_floor" in correction else high
-        found = compute_rollout_correction_and_rejection_mask(old, sampled, mask, rollout_is=correction["rollout_is"], rollout_is_threshold=bounds)
-        fields["rollout_is_weights"] = found[0].batch["rollout_is_weights"]
+        found, mask, _ = compute_rollout_correction_and_rejection_mask(
+            old, sampled, mask, rollout_is=correction.get("rollout_is"), rollout_is_threshold=bounds,
+            rollout_rs=correction.get("rollout_rs"), rollout_rs_threshold=correction.get("rollout_rs_threshold"))
+        weights = found and found.batch["rollout_is_weights"]
+        records = [{**r, "loss_mask": [int(m) for m in row][:len(r["loss_mask"])]} for r, row in zip(records, mask.tolist())]
+    fields = dict(prompts=jagged([torch.tensor(r["prompt_ids"]) for r in records]), old_log_probs=old, ref_log_prob=ref, response_mask=mask,
+                  responses=jagged([torch.tensor(r["response_ids"]) for r in records]), advantages=verl_advantages(records, mask, estimator))
+    if weights is not None:
+        fields["rollout_is_weights"] = weights
     data = tu.get_tensordict(fields, dict(dp_size=1, batch_num_tokens=float(mask.sum()), global_batch_size=len(records)))
     output = {"log_probs": whole(0)}
     if config.entropy_coeff:
@@ -176,9 +189,14 @@ def test_options_of_the_actor(espalier, prepared, tmp_path):
 
 def test_options_of_the_rollout_correction(espalier, prepared, tmp_path):
     fields = {field.name for field in dataclasses.fields(RolloutCorrectionConfig) if not field.name.startswith("_")}
-    values = {"rollout_is_batch_normalize": "true", "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "2", "bypass_mode": "true",
-              "loss_type": "reinforce"}
-    assert fields - {"rollout_is", "rollout_is_threshold"} == set(values)
+    values = {"rollout_is_batch_normalize": "true", "bypass_mode": "true", "loss_type": "reinforce"}
+    assert fields - {"rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold"} == set(values)
     for name, value in values.items():
         refused(espalier, prepared, tmp_path, name, value)
     refused(espalier, prepared, tmp_path, "rollout_is_threshold", "0.5_5.0")
+
+
+def test_words_of_rejection_are_verl_s_list(espalier, prepared, tmp_path):
+    assert SUPPORTED_ROLLOUT_RS_OPTIONS == {name["rollout_rs"] for case, name in CASES.items() if case.startswith("rs_") and case[3:] == name["rollout_rs"]}
+    told = refused(espalier, prepared, tmp_path, "rollout_rs", "seq_max_k1")
+    assert all(word in told for word in SUPPORTED_ROLLOUT_RS_OPTIONS)

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "espalier/base/random.h"
+#include "espalier/rollout/kept_sets.h"
 #include "espalier/rollout/writer.h"
 
 namespace espalier::testing {
@@ -16,7 +17,8 @@ std::int64_t drawn(Random& random, IntRange range) { return random.integer(range
 
 class Maker {
  public:
-  Maker(const RolloutOptions& options, std::uint64_t seed) : options_(options), random_(seed) {}
+  Maker(const RolloutOptions& options, std::uint64_t seed)
+      : options_(options), random_(seed), random_of_sets_(seed, 0x6e7) {}
 
   std::vector<Rollout> make() {
     std::vector<Rollout> rollouts;
@@ -32,6 +34,7 @@ class Maker {
         if (options_.named_groups) rollout.group = "\"g" + std::to_string(g) + "\"";
         if (options_.steps > 0) rollout.step = 1 + g * options_.steps / options_.groups;
         add_series(rollout);
+        if (random_of_sets_.chance(options_.kept_sets)) add_kept_sets(rollout, g);
         rollouts.push_back(std::move(rollout));
       }
     }
@@ -120,8 +123,23 @@ class Maker {
     }
   }
 
+  // Half of the sets depend on group and position alone, but for the token itself.
+  void add_kept_sets(Rollout& rollout, std::int64_t group) {
+    for (std::int32_t t = 0; t < rollout.response_length(); ++t) {
+      Random of_position(static_cast<std::uint64_t>(1000 * group + t), 0x5e7);
+      Random& random = random_of_sets_.chance(0.5) ? of_position : random_of_sets_;
+      std::vector<std::int32_t> ids;
+      for (std::int64_t i = random.integer(0, options_.vocabulary); i > 0; --i)
+        ids.push_back(static_cast<std::int32_t>(random.integer(0, options_.vocabulary - 1)));
+      ids.push_back(rollout.response_ids[static_cast<std::size_t>(t)]);
+      if (random_of_sets_.chance(0.2)) ids.clear();
+      add_kept_set(rollout.kept_sets, ids);
+    }
+    if (rollout.kept_sets.ids.empty()) rollout.kept_sets = {};
+  }
+
   const RolloutOptions& options_;
-  Random random_;
+  Random random_, random_of_sets_;  // the latter apart, so that everything else is the same with sets as without
   std::vector<Tokens> prompts_;
 };
 
@@ -149,6 +167,7 @@ RolloutOptions any_options(std::uint64_t seed, std::int64_t most_rollouts) {
   options.token_advantages = random.chance(0.3);
   options.values = random.chance(0.3);
   if (random.chance(0.3)) options.temperature_low = 0.5, options.temperature_high = 1.5;
+  if (random.chance(0.3)) options.kept_sets = random.chance(0.5) ? 1 : 0.5;
   return options;
 }
 

@@ -37,6 +37,7 @@ struct RolloutOptions {
   double continues = 0;         // the response continues the whole of an earlier one (an agent's next turn)
   double mask_gap = 0;          // a run of the mask is 0
   double fully_masked = 0;
+  double kept_sets = 0;  // most tokens have a kept set; siblings have equal ones at some of the tokens where they part
 
   PolicyAge policy = PolicyAge::none;
   bool rewards = true;

@@ -6,6 +6,13 @@
 #include <cmath>
 #include <map>
 
+#include "espalier/mixers/attention/shape.h"
+#include "espalier/mixers/delta_rule/shape.h"
+#include "espalier/mixers/kimi_delta/shape.h"
+#include "espalier/mixers/latent_attention/shape.h"
+#include "espalier/mixers/mamba2/shape.h"
+#include "espalier/shape/parameter_shapes.h"
+
 namespace espalier::testing {
 namespace {
 
@@ -79,10 +86,10 @@ std::pair<Tensor, Tensor> turns(const Rope& rope, std::int64_t dim, std::int64_t
 }
 
 // x [n, heads, D]; the first channels rotate, in halves or in neighbouring pairs.
-Tensor rotate(const ModelShape& shape, const Tensor& x, const Tensor& cos, const Tensor& sin) {
+Tensor rotate(bool interleaved, const Tensor& x, const Tensor& cos, const Tensor& sin) {
   const std::int64_t rotary = 2 * cos.size(2);
   const Tensor turning = x.slice(2, 0, rotary), rest = x.slice(2, rotary);
-  if (shape.attention.interleaved) {
+  if (interleaved) {
     const Tensor a = turning.slice(2, 0, rotary, 2), b = turning.slice(2, 1, rotary, 2);
     return at::cat({at::stack({a * cos - b * sin, b * cos + a * sin}, 3).flatten(2), rest}, 2);
   }
@@ -186,8 +193,7 @@ class Rows {
 };
 
 // Mamba-2, one row at a time. h [n, M] is the normed input; the result is what the mixer adds.
-Tensor mamba(const ModelShape& shape, const Weights& w, const Tensor& h, const std::string& p) {
-  const DeltaRuleShape& s = shape.delta_rule;
+Tensor mamba(const RecurrenceShape& s, double eps, const Weights& w, const Tensor& h, const std::string& p) {
   const std::int64_t n = h.size(0), G = s.key_heads, H = s.value_heads, N = s.key_dim, P = s.value_dim, V = H * P,
                      each = H / G;
   const auto parts = at::matmul(h, w[p + "in_proj.weight"].t()).split_with_sizes({V, V + 2 * G * N, H}, 1);
@@ -209,13 +215,13 @@ Tensor mamba(const ModelShape& shape, const Weights& w, const Tensor& h, const s
     out.push_back((state * qs[t].unsqueeze(2)).sum(1) + w[p + "D"].unsqueeze(1) * vs[t]);
   }
   const Tensor u = (at::stack(out).reshape({n, V}) * z * z.sigmoid()).reshape({n, G, V / G});
-  const Tensor y = rms_norm(u, at::ones({1}, u.options()), shape.rms_norm_eps).reshape({n, V}) * w[p + "norm.weight"];
+  const Tensor y = rms_norm(u, at::ones({1}, u.options()), eps).reshape({n, V}) * w[p + "norm.weight"];
   return at::matmul(y, w[p + "out_proj.weight"].t());
 }
 
 // The delta rule with decays of channels, one row at a time, as mamba.
-Tensor channel_delta_rule(const ModelShape& shape, const Weights& w, const Tensor& h, const std::string& p) {
-  const DeltaRuleShape& s = shape.delta_rule;
+Tensor channel_delta_rule(const RecurrenceShape& s, double eps, const Weights& w, const Tensor& h,
+                          const std::string& p) {
   const std::int64_t n = h.size(0), H = s.value_heads, D = s.key_dim;
   const auto product = [&](const Tensor& x, const char* name) { return at::matmul(x, w[p + name + ".weight"].t()); };
   const auto mixed = [&](const char* projection, const char* convolution) {
@@ -241,15 +247,13 @@ Tensor channel_delta_rule(const ModelShape& shape, const Weights& w, const Tenso
     out.push_back((state * qs[t].unsqueeze(2)).sum(1));
   }
   const Tensor gate = product(product(h, "g_a_proj"), "g_b_proj").view({n, H, D}).sigmoid();
-  return product((rms_norm(at::stack(out), w[p + "o_norm.weight"], shape.rms_norm_eps) * gate).reshape({n, H * D}),
-                 "o_proj");
+  return product((rms_norm(at::stack(out), w[p + "o_norm.weight"], eps) * gate).reshape({n, H * D}), "o_proj");
 }
 
-Recurrence replaced_delta_rule = nullptr;
+testing::Recurrence replaced_delta_rule = nullptr;
 
 // The gated delta rule, one row at a time. h [n, M] is the normed input; the result is what the mixer adds.
-Tensor delta_rule(const ModelShape& shape, const Weights& w, const Tensor& h, const std::string& p) {
-  const DeltaRuleShape& s = shape.delta_rule;
+Tensor delta_rule(const RecurrenceShape& s, double eps, const Weights& w, const Tensor& h, const std::string& p) {
   const std::int64_t n = h.size(0), Hk = s.key_heads, Hv = s.value_heads, dk = s.key_dim, dv = s.value_dim,
                      each = Hv / Hk;
   Tensor q, k, v, z, b, a;
@@ -267,7 +271,7 @@ Tensor delta_rule(const ModelShape& shape, const Weights& w, const Tensor& h, co
     b = at::matmul(h, w[p + "in_proj_b.weight"].t()), a = at::matmul(h, w[p + "in_proj_a.weight"].t());
   }
   const auto gated_output = [&](const Tensor& mixed) {
-    const Tensor o = rms_norm(mixed, w[p + "norm.weight"], shape.rms_norm_eps) * z * z.sigmoid();
+    const Tensor o = rms_norm(mixed, w[p + "norm.weight"], eps) * z * z.sigmoid();
     return at::matmul(o.reshape({n, Hv * dv}), w[p + "out_proj.weight"].t());
   };
   if (replaced_delta_rule != nullptr) return gated_output(replaced_delta_rule(q, k, v).reshape({n, Hv, dv}));
@@ -295,14 +299,26 @@ Tensor delta_rule(const ModelShape& shape, const Weights& w, const Tensor& h, co
   return gated_output(at::stack(out));
 }
 
-// Queries and keys [n, H, D] and values [n, H, Dv] of latent attention, from the normed input h [n, M].
-struct LatentHeads {
-  Tensor q, k, v;
-};
-LatentHeads latent_heads(const ModelShape& shape, const Weights& w, const Tensor& h, const std::string& a,
-                         const Tensor& cos, const Tensor& sin, bool rotates) {
-  const LatentShape& s = shape.latent;
-  const std::int64_t n = h.size(0), H = shape.heads;
+// Rows attend to themselves and those above them, of a window to its last ones. q [n, H, D], k [n, J, D], v [n, J, Dv];
+// the result [n, H Dv]. `sinks` [H]: a logit of each head that joins the softmax.
+Tensor attend(Tensor q, Tensor k, Tensor v, double scale, double soft_cap, std::int64_t window, const Tensor& sinks) {
+  const std::int64_t n = q.size(0), H = q.size(1), each = H / k.size(1);
+  q = q.transpose(0, 1);
+  k = k.repeat_interleave(each, 1).transpose(0, 1);
+  v = v.repeat_interleave(each, 1).transpose(0, 1);
+  Tensor scores =
+      at::matmul(q, k.transpose(1, 2)) * (scale > 0 ? scale : 1 / std::sqrt(static_cast<double>(q.size(2))));
+  if (soft_cap > 0) scores = (scores / soft_cap).tanh() * soft_cap;
+  Tensor hidden = at::ones({n, n}, at::kBool).triu(1);
+  if (window > 0) hidden = hidden.logical_or(at::ones({n, n}, at::kBool).tril(-window));
+  scores = scores.masked_fill(hidden, -INFINITY);
+  if (sinks.defined()) scores = at::cat({scores, sinks.view({H, 1, 1}).expand({H, n, 1})}, 2);
+  return at::matmul(scores.softmax(-1).slice(2, 0, n), v).transpose(0, 1).flatten(1);
+}
+
+// Latent attention from the normed input h [n, M], before its output's projection.
+Tensor latent_attention(const LatentShape& s, const Weights& w, const Tensor& h, const std::string& a) {
+  const std::int64_t n = h.size(0), H = s.heads;
   const auto product = [&](const Tensor& x, const char* name) {
     return affine(x, w[a + name + ".weight"], w.bias(a + name + ".bias"));
   };
@@ -312,84 +328,88 @@ LatentHeads latent_heads(const ModelShape& shape, const Weights& w, const Tensor
   const Tensor q = of_query.view({n, H, s.plain + s.rotary}), down = product(h, "kv_a_proj_with_mqa");
   const Tensor latent = rms_norm(down.slice(1, 0, s.key_value), w[a + "kv_a_layernorm.weight"], 1e-6);
   const Tensor kv = product(latent, "kv_b_proj").view({n, H, s.plain + s.value});
-  const auto turned = [&](const Tensor& x) { return rotates ? rotate(shape, x, cos, sin) : x; };
+  const auto [cos, sin] = turns(s.rope, s.rotary, n, h.options());
+  const auto turned = [&, &cos = cos, &sin = sin](const Tensor& x) {
+    return s.rotates ? rotate(s.interleaved, x, cos, sin) : x;
+  };
   const Tensor shared = turned(down.slice(1, s.key_value).unsqueeze(1));
-  return {at::cat({q.slice(2, 0, s.plain), turned(q.slice(2, s.plain))}, 2),
-          at::cat({kv.slice(2, 0, s.plain), shared.expand({n, H, s.rotary})}, 2), kv.slice(2, s.plain)};
+  return attend(at::cat({q.slice(2, 0, s.plain), turned(q.slice(2, s.plain))}, 2),
+                at::cat({kv.slice(2, 0, s.plain), shared.expand({n, H, s.rotary})}, 2), kv.slice(2, s.plain), s.scale,
+                s.soft_cap, 0, {});
+}
+
+// Attention from the normed input h [n, M], before its output's projection.
+Tensor attention(const ModelShape& shape, const AttentionShape& s, const Weights& w, const Tensor& h,
+                 const std::string& a) {
+  const std::int64_t n = h.size(0), D = s.head_dim;
+  Tensor gate;
+  const auto heads = [&](const char* name, const char* norm_name, std::int64_t count) {
+    Tensor y = affine(h, w[a + name + ".weight"], w.bias(a + name + ".bias"));
+    if (!s.wide_norm) y = y.view({n, count, -1});
+    if (y.dim() == 3 && y.size(2) == 2 * D) gate = y.slice(2, D).reshape({n, count * D}), y = y.slice(2, 0, D);
+    if (s.qk_norm && norm_name != nullptr) y = norm(shape, y, w, a + norm_name);
+    return y.reshape({n, count, D});
+  };
+  Tensor q = heads("q_proj", "q_norm", s.heads), k = heads("k_proj", "k_norm", s.kv_heads),
+         v = heads("v_proj", nullptr, s.kv_heads);
+  if (s.rotary > 0) {
+    const auto [cos, sin] = turns(s.rope, s.rotary, n, h.options());
+    q = rotate(s.interleaved, q, cos, sin), k = rotate(s.interleaved, k, cos, sin);
+  }
+  if (s.query_growth > 0) {
+    const Tensor cell = (at::arange(n, h.options()) / static_cast<double>(s.growth_length)).floor();
+    q = q * (1 + s.query_growth * (1 + cell).log()).view({n, 1, 1});
+  }
+  const Tensor attended = attend(q, k, v, s.scale, s.soft_cap, s.window, s.sinks ? w[a + "sinks"] : Tensor());
+  return s.output_gate ? attended * gate.sigmoid() : attended;
+}
+
+// What a layer's mixer adds to the rows, from its input h [n, M].
+Tensor mixed_rows(const ModelShape& shape, const Mixer& mixer, const Weights& w, const Tensor& h,
+                  const std::string& p) {
+  const std::string a = p + "self_attn.";
+  const double eps = shape.rms_norm_eps;
+  const auto projected = [&](const Tensor& rows) {
+    return affine(rows, w[a + "o_proj.weight"], w.bias(a + "o_proj.bias"));
+  };
+  switch (mixer.kind()) {
+    case MixerKind::attention:
+      return projected(attention(shape, static_cast<const Attention&>(mixer).shape, w, h, a));
+    case MixerKind::latent_attention:
+      return projected(latent_attention(static_cast<const LatentAttention&>(mixer).shape, w, h, a));
+    case MixerKind::delta_rule:
+      return delta_rule(static_cast<const DeltaRule&>(mixer).shape, eps, w, h, p + "linear_attn.");
+    case MixerKind::mamba2:
+      return mamba(static_cast<const Mamba2&>(mixer).shape, eps, w, h, p + "mamba.");
+    case MixerKind::kimi_delta:
+      return channel_delta_rule(static_cast<const KimiDelta&>(mixer).shape, eps, w, h, a);
+  }
+  return {};
 }
 
 // The rows that the head reads, [n, M].
 Tensor hidden_rows(const ModelShape& shape, const Weights& w, const Rollout& rollout, std::vector<Routing>& routings) {
-  const std::int64_t n = rollout.length(), H = shape.heads, J = shape.kv_heads, D = shape.head_dim;
   std::vector<std::int64_t> ids;
   for (std::int32_t d = 0; d < rollout.length(); ++d) ids.push_back(rollout.token_at(d));
   const Tensor id = at::tensor(ids, at::kLong);
   const Tensor found = w["model.embed_tokens.weight"].index_select(0, id);
   Tensor x = at::where(id.eq(shape.pad_token).unsqueeze(1), found.detach(), found) * shape.scales.embedding;
-  const auto usual = turns(shape.rope(), shape.rotary_dim(), n, x.options());
-  const auto windowed = turns(shape.window_rope, shape.rotary_dim(), n, x.options());
-  const Tensor hidden_keys = at::ones({n, n}, at::kBool).triu(1);
-  const double scale = shape.attention.scale > 0 ? shape.attention.scale : 1 / std::sqrt(static_cast<double>(D));
-  const auto before = [&](const Tensor& rows, const std::string& p, const char* name) {
-    return shape.norm_place == NormPlace::after ? rows : norm(shape, rows, w, p + name);
-  };
-  const auto added = [&](const Tensor& rows, const std::string& p, const char* name) {
-    return (shape.norm_place == NormPlace::before ? rows : norm(shape, rows, w, p + name)) * shape.scales.residual;
-  };
-  for (std::int64_t l = 0; l < shape.layers; ++l) {
-    const std::string p = "model.layers." + std::to_string(l) + ".", a = p + "self_attn.";
-    const Tensor h = before(x, p, shape.names.attention_norm);
-    const auto mlp_half = [&] {
-      if (!shape.has_mlp(l)) return;
-      const Tensor m = before(x, p, shape.names.mlp_norm);
-      const bool sparse = w.by_name.count(p + shape.names.router + ".weight") != 0;
-      x = x + added(sparse ? experts(shape, w, m, l, rollout, routings)
-                           : mlp_of(shape, m, w, p, shape.names.gate, shape.names.up, shape.names.down),
-                    p, shape.names.mlp_post_norm);
+  for (std::int64_t l = 0; l < shape.layers(); ++l) {
+    const LayerShape& layer = shape.at(l);
+    const std::string p = "model.layers." + std::to_string(l) + ".";
+    const auto before = [&](const char* name) {
+      return layer.norm_place == NormPlace::after ? x : norm(shape, x, w, p + name);
     };
-    if (shape.mixer_of(l) == Mixer::delta_rule) {
-      const Tensor mixed = shape.delta_rule.mamba               ? mamba(shape, w, h, p + "mamba.")
-                           : shape.delta_rule.decays_channels() ? channel_delta_rule(shape, w, h, a)
-                                                                : delta_rule(shape, w, h, p + "linear_attn.");
-      x = x + added(mixed, p, shape.names.attention_post_norm);
-      mlp_half();
-      continue;
-    }
-    Tensor gate;
-    const auto heads = [&](const char* name, const char* norm_name, std::int64_t count) {
-      Tensor y = affine(h, w[a + name + ".weight"], w.bias(a + name + ".bias"));
-      if (!shape.attention.wide_norm) y = y.view({n, count, -1});
-      if (y.dim() == 3 && y.size(2) == 2 * D) gate = y.slice(2, D).reshape({n, count * D}), y = y.slice(2, 0, D);
-      if (shape.qk_norm && norm_name != nullptr) y = norm(shape, y, w, a + norm_name);
-      return y.reshape({n, count, D});
+    const auto added = [&](const Tensor& rows, const char* name) {
+      return (layer.norm_place == NormPlace::before ? rows : norm(shape, rows, w, p + name)) * shape.scales.residual;
     };
-    const auto& [cos, sin] = shape.has_window_rope && shape.is_window_layer(l) ? windowed : usual;
-    Tensor q, k, v;
-    if (shape.has_latents()) {
-      const LatentHeads all = latent_heads(shape, w, h, a, cos, sin, shape.rotates(l));
-      q = all.q, k = all.k, v = all.v;
-    } else {
-      q = heads("q_proj", "q_norm", H), k = heads("k_proj", "k_norm", J), v = heads("v_proj", nullptr, J);
-      if (shape.rotates(l)) q = rotate(shape, q, cos, sin), k = rotate(shape, k, cos, sin);
-      if (const AttentionShape& s = shape.attention; s.query_growth > 0) {
-        const Tensor cell = (at::arange(n, x.options()) / static_cast<double>(s.growth_length)).floor();
-        q = q * (1 + s.query_growth * (1 + cell).log()).view({n, 1, 1});
-      }
-    }
-    q = q.transpose(0, 1);
-    k = k.repeat_interleave(H / J, 1).transpose(0, 1);
-    v = v.repeat_interleave(H / J, 1).transpose(0, 1);
-    Tensor scores = at::matmul(q, k.transpose(1, 2)) * scale;
-    if (shape.attention.soft_cap > 0) scores = (scores / shape.attention.soft_cap).tanh() * shape.attention.soft_cap;
-    const std::int64_t window = shape.window_of(l);
-    const Tensor hidden = window > 0 ? hidden_keys.logical_or(at::ones({n, n}, at::kBool).tril(-window)) : hidden_keys;
-    scores = scores.masked_fill(hidden, -INFINITY);
-    if (shape.attention.sinks) scores = at::cat({scores, w[a + "sinks"].view({H, 1, 1}).expand({H, n, 1})}, 2);
-    Tensor attended = at::matmul(scores.softmax(-1).slice(2, 0, n), v).transpose(0, 1).flatten(1);
-    if (shape.attention.output_gate) attended = attended * gate.sigmoid();
-    x = x +
-        added(affine(attended, w[a + "o_proj.weight"], w.bias(a + "o_proj.bias")), p, shape.names.attention_post_norm);
-    mlp_half();
+    x = x + added(mixed_rows(shape, *layer.mixer, w, before(shape.names.attention_norm), p),
+                  shape.names.attention_post_norm);
+    if (layer.mlp == MlpKind::none) continue;
+    const Tensor m = before(shape.names.mlp_norm);
+    x = x + added(layer.has_experts() ? experts(shape, w, m, l, rollout, routings)
+                                      : mlp_of(shape, m, w, p, shape.names.gate, shape.names.up, shape.names.down),
+                  shape.names.mlp_post_norm);
   }
   return norm(shape, x, w, shape.names.final_norm);
 }
@@ -402,6 +422,23 @@ Tensor log_probabilities(const ModelShape& shape, const Weights& w, const Rollou
   Tensor logits = at::matmul(x, head.t()) * shape.scales.logits;
   if (shape.scales.logit_cap > 0) logits = (logits / shape.scales.logit_cap).tanh() * shape.scales.logit_cap;
   return (logits / rollout.temperature).log_softmax(-1);
+}
+
+// Log-probs and entropies of the response tokens from log-softmax rows over the vocabulary [n, V], each over its kept
+// set where it has one: log-softmax again, with the logits outside the set at -infinity.
+std::pair<Tensor, Tensor> scores_of(const Tensor& rows, const Rollout& rollout) {
+  const std::vector<std::int64_t> targets(rollout.response_ids.begin(), rollout.response_ids.end());
+  Tensor all = rows, inside = at::ones_like(rows).detach();
+  if (!rollout.kept_sets.empty()) {
+    for (std::size_t t = 0; t < targets.size(); ++t) {
+      const auto kept = rollout.kept_sets.at(t);
+      if (kept.empty()) continue;
+      inside[static_cast<std::int64_t>(t)].zero_();
+      for (const std::int32_t id : kept) inside[static_cast<std::int64_t>(t)][id].fill_(1);
+    }
+    all = all.masked_fill(inside == 0, -INFINITY).log_softmax(-1).masked_fill(inside == 0, 0);
+  }
+  return {all.gather(1, at::tensor(targets, at::kLong).unsqueeze(1)).squeeze(1), -(all.exp() * all * inside).sum(1)};
 }
 
 Tensor series(const std::vector<double>& values, const Tensor& like) { return at::tensor(values, like.options()); }
@@ -501,7 +538,7 @@ void add_router_losses(const ModelShape& shape, const Weights& w, std::span<cons
     for (const auto& layers : rollouts) aux = aux + balance(shape, {layers}) / static_cast<double>(batch.size());
   std::int64_t tokens = 0;
   for (const Rollout& rollout : batch) tokens += rollout.length();
-  out.load.assign(static_cast<std::size_t>(shape.layers), {});
+  out.load.assign(shape.layer.size(), {});
   for (std::size_t i = 0; i < batch.size(); ++i) {
     for (const Routing& routing : rollouts[i]) {
       const Tensor square = routing.log_sum_exp.pow(2);
@@ -559,10 +596,8 @@ OracleResult oracle(const ModelShape& shape, const ParameterTable& table, const 
     out.entropies.emplace_back();
     if (r.response_length() == 0) continue;
     std::vector<Routing> unused;
-    const Tensor all = log_probabilities(shape, w, r, unused).slice(0, r.prompt_length() - 1, r.length() - 1);
-    std::vector<std::int64_t> targets(r.response_ids.begin(), r.response_ids.end());
-    const Tensor lp = all.gather(1, at::tensor(targets, at::kLong).unsqueeze(1)).squeeze(1);
-    const Tensor entropy = -(all.exp() * all).sum(1);
+    const auto [lp, entropy] =
+        scores_of(log_probabilities(shape, w, r, unused).slice(0, r.prompt_length() - 1, r.length() - 1), r);
     for (std::int64_t t = 0; t < lp.size(0); ++t) {
       out.logprobs.back().push_back(lp[t].item<double>());
       out.entropies.back().push_back(entropy[t].item<double>());

@@ -72,7 +72,7 @@ class KeyHead {
         rows_(function_for_set(baseline::convolution_ranges<A>, avx2::convolution_ranges<A>,
                                avx512::convolution_ranges<A>)()) {
     const std::int64_t dk = s_.key_dim, values = each_ * s_.value_dim;
-    const DeltaRuleShape::Channels channels = s_.channels(key_head);
+    const RecurrenceShape::Channels channels = s_.channels(key_head);
     parts_ = {
         {{channels.q, columns_.q, 0, dk}, {channels.k, columns_.k, dk, dk}, {channels.v, columns_.v, 2 * dk, values}}};
     block_ = 1;
@@ -248,10 +248,10 @@ class KeyHead {
     return static_cast<A>(row[columns_.a + decay]) + static_cast<A>(dt_bias_[first_value_head_ * decays() + decay]);
   }
 
-  const DeltaRuleShape& s_;
+  const RecurrenceShape& s_;
   std::int64_t each_, first_value_head_;
   std::int64_t block_;  // rows of the largest block
-  DeltaRuleShape::Columns columns_;
+  RecurrenceShape::Columns columns_;
   std::int64_t width_;  // channels here: q, k, v
   std::array<Channels, 3> parts_;
   const T *projected_, *a_log_, *dt_bias_, *skip_;
@@ -432,14 +432,14 @@ GatedHeadRanges<T> gated_heads() {
 struct NormedParts {
   std::int64_t parts, width, of_weight;
 
-  explicit NormedParts(const DeltaRuleShape& s)
+  explicit NormedParts(const RecurrenceShape& s)
       : parts(s.mamba ? s.key_heads : s.value_heads), width(s.value_width() / parts), of_weight(s.mamba ? width : 0) {}
 };
 
 // Calls body(part, its first element of y, its first column of z in all projected rows) for every row; a thread has
 // whole parts.
 template <class Body>
-void for_each_part(const DeltaRuleShape& s, std::int64_t rows, Body body) {
+void for_each_part(const RecurrenceShape& s, std::int64_t rows, Body body) {
   const NormedParts of(s);
   const std::int64_t each = of.parts / s.key_heads;
 #pragma omp parallel for schedule(static)
@@ -468,7 +468,7 @@ void add_gated_norm_backward(const GatedNormProblem& p, const at::Tensor& grad_y
                              const at::Tensor& grad_projected, const at::Tensor& grad_weight) {
   dispatch(grad_y.scalar_type(), [&]<class T>() {
     using A = accumulator_t<T>;
-    const DeltaRuleShape& s = p.shape;
+    const RecurrenceShape& s = p.shape;
     const GatedHeadRanges<T> ranges = gated_heads<T>();
     const auto backward = s.mamba               ? ranges.gate_then_norm_backward
                           : s.decays_channels() ? ranges.norm_sigmoid_backward

@@ -1,4 +1,5 @@
 // AdamW and sampling on a CPU.
+#include <algorithm>
 #include <span>
 
 #include "espalier/ops/cpu/adamw_kernels.h"
@@ -22,8 +23,19 @@ void adamw(const at::Tensor& p, const at::Tensor& grad, const at::Tensor& m, con
   });
 }
 
+// `kept` as choose_token leaves it: empty if all tokens may be drawn.
+void write_kept(std::span<const std::int32_t> kept, std::int64_t vocabulary, std::int32_t* words) {
+  std::fill_n(words, (vocabulary + 31) / 32, 0);
+  const auto set = [&](std::int64_t id) {
+    words[id / 32] = static_cast<std::int32_t>(static_cast<std::uint32_t>(words[id / 32]) | 1u << (id % 32));
+  };
+  for (const std::int32_t id : kept) set(id);
+  for (std::int64_t id = 0; kept.empty() && id < vocabulary; ++id) set(id);
+}
+
 void choose_tokens(const at::Tensor& logits_BV, const ChoiceRule& rule, const at::Tensor& begin_B1,
-                   const at::Tensor& uniform_N, const at::Tensor& token_N, const at::Tensor& logprob_N) {
+                   const at::Tensor& uniform_N, const at::Tensor& token_N, const at::Tensor& logprob_N,
+                   const at::Tensor& kept_BW) {
   const std::int64_t rows = logits_BV.size(0), vocabulary = logits_BV.size(1);
   const auto* const begin = pointer<std::int32_t>(begin_B1);
   const double* const uniform = pointer<double>(uniform_N);
@@ -39,6 +51,8 @@ void choose_tokens(const at::Tensor& logits_BV, const ChoiceRule& rule, const at
         pointer<double>(token_N)[n] = choice.token;
         pointer<double>(logprob_N)[n] = choice.logprob;
       }
+      if (kept_BW.defined() && rule.temperature > 0 && begin[row] < begin[row + 1])
+        write_kept(scratch.kept, vocabulary, pointer<std::int32_t>(kept_BW) + row * kept_BW.size(1));
     }
   });
 }

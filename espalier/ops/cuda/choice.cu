@@ -123,10 +123,30 @@ struct ChoiceMemory {
   std::int64_t likeliest[kThreads];
 };
 
+// Each thread writes some words. `each`: tokens of the part of a thread whose ties memory.ties counts.
+template <class L>
+__device__ void write_kept(const Row<L>& row, const Cut& cut, std::int64_t each, const ChoiceMemory<L>& memory,
+                           std::int32_t* words) {
+  for (std::int64_t from = 32 * static_cast<std::int64_t>(threadIdx.x); from < row.vocabulary; from += 32 * kThreads) {
+    const std::int64_t part = from / each, to = from + 32 < row.vocabulary ? from + 32 : row.vocabulary;
+    std::int64_t before = 0;
+    for (std::int64_t other = 0; other < part; ++other) before += memory.ties[other];
+    for (std::int64_t v = part * each; v < from; ++v) before += order_of(row.logit[v]) == cut.order ? 1 : 0;
+    std::uint32_t bits = 0;
+    for_each_kept(row, cut, from, to, before, [&](std::int64_t v, double) {
+      bits |= std::uint32_t{1} << (v - from);
+      return true;
+    });
+    words[from / 32] = static_cast<std::int32_t>(bits);
+  }
+}
+
+// kept_BW null: kept tokens are not asked for.
 template <class L>
 __global__ void __launch_bounds__(kThreads)
     choose_tokens_kernel(std::int64_t vocabulary, const L* logits, ChoiceRule rule, double inverse,
-                         const std::int32_t* begin_B1, const double* uniform_N, double* token_N, double* logprob_N) {
+                         const std::int32_t* begin_B1, const double* uniform_N, double* token_N, double* logprob_N,
+                         std::int32_t* kept_BW) {
   ESPALIER_SHARED(ChoiceMemory<L>, memory);
   const int t = static_cast<int>(threadIdx.x);
   const std::int64_t b = blockIdx.x, each = (vocabulary + kThreads - 1) / kThreads;
@@ -160,6 +180,7 @@ __global__ void __launch_bounds__(kThreads)
   for (std::int64_t v = begin; v < end; ++v) ties += order_of(row.logit[v]) == cut.order ? 1 : 0;
   memory.ties[t] = ties;
   __syncthreads();
+  if (kept_BW != nullptr && first < last) write_kept(row, cut, each, memory, kept_BW + b * ((vocabulary + 31) / 32));
   ties = 0;
   for (int other = 0; other < t; ++other) ties += memory.ties[other];
   double mass = 0;
@@ -200,14 +221,15 @@ __global__ void __launch_bounds__(kThreads)
 
 template <class L>
 void choose_tokens(std::int64_t rows, std::int64_t vocabulary, const L* logits, const ChoiceRule& rule,
-                   const std::int32_t* begin_B1, const double* uniform_N, double* token_N, double* logprob_N) {
+                   const std::int32_t* begin_B1, const double* uniform_N, double* token_N, double* logprob_N,
+                   std::int32_t* kept_BW) {
   launch(choose_tokens_kernel<L>, {rows}, kThreads, 0, vocabulary, logits, rule, rule.inverse_temperature(), begin_B1,
-         uniform_N, token_N, logprob_N);
+         uniform_N, token_N, logprob_N, kept_BW);
 }
 
 template void choose_tokens(std::int64_t, std::int64_t, const float*, const ChoiceRule&, const std::int32_t*,
-                            const double*, double*, double*);
+                            const double*, double*, double*, std::int32_t*);
 template void choose_tokens(std::int64_t, std::int64_t, const double*, const ChoiceRule&, const std::int32_t*,
-                            const double*, double*, double*);
+                            const double*, double*, double*, std::int32_t*);
 
 }  // namespace espalier::cuda

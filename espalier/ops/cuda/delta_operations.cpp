@@ -10,13 +10,13 @@
 namespace espalier::cuda {
 namespace {
 
-DeltaPlaces of_columns(const DeltaRuleShape::Columns& c) { return {c.q, c.k, c.v, c.z, c.b, c.a}; }
-DeltaPlaces of_channels(const DeltaRuleShape::Channels& c) { return {c.q, c.k, c.v, 0, 0, 0}; }
+DeltaPlaces of_columns(const RecurrenceShape::Columns& c) { return {c.q, c.k, c.v, c.z, c.b, c.a}; }
+DeltaPlaces of_channels(const RecurrenceShape::Channels& c) { return {c.q, c.k, c.v, 0, 0, 0}; }
 DeltaPlaces difference(const DeltaPlaces& x, const DeltaPlaces& y) {
   return {x.q - y.q, x.k - y.k, x.v - y.v, x.z - y.z, x.b - y.b, x.a - y.a};
 }
 
-DeltaShape shape_of(const DeltaRuleShape& s) {
+DeltaShape shape_of(const RecurrenceShape& s) {
   const DeltaPlaces column = of_columns(s.columns(0)), channel = of_channels(s.channels(0));
   return {.key_heads = s.key_heads,
           .value_heads = s.value_heads,
@@ -106,7 +106,7 @@ void add_delta_rule_rows_backward(const DeltaRuleProblem& problem, const at::Ten
 }
 
 GatedParts parts_of(const GatedNormProblem& p) {
-  const DeltaRuleShape& s = p.shape;
+  const RecurrenceShape& s = p.shape;
   const std::int64_t parts = s.mamba ? s.key_heads : s.value_heads, width = s.value_width() / parts;
   return {.rows = p.o_TV.size(0),
           .parts = parts,

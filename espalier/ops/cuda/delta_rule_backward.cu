@@ -594,7 +594,7 @@ void add_delta_rule_backward(const DeltaShape& shape, const DeltaWeights<T>& wei
   Room<A> unused{};
   const std::int64_t room = set_places(shape, static_cast<A*>(nullptr), unused);
   const SumPlaces places = places_of_sums(shape);
-  // forecast/recurrent_scratch.h counts them.
+  // mixers/recurrence/gpu_work.h counts them.
   const Scratch<A> rooms(runs.count * shape.key_heads * room), block_states(blocks * matrix),
       part(runs.count * places.all), states(runs.count * state);
   launch(shape.decays > 1 ? delta_backward_kernel<T, true> : delta_backward_kernel<T, false>,

@@ -41,6 +41,31 @@ __device__ __forceinline__ Running<S> warp_joined(Running<S> v, S inverse) {
   return v;
 }
 
+// Joins the sums of a block's threads into those of distribution d.
+template <class L>
+__device__ __forceinline__ void write_sums(const Running<L>& v, double inverse, std::int64_t d, const RowSums& sums,
+                                           Running<double> (&scratch)[32]) {
+  Running<double> wide{static_cast<double>(v.top), static_cast<double>(v.sum), static_cast<double>(v.weighted)};
+  wide = warp_joined(wide, inverse);
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = wide;
+  __syncthreads();
+  if (threadIdx.x >= 32) return;
+  wide = threadIdx.x < blockDim.x / 32 ? scratch[threadIdx.x] : Running<double>{-INFINITY, 0, 0};
+  wide = warp_joined(wide, inverse);
+  if (threadIdx.x == 0) sums.max[d] = wide.top, sums.sum_exp[d] = wide.sum, sums.weighted[d] = wide.weighted;
+}
+
+// The logits of the distribution's targets; x: its row.
+template <class L>
+__device__ __forceinline__ void write_raw(const Edges& edges, std::int64_t d, std::int64_t first, std::int64_t columns,
+                                          const L* x, double* raw_E) {
+  const std::int32_t begin = edges.begin[d] - edges.begin[0], end = edges.begin[d + 1] - edges.begin[0];
+  for (std::int64_t e = begin + static_cast<std::int64_t>(threadIdx.x); e < end; e += blockDim.x) {
+    const std::int64_t column = edges.target[e] - first;
+    raw_E[e] = column >= 0 && column < columns ? static_cast<double>(x[column]) : 0.0;
+  }
+}
+
 template <class L, int kPack>
 __global__ void __launch_bounds__(kThreads) logit_sums_kernel(std::int64_t columns, Edges edges, std::int64_t first,
                                                               const L* logits, RowSums sums, double* raw_E) {
@@ -63,20 +88,32 @@ __global__ void __launch_bounds__(kThreads) logit_sums_kernel(std::int64_t colum
       v.weighted += e * y;
     }
   }
-  Running<double> wide{static_cast<double>(v.top), static_cast<double>(v.sum), static_cast<double>(v.weighted)};
-  wide = warp_joined(wide, inverse);
-  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = wide;
-  __syncthreads();
-  if (threadIdx.x < 32) {
-    wide = threadIdx.x < blockDim.x / 32 ? scratch[threadIdx.x] : Running<double>{-INFINITY, 0, 0};
-    wide = warp_joined(wide, inverse);
-    if (threadIdx.x == 0) sums.max[row] = wide.top, sums.sum_exp[row] = wide.sum, sums.weighted[row] = wide.weighted;
+  write_sums(v, inverse, row, sums, scratch);
+  write_raw(edges, row, first, columns, x, raw_E);
+}
+
+// A block has a distribution.
+template <class L>
+__global__ void __launch_bounds__(kThreads)
+    kept_sums_kernel(Sets sets, std::int64_t columns, Edges edges, std::int64_t first, const L* logits, RowSums sums,
+                     double* raw_E) {
+  ESPALIER_SHARED(Running<double>[32], scratch);
+  const std::int64_t d = blockIdx.x;
+  const L* const x = logits + sets.row[d] * columns;
+  const double inverse = 1.0 / edges.temperature[d];
+  const L narrow = static_cast<L>(inverse);
+  const std::int32_t begin = sets.begin[d], end = sets.end[d];
+  const std::int64_t count = end < 0 ? columns : end - begin;
+  Running<L> v{-INFINITY, 0, 0};
+  for (std::int64_t i = threadIdx.x; i < count; i += blockDim.x) {
+    const L logit = x[end < 0 ? i : sets.column[begin + i]];
+    v = raised(v, logit > v.top ? logit : v.top, narrow);
+    const L y = (logit - v.top) * narrow, e = std::exp(y);
+    v.sum += e;
+    v.weighted += e * y;
   }
-  const std::int32_t begin = edges.begin[row] - edges.begin[0], end = edges.begin[row + 1] - edges.begin[0];
-  for (std::int64_t e = begin + static_cast<std::int64_t>(threadIdx.x); e < end; e += blockDim.x) {
-    const std::int64_t column = edges.target[e] - first;
-    raw_E[e] = column >= 0 && column < columns ? static_cast<double>(x[column]) : 0.0;
-  }
+  write_sums(v, inverse, d, sums, scratch);
+  write_raw(edges, d, first, columns, x, raw_E);
 }
 
 __global__ void __launch_bounds__(kFlatThreads)
@@ -119,15 +156,16 @@ __device__ __forceinline__ L slope_of_logit(L logit, L scale, L cap) {
   return scale * (L(1) - t * t);
 }
 
-// A thread has a row: the slopes of its targets, before the logits become gradients. 0 where another rank has the
-// column.
+// A thread has a distribution: the slopes of its targets, before the logits become gradients. 0 where another rank has
+// the column. row_D null: row d has the distribution d.
 template <class L>
 __global__ void __launch_bounds__(kFlatThreads)
-    target_slopes_kernel(std::int64_t rows, std::int64_t columns, Edges edges, std::int64_t first, L scale, L cap,
-                         const L* logits, double* slope_E) {
-  const std::int64_t row = grid_thread();
-  if (row >= rows) return;
-  for (std::int32_t e = edges.begin[row] - edges.begin[0]; e < edges.begin[row + 1] - edges.begin[0]; ++e) {
+    target_slopes_kernel(std::int64_t distributions, const std::int32_t* row_D, std::int64_t columns, Edges edges,
+                         std::int64_t first, L scale, L cap, const L* logits, double* slope_E) {
+  const std::int64_t d = grid_thread();
+  if (d >= distributions) return;
+  const std::int64_t row = row_D != nullptr ? row_D[d] : d;
+  for (std::int32_t e = edges.begin[d] - edges.begin[0]; e < edges.begin[d + 1] - edges.begin[0]; ++e) {
     const std::int64_t column = edges.target[e] - first;
     const bool here = column >= 0 && column < columns;
     slope_E[e] = here ? static_cast<double>(slope_of_logit(logits[row * columns + column], scale, cap)) : 0.0;
@@ -166,6 +204,68 @@ __global__ void __launch_bounds__(kThreads)
     if (column < 0 || column >= columns) continue;
     x[column] += static_cast<L>(grad_logprob_E[e] * inverse * (slope_E != nullptr ? slope_E[e] : 1.0));
   }
+}
+
+// What the gradient of a logit needs to know of a distribution: log_p = (logit - max) / temperature - log_sum, and the
+// gradient p (constant + slope log_p).
+struct SetGradient {
+  double max, log_sum, constant, slope;
+};
+
+// A thread has a distribution.
+__global__ void __launch_bounds__(kFlatThreads)
+    set_gradients_kernel(std::int64_t distributions, Edges edges, RowSums sums, const double* grad_logprob_E,
+                         const double* grad_entropy_E, SetGradient* set_D) {
+  const std::int64_t d = grid_thread();
+  if (d >= distributions) return;
+  double grad_logprob = 0, grad_entropy = 0;
+  for (std::int32_t e = edges.begin[d] - edges.begin[0]; e < edges.begin[d + 1] - edges.begin[0]; ++e)
+    grad_logprob += grad_logprob_E[e], grad_entropy += grad_entropy_E[e];
+  const double inverse = 1.0 / edges.temperature[d];
+  set_D[d] = {sums.max[d], sums.sum_exp[d], -inverse * (grad_logprob + grad_entropy * sums.weighted[d]),
+              -inverse * grad_entropy};
+}
+
+// Whether the ascending columns [begin, end) hold this one.
+__device__ __forceinline__ bool holds(const std::int32_t* column, std::int32_t begin, std::int32_t end,
+                                      std::int64_t wanted) {
+  while (begin < end) {
+    const std::int32_t middle = begin + (end - begin) / 2;
+    if (column[middle] == wanted) return true;
+    column[middle] < wanted ? begin = middle + 1 : end = middle;
+  }
+  return false;
+}
+
+// A block has a row, each thread some of its logits: the gradients of all distributions of the row are added before the
+// logit is overwritten, so that nothing needs to be kept of it. slope_E null: logits are the raw ones.
+template <class L>
+__global__ void __launch_bounds__(kThreads)
+    kept_gradients_kernel(Sets sets, std::int64_t columns, Edges edges, std::int64_t first, const SetGradient* set_D,
+                          const double* grad_logprob_E, L scale, L cap, const double* slope_E, L* logits) {
+  const std::int64_t row = blockIdx.x;
+  L* const x = logits + row * columns;
+  const std::int32_t from = sets.first[row], to = sets.first[row + 1];
+  for (std::int64_t m = threadIdx.x; m < columns; m += blockDim.x) {
+    const L logit = x[m];
+    L grad = 0;
+    for (std::int32_t d = from; d < to; ++d) {
+      if (sets.end[d] >= 0 && !holds(sets.column, sets.begin[d], sets.end[d], m)) continue;
+      const SetGradient set = set_D[d];
+      const L log_p =
+          (logit - static_cast<L>(set.max)) * static_cast<L>(1.0 / edges.temperature[d]) - static_cast<L>(set.log_sum);
+      grad += std::exp(log_p) * (static_cast<L>(set.constant) + static_cast<L>(set.slope) * log_p);
+    }
+    x[m] = slope_E != nullptr ? grad * slope_of_logit(logit, scale, cap) : grad;
+  }
+  __syncthreads();  // the targets add to what other threads wrote
+  if (threadIdx.x != 0 || from == to) return;
+  for (std::int32_t d = from; d < to; ++d)
+    for (std::int32_t e = edges.begin[d] - edges.begin[0]; e < edges.begin[d + 1] - edges.begin[0]; ++e) {
+      const std::int64_t column = edges.target[e] - first;
+      if (column < 0 || column >= columns) continue;
+      x[column] += static_cast<L>(grad_logprob_E[e] / edges.temperature[d] * (slope_E != nullptr ? slope_E[e] : 1.0));
+    }
 }
 
 // A warp has a row.
@@ -219,6 +319,12 @@ void logit_sums(std::int64_t rows, std::int64_t columns, const Edges& edges, std
   });
 }
 
+template <class L>
+void logit_sums(const Sets& sets, std::int64_t columns, const Edges& edges, std::int64_t first, const L* logits,
+                const RowSums& sums, double* raw_E) {
+  launch(kept_sums_kernel<L>, {sets.count}, kThreads, 0, sets, columns, edges, first, logits, sums, raw_E);
+}
+
 void raise_maximum(std::int64_t rows, const Edges& edges, const double* max, const RowSums& sums) {
   launch(raise_maximum_kernel, {ceil_div(rows, kFlatThreads)}, kFlatThreads, 0, rows, edges, max, sums);
 }
@@ -242,12 +348,30 @@ void logit_gradients(std::int64_t rows, std::int64_t columns, const Edges& edges
   const Scratch<double> slopes(shaped ? edges.count : 0);
   double* const slope_E = shaped ? slopes.get() : nullptr;
   if (shaped)
-    launch(target_slopes_kernel<L>, {ceil_div(rows, kFlatThreads)}, kFlatThreads, 0, rows, columns, edges, first, scale,
-           cap, logits, slope_E);
+    launch(target_slopes_kernel<L>, {ceil_div(rows, kFlatThreads)}, kFlatThreads, 0, rows,
+           static_cast<const std::int32_t*>(nullptr), columns, edges, first, scale, cap, logits, slope_E);
   with_pack<L>(columns % kPackOf<L> == 0 && aligned_16(logits), [&]<int kPack>() {
     launch(logit_gradients_kernel<L, kPack>, {rows}, threads_for(columns / kPack, kThreads), 0, columns, edges, first,
            sums, grad_logprob_E, grad_entropy_E, scale, cap, slope_E, logits);
   });
+}
+
+template <class L>
+void logit_gradients(std::int64_t rows, const Sets& sets, std::int64_t columns, const Edges& edges, std::int64_t first,
+                     const RowSums& sums, const double* grad_logprob_E, const double* grad_entropy_E, L scale, L cap,
+                     L* logits) {
+  const bool shaped = scale != 1 || cap != 0;
+  const Scratch<double> slopes(shaped ? edges.count : 0);
+  const Scratch<SetGradient> of_sets(sets.count);
+  double* const slope_E = shaped ? slopes.get() : nullptr;
+  const std::int64_t blocks = ceil_div(sets.count, kFlatThreads);
+  if (shaped)
+    launch(target_slopes_kernel<L>, {blocks}, kFlatThreads, 0, sets.count, sets.row, columns, edges, first, scale, cap,
+           logits, slope_E);
+  launch(set_gradients_kernel, {blocks}, kFlatThreads, 0, sets.count, edges, sums, grad_logprob_E, grad_entropy_E,
+         of_sets.get());
+  launch(kept_gradients_kernel<L>, {rows}, kThreads, 0, sets, columns, edges, first, of_sets.get(), grad_logprob_E,
+         scale, cap, slope_E, logits);
 }
 
 template <class T>
@@ -276,6 +400,9 @@ void add_sum(std::int64_t count, const double* x, Out* into) {
   template void logit_sums(std::int64_t, std::int64_t, const Edges&, std::int64_t, const L*, const RowSums&, double*); \
   template void logit_gradients(std::int64_t, std::int64_t, const Edges&, std::int64_t, const RowSums&, const double*, \
                                 const double*, L, L, L*);                                                              \
+  template void logit_sums(const Sets&, std::int64_t, const Edges&, std::int64_t, const L*, const RowSums&, double*);  \
+  template void logit_gradients(std::int64_t, const Sets&, std::int64_t, const Edges&, std::int64_t, const RowSums&,   \
+                                const double*, const double*, L, L, L*);                                               \
   template void shape_logits(std::int64_t, std::int64_t, std::int64_t, L, L, L*);                                      \
   template void add_sum(std::int64_t, const double*, L*);
 ESPALIER_INSTANTIATE(float)

@@ -10,37 +10,54 @@ namespace espalier::cuda {
 namespace {
 
 Edges edges_of(const EdgeBlock& block) {
-  return {pointer<double>(block.temperature_B), pointer<std::int32_t>(block.begin_B1),
+  return {pointer<double>(block.temperature_D), pointer<std::int32_t>(block.begin_D1),
           pointer<std::int32_t>(block.target_E), block.target_E.size(0)};
 }
+Sets sets_of(const KeptBlock& kept) {
+  return {kept.row_D.size(0),
+          pointer<std::int32_t>(kept.row_D),
+          pointer<std::int32_t>(kept.begin_D),
+          pointer<std::int32_t>(kept.end_D),
+          pointer<std::int32_t>(kept.column_Z),
+          pointer<std::int32_t>(kept.first_B1)};
+}
 RowSums sums_of(const LogitSums& sums) {
-  return {pointer<double>(sums.max_B), pointer<double>(sums.sum_exp_B), pointer<double>(sums.weighted_B)};
+  return {pointer<double>(sums.max_D), pointer<double>(sums.sum_exp_D), pointer<double>(sums.weighted_D)};
 }
 
 void sum_logits(const EdgeBlock& edges, std::int64_t first, const at::Tensor& logits_BV, const LogitSums& sums,
                 const at::Tensor& raw_E) {
   dispatch_sums(logits_BV.scalar_type(), [&]<class L>() {
-    logit_sums<L>(logits_BV.size(0), logits_BV.size(1), edges_of(edges), first, pointer<L>(logits_BV), sums_of(sums),
-                  pointer<double>(raw_E));
+    if (edges.kept.defined())
+      logit_sums<L>(sets_of(edges.kept), logits_BV.size(1), edges_of(edges), first, pointer<L>(logits_BV),
+                    sums_of(sums), pointer<double>(raw_E));
+    else
+      logit_sums<L>(logits_BV.size(0), logits_BV.size(1), edges_of(edges), first, pointer<L>(logits_BV), sums_of(sums),
+                    pointer<double>(raw_E));
   });
 }
 
-void raise(const EdgeBlock& edges, const at::Tensor& max_B, const LogitSums& sums) {
-  raise_maximum(max_B.size(0), edges_of(edges), pointer<double>(max_B), sums_of(sums));
+void raise(const EdgeBlock& edges, const at::Tensor& max_D, const LogitSums& sums) {
+  raise_maximum(max_D.size(0), edges_of(edges), pointer<double>(max_D), sums_of(sums));
 }
 
 void score(const EdgeBlock& edges, const at::Tensor& raw_E, const LogitSums& sums, const at::Tensor& logprob_E,
            const at::Tensor& entropy_E) {
-  score_edges(sums.max_B.size(0), edges_of(edges), pointer<double>(raw_E), sums_of(sums), pointer<double>(logprob_E),
+  score_edges(sums.max_D.size(0), edges_of(edges), pointer<double>(raw_E), sums_of(sums), pointer<double>(logprob_E),
               pointer<double>(entropy_E));
 }
 
 void write_gradients(const EdgeBlock& edges, std::int64_t first, const LogitSums& sums,
                      const at::Tensor& grad_logprob_E, const at::Tensor& grad_entropy_E, const at::Tensor& logits_BV) {
   dispatch_sums(logits_BV.scalar_type(), [&]<class L>() {
-    logit_gradients<L>(logits_BV.size(0), logits_BV.size(1), edges_of(edges), first, sums_of(sums),
-                       pointer<double>(grad_logprob_E), pointer<double>(grad_entropy_E),
-                       static_cast<L>(edges.shape.scale), static_cast<L>(edges.shape.cap), pointer<L>(logits_BV));
+    const auto scale = static_cast<L>(edges.shape.scale), cap = static_cast<L>(edges.shape.cap);
+    const double *by_logprob = pointer<double>(grad_logprob_E), *by_entropy = pointer<double>(grad_entropy_E);
+    if (edges.kept.defined())
+      logit_gradients<L>(logits_BV.size(0), sets_of(edges.kept), logits_BV.size(1), edges_of(edges), first,
+                         sums_of(sums), by_logprob, by_entropy, scale, cap, pointer<L>(logits_BV));
+    else
+      logit_gradients<L>(logits_BV.size(0), logits_BV.size(1), edges_of(edges), first, sums_of(sums), by_logprob,
+                         by_entropy, scale, cap, pointer<L>(logits_BV));
   });
 }
 
@@ -79,10 +96,12 @@ void update(const at::Tensor& p, const at::Tensor& grad, const at::Tensor& m, co
 }
 
 void choose(const at::Tensor& logits_BV, const ChoiceRule& rule, const at::Tensor& begin_B1,
-            const at::Tensor& uniform_N, const at::Tensor& token_N, const at::Tensor& logprob_N) {
+            const at::Tensor& uniform_N, const at::Tensor& token_N, const at::Tensor& logprob_N,
+            const at::Tensor& kept_BW) {
   dispatch_sums(logits_BV.scalar_type(), [&]<class L>() {
     choose_tokens<L>(logits_BV.size(0), logits_BV.size(1), pointer<L>(logits_BV), rule, pointer<std::int32_t>(begin_B1),
-                     pointer<double>(uniform_N), pointer<double>(token_N), pointer<double>(logprob_N));
+                     pointer<double>(uniform_N), pointer<double>(token_N), pointer<double>(logprob_N),
+                     kept_BW.defined() ? pointer<std::int32_t>(kept_BW) : nullptr);
   });
 }
 

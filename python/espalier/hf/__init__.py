@@ -44,8 +44,8 @@ def phased_step(model: torch.nn.Module, rollouts: Iterable[Mapping[str, Any]], l
     """Adds the gradients of the sum of `loss(wave)` over all waves to `.grad`. Every shared prompt runs once, forward and backward.
 
     `rollouts`: dicts with `prompt_ids` and `response_ids`. Optional: `images`, the dict that the model's processor returned for the prompt
-    (`pixel_values`, `image_grid_thw`, ...; images.py), and `routed_experts`, the experts that the inference engine chose, which are used
-    again (routes.py).
+    (`pixel_values`, `image_grid_thw`, ...; images.py), `routed_experts`, the experts that the inference engine chose, which are used
+    again (routes.py), and `kept_ids`, the tokens that top-p and top-k left to the sampler, over which log-probs and entropies then are.
     `loss(wave)` returns a scalar. A wave holds whole responses. At most `wave_tokens` rows run at once.
     `trunk_state`: "keep" a prompt's activations until its backward, "recompute" them layer by layer, or on a GPU "offload" them to pinned
     memory of the host. FSDP1 always recomputes.
@@ -73,6 +73,7 @@ def phased_step(model: torch.nn.Module, rollouts: Iterable[Mapping[str, Any]], l
                               "text alone, or a model whose parameters are whole on every rank", "images in a sharded model")
         schedule = "shared"
     sets = coupled.checked(sets, len(prepared))
+    coupled.refuse_branches(prepared.records)
     if trunk_state == "keep" and ranks.alternating(model):
         trunk_state = "recompute"
     if trunk_state == "offload":

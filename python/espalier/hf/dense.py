@@ -87,8 +87,9 @@ class DenseRun:
             target += r.responses[i].tolist()
             owner += [i] * length
             position += list(range(length))
+        sets = r.sets_of(owner, position, self.device)
         place, target, owner, position = to_device(self.device, place, target, owner, position)
-        values = TokenStatistics.apply(logits.flatten(0, 1), place, target, float(self.temperature), True)
+        values = TokenStatistics.apply(logits.flatten(0, 1), place, target, float(self.temperature), True, sets)
         out = logits.sum() * 0
         if members:
             loss = self.loss(Wave(members, owner, position, *values))

@@ -1,8 +1,8 @@
 """Recorded experts: a token with a record goes to the experts that the inference engine chose for it.
 
 A rollout's `routed_experts` [tokens][layers][k] follow docs/rollout_format.md. They cover all layers, or only those with experts. The last token
-may be missing. None in a token's place, or all zeros if k > 1, mean that the token was not recorded; its router chooses freely. Two rows are
-shared only if both token and record are equal.
+may be missing. None in a token's place, and -1 (or 0 if k > 1) throughout a layer, mean that nothing was recorded there; the router chooses
+freely. Two rows are shared only if both token and record are equal.
 
 A router's forward stays the model's own. In its one call `topk(scores [R, E], k)` the recorded indices replace the chosen ones, and the values
 are the scores at these indices; normalisation and scaling follow as without a record. A call's record is the keyword argument
@@ -35,7 +35,7 @@ def of(model, prepared):
 
 
 class Routes:
-    """`of_rollout`: each rollout's record, int16 [tokens, layers with experts, k], ascending along k, -1 where nothing was recorded. `keys`,
+    """`of_rollout`: each rollout's record, int16 [tokens, layers with experts, k], ascending along k, -1 in layers where nothing was recorded. `keys`,
     `response_keys`: the tokens' ids for the planner, int32, one id for each different (token, record)."""
 
     def __init__(self, model, prepared):
@@ -50,35 +50,36 @@ class Routes:
 
     def _array(self, record, where, tokens):
         given = record.get(FIELD)
-        if given is None:
+        if given is None or isinstance(given, (list, tuple)) and all(token is None for token in given):
             return np.full((tokens, len(self.layers), self.chosen), -1, np.int16)
         if not self.layers or not self.chosen:
             raise Error("input", where, "a model with experts", "one without", "Leave the field out", 3)
-        array, unrecorded = _integers(given, where)
+        array, missing = _integers(given, where)
         if len(array) not in (tokens, tokens - 1):
             raise Error("input", where, f"{tokens} or {tokens - 1} entries, one per token of prompt and response", str(len(array)),
                         "Record the whole sequence; the last token may be left out", 3)
-        if array.ndim == 3 and self.chosen > 1:
-            unrecorded = unrecorded | (array == 0).all((1, 2))
         if array.ndim == 3 and array.shape[1] == self.hidden_layers:
             array = array[:, self.layers]
         if array.shape[1:] != (len(self.layers), self.chosen):
             raise Error("input", where, f"{self.hidden_layers} layers per token, or the {len(self.layers)} with experts, and {self.chosen} experts in each",
                         f"shape {array.shape}", "Leave the field out, or use the model with which it was recorded", 3)
-        live = np.sort(array[~unrecorded], -1)
-        if live.size and (live.min() < 0 or live.max() >= self.experts):
+        recorded = ~(missing[:, None] | (array == -1).all(2) | ((array == 0).all(2) & (self.chosen > 1)))  # [tokens, layers]
+        live = np.sort(array[recorded], -1)
+        if live.size and live.min() < 0:
+            raise Error("input", where, "experts, or -1 for each of them in a layer that was not recorded", str(live.min()), "", 3)
+        if live.size and live.max() >= self.experts:
             raise Error("input", where, f"experts in [0, {self.experts})", f"{live.min()} to {live.max()}", "Use the model with which it was recorded", 3)
         if (np.diff(live, axis=-1) == 0).any():
             raise Error("input", where, "distinct experts per token and layer", "one of them twice", "", 3)
         out = np.full((tokens, len(self.layers), self.chosen), -1, np.int16)
-        out[np.flatnonzero(~unrecorded)] = live
+        out[:len(array)][recorded] = live
         return out
 
     def _name(self, prepared):
         """Ids from `first` on represent pairs (token, record); a token without a record keeps its own id. `prepared.keys` may hold ids of images."""
         tokens = [np.concatenate([key, response]) for key, response in zip(prepared.keys, prepared.responses)]
         every, records = np.concatenate(tokens), np.concatenate(self.of_rollout).reshape(sum(map(len, tokens)), -1)
-        recorded = (records >= 0).all(1)
+        recorded = (records >= 0).any(1)
         self.first = int(every.max()) + 1
         pairs = np.ascontiguousarray(np.concatenate([every[recorded, None], records[recorded].astype(np.int32)], 1))
         _, at, ids = np.unique(pairs.view(np.dtype((np.void, pairs.shape[1] * pairs.itemsize)))[:, 0], return_index=True, return_inverse=True)

@@ -9,7 +9,7 @@ import operator
 
 import torch
 
-from espalier.errors import Error
+from espalier.errors import Error, Unsupported
 from espalier.rows.waves import Wave
 
 
@@ -27,6 +27,18 @@ def checked(sets, rollouts):
                 raise Error("option", f"sets[{s}]", f"rollouts from 0 to {rollouts - 1}, each in one set", str(i), "", 2)
             seen.add(i)
     return out
+
+
+def refuse_branches(records):
+    """Raises `Unsupported` for a record that names a branch or says that its trajectory is one sequence: the caller's loss decides what trains."""
+    for i, record in enumerate(records):
+        if record.get("branch") is not None:
+            raise Unsupported(f"rollouts[{i}]['branch']", "rollouts without branch: your loss would train tokens that branches have in common once per branch",
+                              repr(record["branch"])[:60], "Give these tokens the loss 0 on all branches but one, and leave branch out; espalier.train has "
+                              "shared_tokens for them")
+        if record.get("loss_unit") == "trajectory":
+            raise Unsupported(f"rollouts[{i}]['loss_unit']", "rollouts without loss_unit: your loss says what a sequence is", "'trajectory'",
+                              "Give the rollouts of a trajectory as one of sets, so that loss(wave) sees them together, and leave loss_unit out")
 
 
 def cut(sets, waves):

@@ -114,8 +114,8 @@ class Executor:
     # ---- one call of the model ------------------------------------------------------------------------------------------
 
     def _call(self, item, edges, trunks, captures=None, more_arrays=()):
-        """Calls the model for an item. Returns the logits [O, V] of the rows with edges (of one row if there are none), each edge's index into them and
-        its target, the router's term, and `more_arrays` on the device."""
+        """Calls the model for an item. Returns the logits [O, V] of the rows with edges (of one row if there are none), each edge's index into them,
+        target and kept sets, the router's term, and `more_arrays` on the device."""
         ids = np.concatenate([self.rollouts.tokens(r, begin, end) for r, begin, end, *_ in item.segments.tolist()])
         positions, more = self._positions(item), {"output_router_logits": True} if self.router else {}
         parts = self._image_rows(item)
@@ -133,7 +133,8 @@ class Executor:
             self.device, ids, positions, outputs, place, self._targets(edges), *more_arrays)
         with phase.forward(self.model), record.forward() if record is not None else contextlib.nullcontext():
             logits, result = call_model(self.model, ids[None], positions[..., None, :], phase, outputs, **more)
-        return logits, place, targets, self._router_term(result, item), more_arrays
+        sets = self.rollouts.sets_of(edges[:, 2], edges[:, 3], self.device)
+        return logits, (place, targets, sets), self._router_term(result, item), more_arrays
 
     def _targets(self, edges):
         return edges[:, 1] if self.rollouts.routes is None else self.rollouts.routes.targets(edges[:, 1])
@@ -196,8 +197,9 @@ class Executor:
             return self.router.count(logits_of(result), runs)
         return self.router.term(logits_of(result), runs) if torch.is_grad_enabled() else None
 
-    def _statistics(self, logits, place, target, with_entropy):
-        return TokenStatistics.apply(logits, place, target, float(self.temperature), with_entropy)
+    def _statistics(self, logits, edges, with_entropy):
+        place, target, sets = edges
+        return TokenStatistics.apply(logits, place, target, float(self.temperature), with_entropy, sets)
 
     # ---- trunks ---------------------------------------------------------------------------------------------------------
 
@@ -228,8 +230,8 @@ class Executor:
     def _run_trunk(self, trunk, gradients):
         above = [t.kv for t in self.open if t is not trunk]
         with torch.set_grad_enabled(gradients), self._saving(trunk, gradients):
-            logits, place, target, trunk.router_term, _ = self._call(trunk.item, trunk.edges, above, trunk.kv)
-            statistics = self._statistics(logits, place, target, True) if len(target) else (None, None)
+            logits, edges, trunk.router_term, _ = self._call(trunk.item, trunk.edges, above, trunk.kv)
+            statistics = self._statistics(logits, edges, True) if len(trunk.edges) else (None, None)
         if gradients:
             check_live(self.model, trunk.kv)
         trunk.keep(logits if self.through_everything else None, *statistics)  # frees the graph of rows that no edge scores behind the last keys and values
@@ -253,11 +255,11 @@ class Executor:
 
     def forward_wave(self, index):
         item, edges = self.plan.items[index], self.plan.edges(index)
-        logits, place, target, router_term, tokens = self._call(item, edges, [t.kv for t in self.open], None, self._tokens(item, edges))
+        logits, on_device, router_term, tokens = self._call(item, edges, [t.kv for t in self.open], None, self._tokens(item, edges))
         self.rows += item.rows
         self.waves += 1
-        own = self._statistics(logits, place, target, False)[0] if len(edges) else None
-        wave, leaves = self._wave(item, tokens, own, lambda: self._statistics(logits, place, target, True)[1])
+        own = self._statistics(logits, on_device, False)[0] if len(edges) else None
+        wave, leaves = self._wave(item, tokens, own, lambda: self._statistics(logits, on_device, True)[1])
         self._deliver(wave, leaves, logits, router_term)
 
     def backward_wave(self):

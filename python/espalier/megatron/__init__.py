@@ -21,13 +21,14 @@ require("espalier.megatron", "megatron")
 
 import torch
 
+from espalier.megatron import trainer
 from espalier.megatron.attach import install as _install
 from espalier.megatron.checks import check
 from espalier.megatron.run import Prepared
 from espalier.rows import arguments, measure
 from espalier.rows.waves import Result, Scores, Wave
 
-__all__ = ["Result", "Scores", "Wave", "check", "install", "phased_step", "score"]
+__all__ = ["Result", "Scores", "Wave", "check", "forward_backward", "install", "phased_step", "score"]
 
 
 def install(chunks: Any, verify: bool = False) -> None:
@@ -37,6 +38,18 @@ def install(chunks: Any, verify: bool = False) -> None:
     than rounding.
     """
     _install(chunks, verify)
+
+
+def forward_backward(function: Callable[..., Any], first_rows: Callable[[Any], Sequence[int]] | None = None) -> Callable[..., Any]:
+    """Megatron's forward-backward function (`get_forward_backward_func()`) with shared prompts for a trainer's unchanged loop: the same arguments, and the
+    trainer's reports in its own order. Its attribute `rows` counts rows run and rows without sharing.
+
+    The trainer's forward step calls the model once, with `input_ids`, `packed_seq_params` (thd) or batches of equal rows, and a `loss_mask` that marks
+    the rows whose logits the loss reads; rows before the first marked one may be shared. `first_rows(batch)` returns that row of each sequence for
+    trainers that hand the model no loss_mask; `batch` is what the trainer took from its iterator. Models without `install`, and steps
+    that cannot be shared, run the function itself; one line in the log names the reason.
+    """
+    return trainer.forward_backward(function, first_rows)
 
 
 def phased_step(chunks: Any, rollouts: Iterable[Mapping[str, Any]], loss: Callable[[Wave], torch.Tensor], *, wave_tokens: int = 4096,

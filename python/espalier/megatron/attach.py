@@ -7,7 +7,7 @@ from megatron.core.transformer.attention import Attention
 
 from espalier.megatron import attention, head, positions, routers
 from espalier.megatron.checks import check
-from espalier.megatron.step import inner_of
+from espalier.megatron.schedule import inner_of
 
 _attached: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # inner model: the Attached of its chunks
 

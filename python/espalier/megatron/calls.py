@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,9 +32,11 @@ class Call:
     `kind`: "open" (a trunk's forward), "wave", or "close" (a trunk's backward, which has no rows). `trunk`: what is opened or closed. `above`: the
     open trunks that the rows read, outermost first. `ids`, `positions` [T]: this rank's rows, padding behind them. `sets`: RowSets of these rows.
     `longest`: above all positions of the step. `outputs` [O]: rows whose logits are wanted; None: all. `place`, `target` [E]: the edges of this
-    rank's rows, as indices into `outputs`; `edge` [E]: their indices among the item's `edges`. `item`: of the plan; None: rows that no loss reads.
-    `at`: for each of the item's rows its place among this rank's, or -1. `split`: how rows are gathered from context parallel ranks, or None.
+    rank's rows, as indices into `outputs`; `edge` [E]: their indices among the item's `edges`. `finished`: rollouts whose last edge is among them.
+    `members`: [(rows, rollouts)], the rollouts that rows are tokens of; rows on other ranks are -1. `split`: how rows are gathered from context
+    parallel ranks, or None.
     `routing`: the step's router losses, and `below`: the rollouts of each row (routers.py), in a step of a model with experts.
+    `batch`, `read`: of a trainer's micro-batch, its number and the rows whose logits the trainer gets at `place` (trainer.py).
     """
     kind: str
     trunk: OpenTrunk | None = None
@@ -47,16 +50,14 @@ class Call:
     target: torch.Tensor | None = None
     edge: torch.Tensor | None = None
     edges: np.ndarray = field(default_factory=lambda: NO_EDGES)
-    item: object = None
-    at: np.ndarray | None = None
+    finished: Sequence = ()
+    members: list = field(default_factory=list)
     split: object = None
     routing: object = None
     below: tuple = ()
+    batch: int | None = None
+    read: torch.Tensor | None = None
     mutual: tuple = ()  # rows that see later rows, for espalier.rows.attention
-
-    @property
-    def finished(self):
-        return () if self.item is None else self.item.finished
 
     @property
     def opens(self):
@@ -97,10 +98,10 @@ def running(call):
         _current.reset(before)
 
 
-def run(chunk, inner, call):
-    """Calls a model chunk with the rows of a call. `inner`: the chunk without wrappers."""
+def run(chunk, inner, call, **more):
+    """Calls a model chunk with the rows of a call. `inner`: the chunk without wrappers. `more`: further arguments."""
     positions = call.positions[None]
     if getattr(inner, "position_embedding_type", "") == "mrope":
         positions = positions.expand(3, 1, -1)
     with running(call):
-        return chunk(call.ids[None], positions, None, packed_seq_params=item_of(call, inner.config))
+        return chunk(call.ids[None], positions, None, packed_seq_params=item_of(call, inner.config), **more)

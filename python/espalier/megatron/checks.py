@@ -33,8 +33,7 @@ _ALWAYS: list[tuple[str, Any, str, str]] = [
     ("cpu_offloading", bool, "False", "the order of forwards and backwards is another one"),
     ("qk_clip", bool, "False", "it needs the largest attention logits, which the kernels do not return"),
     ("log_max_attention_logit", bool, "False", "it needs the largest attention logits, which the kernels do not return"),
-    ("experimental_attention_variant", lambda value: value not in (None, "gated_delta_net"), "None or gated_delta_net",
-     "keys are chosen or compressed over a whole call"),
+    ("experimental_attention_variant", bool, "None", "its layers pass a state on, or choose keys over a whole call"),
     ("moe_expert_capacity_factor", lambda value: value is not None, "None", "which tokens are dropped depends on the call"),
     ("moe_expert_rank_capacity_factor", lambda value: value is not None, "None", "which tokens are dropped depends on the call"),
     ("moe_token_dropping", bool, "False", "which tokens are dropped depends on the call"),
@@ -111,7 +110,7 @@ def has_router_losses(config):
 
 
 def _inner(chunk):
-    from espalier.megatron.step import inner_of
+    from espalier.megatron.schedule import inner_of
     try:
         return inner_of(chunk)
     except (RuntimeError, AttributeError):
@@ -136,7 +135,8 @@ def _check_modules(inner):
             found += 1
             _check_attention(name, module)
         elif name.rpartition(".")[2] in ("self_attention", "cross_attention", "mixer") and "Identity" not in type(module).__name__:
-            raise Unsupported(name, "Megatron's SelfAttention or MLASelfAttention", type(module).__name__, "Use a layer specification of Megatron-Core")
+            raise Unsupported(name, "Megatron's SelfAttention or MLASelfAttention: a layer's state does not pass from prompt to response here",
+                              type(module).__name__, "espalier.hf and the program share prompts in models with recurrent layers")
     if not found and len(list(inner.decoder.layers)):
         raise Unsupported(type(inner).__name__, "attention layers of Megatron-Core", "none")
 

@@ -11,7 +11,7 @@ def attach(model):
     layer = getattr(model, "output_layer", None)
     if layer is None:
         return
-    own, chooses = layer.forward, isinstance(layer, ColumnParallelLinear)
+    own, chooses = layer.forward, chooses_rows(model)
 
     def forward(hidden, *args, **more):
         call = current()
@@ -37,3 +37,8 @@ def attach(model):
 def vocabulary_group(group):
     """The process group over which logits are sharded, or None if they are whole."""
     return group if group is not None and torch.distributed.get_world_size(group) > 1 else None
+
+
+def chooses_rows(model):
+    """True if a chunk's output layer is Megatron's own, of a vocabulary."""
+    return isinstance(getattr(model, "output_layer", None), ColumnParallelLinear)

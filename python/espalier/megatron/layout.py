@@ -24,6 +24,10 @@ class Layout:
     pp_group: object
     together: object
 
+    def padded(self, rows):
+        """So many rows, or a few more, at least one."""
+        return max(1, -(-rows // self.multiple)) * self.multiple
+
 
 def layout_of(config):
     state = parallel_state

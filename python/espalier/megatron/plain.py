@@ -54,7 +54,8 @@ class PlainStep(Step):
         ids, positions, outputs, place, target, edge = to_device(
             self.device, padded[own], own, at[edges[mine, 0]], np.arange(len(mine)), edges[mine, 1], mine)
         self.rows += len(tokens)
-        return Call("plain", None, (), ids, positions, [], self.longest, outputs, place, target, edge, edges, None if index is None else self.items[index])
+        return Call("plain", None, (), ids, positions, [], self.longest, outputs, place, target, edge, edges,
+                    [] if index is None else self.items[index].finished)
 
 
 def _item_of(rollouts, index):

@@ -19,7 +19,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, compute_routing_scores_for_aux_loss
 
 from espalier.megatron.calls import call_of
-from espalier.rows.transfer import to_device
+from espalier.rows.transfer import queued, to_device
 
 
 class RouterStep:
@@ -37,6 +37,15 @@ class RouterStep:
         divided = lambda n: float(torch.ones(1) / n)  # as Megatron rounds it
         self.scale = 1.0 if config.calculate_per_token_loss else divided(len(batches)) / divided(micro_batches)
         self.shares = {}
+
+    def below(self, call):
+        """(for each row the index of its entry in `call.members`, [members + 1, R]: 1 where a rollout has the rows). The last entry is padding."""
+        below, of_row = np.zeros((len(call.members) + 1, len(self.batch))), np.full(len(call.ids), len(call.members))
+        for at, (rows, rollouts) in enumerate(call.members):
+            of_row[rows[rows >= 0]] = at
+            below[at, rollouts] = 1
+        of_row, = to_device(self.batch.device, of_row)
+        return of_row, queued(torch.from_numpy(below), self.batch.device)
 
     def count(self, layer, below, chosen):
         found = below.T @ chosen
@@ -63,21 +72,6 @@ class RouterStep:
     def tokens_if_divided(self, part):
         """[R]: the tokens of each rollout's micro-batch if Megatron divides all gradients by the step's tokens later, else 1. `part`: of these tokens."""
         return (self.tokens * part if self.config.calculate_per_token_loss else torch.ones_like(self.tokens))[self.batch]
-
-
-def below_of(call, rollouts, places, device):
-    """(for each row the index of its segment, [segments + 1, rollouts]: 1 where a rollout runs through a segment). The last segment is padding."""
-    item, rows = call.item, len(call.ids)
-    segments = item.segments if item is not None else np.zeros((0, 8), np.int32)
-    below, of_row = np.zeros((len(segments) + 1, rollouts)), np.full(rows, len(segments))
-    if item is not None:
-        of_item = np.repeat(np.arange(len(segments)), segments[:, 2] - segments[:, 1])
-        own = call.at >= 0
-        of_row[call.at[own]] = of_item[own]
-        for at, (*_, first, last) in enumerate(segments.tolist()):
-            below[at, places(item.rollouts[first:last])] = 1
-    of_row, = to_device(device, of_row)
-    return of_row, torch.from_numpy(below).to(device)
 
 
 def attach(layer):

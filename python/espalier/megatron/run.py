@@ -15,7 +15,8 @@ from espalier.megatron.layout import agree, layout_of
 from espalier.megatron.plain import PlainStep
 from espalier.megatron.routers import RouterStep
 from espalier.megatron.shape import shape_of, vocabulary_of
-from espalier.megatron.step import Step, inner_of
+from espalier.megatron.schedule import inner_of
+from espalier.megatron.step import Step
 from espalier.rows.rollouts import Rollouts
 
 
@@ -36,6 +37,10 @@ class Prepared:
         self.layout, like = layout_of(self.config), next(self.inners[0].parameters())
         self.device, vocabulary = like.device, vocabulary_of(self.inners)
         self.rollouts = Rollouts(rollouts, vocabulary)
+        with_sets = [i for i, sets in enumerate(self.rollouts.kept) if sets is not None]
+        if with_sets:
+            raise Unsupported(f"rollouts[{with_sets[0]}]['kept_ids']", "rollouts without kept sets: a rank may have a part of the vocabulary", "kept sets",
+                              "Leave kept_ids out to train over the whole vocabulary; espalier.hf and espalier train train over kept sets")
         self.plan = self.rollouts.planned(shape_of(self.config, vocabulary), like, wave_tokens=wave_tokens * self.layout.cp, trunk_state="keep",
                                           gradients=gradients)
         agree(_fingerprint(self.rollouts, self.plan), self.device, (self.layout.tp_group, self.layout.cp_group, self.layout.pp_group))

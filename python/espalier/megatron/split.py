@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from espalier.ops.kernels import accumulator
+from espalier.rows.transfer import queued
 from espalier.rows.trunk import RowSet
 
 _UNEVEN = 1.5  # dealt rows of the fullest rank over the mean; above, the rows are cut
@@ -64,7 +65,7 @@ class Split:
         order = np.empty(sum(map(len, parts)), np.int64)
         for at, part in enumerate(parts):
             order[part] = at * padded + np.arange(len(part))
-        self.order = torch.from_numpy(order).to(device)
+        self.order = queued(torch.from_numpy(order), device)
         self.read = []  # rows of the item that stand above rows of this rank
         self.sets = self._sets(runs, parts[rank], above)
 

@@ -120,7 +120,7 @@ def record_of(place, row, extra, temperature, step, notes):
         routes = [as_list(routes[i]) for i in range(begin, len(prompt) + end)]
     return record(place, prompt[begin:], response[:end], mask, **_lineage(place, extra), step=step,
                   temperature=None if temperature is None else number(place, "temperature", temperature),
-                  reward=_reward(place, row, end), **parts, routed_experts=routes,
+                  reward=_reward(place, row, end, mask), **parts, routed_experts=routes,
                   meta=plain_scalars({k: v for k, v in extra.items() if k not in _LINEAGE}))
 
 
@@ -137,12 +137,16 @@ def _lineage(place, extra):
     return {"group": role if group is None else group, "trajectory": f"{episode}:{role}", "turn": int(turn.group(1)) if turn else None}
 
 
-def _reward(place, row, end):
-    """The reward: the sum over the response, as in verl's estimators. None if the batch has no rewards."""
+def _reward(place, row, end, mask):
+    """The reward: the sum over the response, as verl's outcome estimators take it; a list where tokens before the last one have rewards, which
+    verl's gae and reinforce_plus_plus use where they stand. None if the batch has no rewards."""
     for name in _REWARDS:
         if name in row:
             values = row[name].tolist()
             if any(value != 0 for value in values[end:]):
                 raise place.wrong(name, "zeros in the padding", "other values")
+            last = max((t for t, one in enumerate(mask) if one), default=0)
+            if any(value != 0 for value in values[:last]):
+                return [number(place, name, value) for value in values[:end]]
             return number(place, name, math.fsum(values[:end]))
     return None

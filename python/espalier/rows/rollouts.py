@@ -9,6 +9,7 @@ import torch
 
 from espalier import native
 from espalier.errors import Error
+from espalier.rows import kept
 
 _DTYPES = {torch.float64: "float64", torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "bfloat16"}
 _SECONDS_PER_CALL = 40e-6  # eager PyTorch, measured on small models: a kernel with its module call and its graph node
@@ -22,6 +23,7 @@ class Rollouts:
         self.records = listed = _listed(records)
         self.prompts: list[np.ndarray] = []
         self.responses: list[np.ndarray] = []
+        self.kept: list[kept.KeptSets | None] = []
         for i, record in enumerate(listed):
             for field, out in (("prompt_ids", self.prompts), ("response_ids", self.responses)):
                 if not isinstance(record, Mapping):
@@ -33,6 +35,7 @@ class Rollouts:
                     raise Error("input", f"rollouts[{i}][{field!r}]", f"ids below the vocabulary's {vocabulary}", str(out[-1].max()), "", 3)
             if not len(self.prompts[-1]):
                 raise Error("input", f"rollouts[{i}]['prompt_ids']", "at least one token", "none", "", 3)
+            self.kept.append(kept.of_record(record, self.responses[-1], f"rollouts[{i}]", vocabulary))
         self.lengths = np.array([len(p) + len(r) for p, r in zip(self.prompts, self.responses)])
         self.images: Any = None
         self.routes: Any = None
@@ -46,6 +49,7 @@ class Rollouts:
         out.members = np.asarray(members)
         out.prompts, out.responses, out.keys, out.response_keys = (
             [of[i] for i in members] for of in (self.prompts, self.responses, self.keys, self.response_keys))
+        out.kept = [self.kept[i] for i in members]
         out.lengths = self.lengths[out.members]
         return out
 
@@ -62,6 +66,10 @@ class Rollouts:
         if end <= len(prompt):
             return prompt[begin:end]
         return np.concatenate([prompt[begin:], self.responses[rollout][max(0, begin - len(prompt)):end - len(prompt)]])
+
+    def sets_of(self, rollout: np.ndarray, position: np.ndarray, device: Any) -> kept.EdgeSets | None:
+        """The kept sets of edges, which are tokens `position` of these rollouts' responses. None if no edge has one."""
+        return kept.of_edges(self.kept, rollout, position, device)
 
     def with_images(self, images: Any) -> Self:
         """These rollouts with their Images, or None."""

@@ -1,4 +1,4 @@
-"""python -m espalier.texts tokenizer DIR | reward FILE | environment FILE | prompts FILE | retokenize DIR FILE | rows OBJECTIVE DIR FILE | tracker SETTINGS"""
+"""python -m espalier.texts tokenizer DIR | reward FILE | environment FILE | prompts FILE | retokenize DIR FILE | rows OBJECTIVE DIR COLUMNS FILE | tracker SETTINGS"""
 
 import os
 import sys
@@ -26,7 +26,7 @@ def main(arguments):
         from . import retokenize
         notes = []
         return print_lines(retokenize.lines(*arguments[1:], notes), lambda: {"format": retokenize.NAME, "notes": notes})
-    if len(arguments) == 4 and arguments[0] == "rows":
+    if len(arguments) == 5 and arguments[0] == "rows":
         from . import rows
         notes = []
         return print_lines(rows.lines(*arguments[1:], notes), lambda: {"format": rows.NAME, "notes": notes})

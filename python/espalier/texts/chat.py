@@ -127,6 +127,29 @@ class ChatTemplate:
                 raise
             return found
 
+    def history(self, messages, ids, text, said, arguments, place=0):
+        """(messages, token ids) of a chat after another answer of the assistant, the tokens `ids`, and the messages `said`, up to its next answer.
+        The answer becomes a message by the tokenizer's parse_response if it has a response template, otherwise with `text` as its content (None:
+        the text of `ids`, its special tokens included, up to the token that ended it). An assistant's message at the beginning of `said` is the
+        answer as a message."""
+        arguments = {"add_generation_prompt": True, **arguments}
+        if not said or said[0].get("role") != "assistant":
+            said = [self._message_of(messages, ids, text, arguments, place), *said]
+        messages = [*messages, *said]
+        return messages, self.encoded([(messages, arguments, place)])[0]["ids"]
+
+    def _message_of(self, messages, ids, text, arguments, place):
+        if getattr(self._tokenizer, "response_template", None) is not None:
+            try:
+                parsed = self._tokenizer.parse_response(ids, prefix=self.text(messages, arguments, place), tools=arguments.get("tools"))
+                return {"role": "assistant", **parsed}
+            except Exception:  # an answer of another form is a text
+                pass
+        if text is None:
+            ended = ids and ids[-1] in self._tokenizer.all_special_ids
+            text = self._tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
+        return {"role": "assistant", "content": text}
+
     def _behind_text(self, said, last, arguments, place):
         """continuation() of an answer that is a text."""
         whole = self.text([_ASKED, {"role": "assistant", "content": _ANSWER}, *said], arguments, place)

@@ -4,7 +4,7 @@
     compute_score(data_sources, solution_strs, ground_truths, extra_infos)     verl's for batches: returns a list of these
     compute_score(prompts, completions, **columns)                             TRL's: returns a list of numbers
 
-It may be a coroutine function.
+It may be a coroutine function. None in place of a number: the response was not judged.
 """
 
 import asyncio
@@ -28,14 +28,14 @@ def _storable(value):
 
 
 def _number(value):
-    """Converts a return value to the score that the program reads: {"score", "accuracy" or None, "extra" or None}."""
+    """Converts a return value to the score that the program reads: {"score" or None, "accuracy" or None, "extra" or None}."""
     extra = None
     if isinstance(value, dict):
         if "score" not in value:
             raise ServiceError("number", f"a dict without 'score': {value!r}"[:300])
         extra = {str(name): member for name, member in value.items() if name != "score"}
         value = value["score"]
-    score = finite_number(value)
+    score = None if value is None else finite_number(value)
     accuracy = extra.get("acc") if extra else None
     try:
         accuracy = None if accuracy is None or not math.isfinite(float(accuracy)) else float(accuracy)

@@ -5,7 +5,7 @@ be a list: `prompt` and `answers`, each with `response` and `score`. For "sft" i
 `conversations`), or `text`. Prompts and answers are texts or lists of chat messages; `tools` and `chat_template_kwargs` go to the template.
 
 Texts end with the tokenizer's end token; the template ends messages. A response begins at the first token in which prompt plus response differs
-from the prompt alone. A row with `prompt_ids` already is a record.
+from the prompt alone. A row with `prompt_ids` already is a record. Columns of other names are named by `--columns prompt=question,...`.
 """
 
 import json
@@ -19,17 +19,25 @@ from .retokenize import _members, _tokenizer
 
 NAME = "rows of text"
 _KEPT = ("group", "step", "id", "temperature", "margin", "ref_chosen_logps", "ref_rejected_logps")
+_COLUMNS = {"dpo": "chosen and rejected, with prompt or with the prompt inside both", "sft": "prompt and completion, or messages (conversations), or text",
+            "reward": "chosen and rejected, with prompt or with the prompt inside both; or prompt and answers"}
+_NAMED = {"dpo": ("prompt", "chosen", "rejected"), "reward": ("prompt", "chosen", "rejected"), "sft": ("prompt", "completion")}
+_BESIDE = ("tools", "chat_template_kwargs")
 _LONGER = "the tokens of some prompts end otherwise with a response behind them: their last tokens are left out, as TRL does"
 
 
-def lines(objective, model, path, notes):
-    rows = Rows(objective, _tokenizer(model), notes)
+def lines(objective, model, columns, path, notes):
+    rows = Rows(objective, _tokenizer(model), notes, dict(part.split("=", 1) for part in columns.split(",") if part))
     empty = True
     for number, member in _members(path):
         empty = False
         yield line_of(rows.record(member, f"{path}:{number}"))
     if empty:
         raise RecordError(path, "at least one row", "none", "Was it written completely?")
+
+
+def _example(objective):
+    return ",".join(f"{name}=COLUMN" for name in _NAMED[objective])
 
 
 def _common(*sequences):
@@ -60,13 +68,29 @@ def _as_chat(value):
 
 
 class Rows:
-    def __init__(self, objective, tokenizer, notes):
-        self._objective, self._tokenizer, self._notes = objective, tokenizer, notes
+    def __init__(self, objective, tokenizer, notes, columns=None):
+        self._objective, self._tokenizer, self._notes, self._columns = objective, tokenizer, notes, columns or {}
+
+    def _named(self, row, where):
+        """The row with its columns under the names that are used here."""
+        for name, column in self._columns.items():
+            if column not in row:
+                raise RecordError(where, f"the column {column}, for {name} (--columns)", f"columns {', '.join(row)[:160]}")
+        rest = {name: value for name, value in row.items() if name not in self._columns.values()}
+        return {**rest, **{name: row[column] for name, column in self._columns.items()}}
+
+    def _check_columns(self, row, where):
+        ways = {"sft": ("completion", "messages", "conversations", "text"), "reward": ("chosen", "rejected", "answers"), "dpo": ("chosen", "rejected")}
+        if not any(row.get(name) is not None for name in ways[self._objective]):
+            raise RecordError(where, f"the columns {_COLUMNS[self._objective]}", f"columns {', '.join(row)[:160]}",
+                              f"Rename the columns, or name them: --columns {_example(self._objective)}")
 
     def record(self, row, where):
         if "prompt_ids" in row:
             return row
-        used = {"prompt", "tools", "chat_template_kwargs"}
+        row = self._named(row, where)
+        self._check_columns(row, where)
+        used = {"prompt", *_BESIDE}
         try:
             if self._objective == "sft":
                 used |= {"completion", "messages", "conversations", "text"}

@@ -18,6 +18,13 @@ def _text_of(token):
     return token["content"] if isinstance(token, dict) else str(token)
 
 
+def _as_messages(content):
+    """The messages of an observation: a text is one of the user. None is no message."""
+    if isinstance(content, str):
+        return [{"role": "user", "content": content}]
+    return [] if content is None else [content] if isinstance(content, dict) else content
+
+
 class ModelTokenizer:
     def __init__(self, directory):
         directory = self._directory = Path(directory)
@@ -107,13 +114,23 @@ class ModelTokenizer:
         are the tokens that the template puts between an assistant's answer, which ended with the token `last`, and the next answer."""
         return [self.ids_as_written(self._observed_text(item, place, arguments or {}), place) for place, item in enumerate(items)]
 
+    def rendered(self, items, arguments=None):
+        """{"messages", "ids"} of each chat {"messages", "answer", "text", "content", "fields"}: its messages behind the answer (token ids, or the text
+        before a stop text) and the observation `content`, and their tokens up to the next answer."""
+        out = []
+        for place, item in enumerate(items):
+            given = {**(arguments or {}), **template_arguments(item["fields"], place)}
+            messages, ids = self._chat.history(item["messages"], item["answer"], item["text"], _as_messages(item["content"]), given, place)
+            out.append({"messages": messages, "ids": ids})
+        return out
+
     def _observed_text(self, item, place, arguments):
         content = item["content"]
         if not item["chat"]:
             if not isinstance(content, str):
                 raise ServiceError("message", "messages, although the prompt is not a list of messages: use a text", place=place)
             return content
-        said = [{"role": "user", "content": content}] if isinstance(content, str) else [content] if isinstance(content, dict) else content
+        said = _as_messages(content)
         arguments = {**arguments, **template_arguments(item.get("fields", {}), place)}
         return self._chat.continuation(said, self._tokenizer.decode([item["last"]], skip_special_tokens=False), arguments, place)
 
@@ -128,6 +145,8 @@ def serve(directory, channel):
         try:
             if "observe" in request:
                 channel.answer(observed=tokenizer.observed(request["observe"], request.get("template", {})))
+            elif "render" in request:
+                channel.answer(rendered=tokenizer.rendered(request["render"], request.get("template", {})))
             elif "encode" in request:
                 channel.answer(encoded=tokenizer.encode(request["encode"], request.get("template", {})))
             else:

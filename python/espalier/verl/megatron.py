@@ -13,7 +13,7 @@ from espalier import megatron
 from espalier.errors import Unsupported
 from espalier.megatron.checks import check_config, has_router_losses
 from espalier.megatron.run import Prepared
-from espalier.megatron.step import inner_of
+from espalier.megatron.schedule import inner_of
 from espalier.rows.waves import Result, Scores, Wave
 from espalier.verl import refusals
 from espalier.verl.batch import MiniBatch

@@ -8,12 +8,22 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.dataset.dataset_utils import DatasetPadMode
 from verl.workers.utils.losses import ppo_loss
 
+from espalier.errors import Unsupported
+
 if TYPE_CHECKING:
     from espalier.verl.batch import MiniBatch
 
 # Losses that are sums over tokens or rollouts, divided by numbers of the whole mini-batch. verl's other losses depend on the whole micro-batch:
 # geo_mean divides by its number of rollouts, clip_cov and kl_cov choose tokens in it.
 ADDITIVE_LOSSES = {"vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "dro", "cispo", "bypass_mode"}
+
+
+def check_sets(data: Any) -> None:
+    """Raises `Unsupported` for a batch with kept sets of the sampler: verl's log-probs, and so its losses, are over the whole vocabulary."""
+    found = [name for name in ("kept_ids", "sampling_mask", "rollout_top_p_token_ids") if name in data.keys()]
+    if found:
+        raise Unsupported(found[0], "a batch without the kept sets of top-p and top-k, which verl's losses do not use", "a field of the batch",
+                          "espalier train and espalier.hf.phased_step train over kept sets; leave the field out to train over the whole vocabulary")
 
 
 def of_loss(loss_function: Any, data: Any) -> str:

@@ -12,6 +12,7 @@ from verl.utils.py_functional import append_to_dict
 
 from espalier.errors import Unsupported
 from espalier.rows.waves import Result, Scores, Wave
+from espalier.verl import refusals
 from espalier.verl.batch import MiniBatch
 from espalier.verl.options import Options
 
@@ -80,6 +81,7 @@ class Sharing:
 
     def forward_backward_batch(self, data: Any, loss_function: Callable[..., Any] | None, forward_only: bool = False) -> dict[str, Any]:
         own = lambda: super(Sharing, self).forward_backward_batch(data, loss_function, forward_only)  # type: ignore[misc]
+        refusals.check_sets(data)
         batch, reason = self._batch(data, loss_function)
         if batch is None:
             must = self._must_share()

@@ -8,13 +8,15 @@
 #include "espalier/checkpoint/atomic_output.h"
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/checkpoint/run_state.h"
+#include "espalier/mixers/attention/shape.h"
 #include "tests/unit/checkpoint/small_model.h"
 
 namespace espalier::test {
 
 inline ModelShape saved_shape() {
   ModelShape shape = llama_shape();
-  shape.hidden = 64, shape.inner = 96, shape.heads = 4, shape.head_dim = 16;
+  shape.hidden = 64;
+  shape.layer = attention_layers(2, {.heads = 4, .kv_heads = 2, .head_dim = 16}, 96);
   return shape;
 }
 

@@ -89,11 +89,11 @@ def configuration(tp=1, pp=1, cp=1, ep=1, vpp=None, sp=False, mla=False, dtype=t
     return config
 
 
-def _layer(config):
+def _layer(config, packed):
     spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization="RMSNorm", qk_layernorm=config.qk_layernorm,
                                     multi_latent_attention=config.multi_latent_attention)
     parts = spec.submodules
-    core = Causal if config.multi_latent_attention or config.context_parallel_size > 1 else None
+    core = Causal if packed or config.multi_latent_attention or config.context_parallel_size > 1 else None
     if config.sequence_parallel:
         for owner, names in ((parts, ("input_layernorm", "pre_mlp_layernorm")),
                              (parts.self_attention.submodules, ("q_layernorm", "k_layernorm", "kv_layernorm"))):
@@ -105,13 +105,13 @@ def _layer(config):
     return spec
 
 
-def chunks_of(config, tied=False, position="rope", **more):
-    """The chunks of this rank."""
+def chunks_of(config, tied=False, position="rope", packed=False, **more):
+    """The chunks of this rank. `packed`: for calls with packed rows, too."""
     model_parallel_cuda_manual_seed(3)
     vpp = config.virtual_pipeline_model_parallel_size
     out = []
     for stage in range(vpp) if vpp else [None]:
-        layer = _layer(config)
+        layer = _layer(config, packed)
         if config.sequence_parallel:
             layer = TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=stage), layer_norm=Norm)
         model = GPTModel(config=config, transformer_layer_spec=layer, vocab_size=VOCABULARY, max_sequence_length=64,

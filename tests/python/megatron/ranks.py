@@ -6,14 +6,17 @@ import os
 import sys
 import time
 import traceback
+import types
 from pathlib import Path
 
 import cpu  # noqa: F401  before megatron
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
-import espalier.megatron
+import espalier.megatron.slime
+import trainer_step
 from espalier.errors import Error
 from adapters import adapt
 from cases import CASES
@@ -110,10 +113,87 @@ def verified(kind="nested", wave=14, ddp=None, tied=False, fault="gradients_of_v
                 floor=results[0].verification.worst["floor"])
 
 
-def run(ddp=None, another_order=False, verify=False, **case):
-    begin(**case if verify else {**case, "cp": 1})
+def trained(apart=False, values=3, size=2, ddp=None, verify=False, **case):
+    """A trainer's own loop: its function as it is, and with shared prompts."""
+    chunks = chunks_of(configuration(**case), packed=True)
+    rank, own = parallel_state.get_data_parallel_rank(), get_forward_backward_func()
+    found = trainer_step.batches(trainer_step.rollouts(groups=3 + rank, n=4 - rank, seed=1 + rank, apart=apart), size, trainer_step.pad_of(chunks[0].config))
+    shared = espalier.megatron.forward_backward(own)
+    reports = []
+    train = lambda function: lambda chunks: reports.append(trainer_step.train(function, chunks, found, values))
+    if ddp:
+        wanted = moves(chunks, ddp, [train(own)])
+        again = chunks_of(configuration(**case), packed=True)
+        espalier.megatron.install(again)
+        taken = moves(again, ddp, [train(shared), train(own), train(shared)])
+        chunks, wanted, taken = again, wanted[0], taken[2]
+    else:
+        train(own)(chunks)
+        wanted, logged = gradients(chunks), logged_router_losses()
+        espalier.megatron.install(chunks, verify=verify)
+        train(shared)(chunks)
+        taken = gradients(chunks)
+        logged = over_tensor([logged, logged_router_losses()])
+    out = dict(gradient=worst(wanted, taken), tensors=len(wanted), rows=list(shared.rows.values()), shared=not apart, after=0.0,
+               same=all(torch.equal(wanted[name], taken[name]) for name in wanted), reports=[len(one) for one in reports])
+    if not ddp:
+        out["logged"] = max([0.0, *(abs(logged[0][name] - value) / abs(value) for name, value in logged[1].items())])
+    plain, of_shared = reports[0], reports[-1]
+    with torch.no_grad():
+        scored = trainer_step.train(shared, chunks, found, values, forward_only=True)
+    difference = lambda a, b: max((abs(x - y) for x, y in zip(a["lp"], b["lp"])), default=0.0)
+    out["loss"] = max((abs(a["loss"] - b["loss"]) / abs(a["loss"]) for a, b in zip(plain, of_shared)), default=0.0)
+    out["scores"], out["scored"] = max((difference(a, b) for other in (of_shared, scored) for a, b in zip(plain, other)), default=0.0), len(scored)
+    if not ddp:
+        trainer_step.two_calls(own, chunks, found)
+        wanted = gradients(chunks)
+        trainer_step.two_calls(shared, chunks, found)
+        out["unshared"] = worst(wanted, gradients(chunks))
+    return out
+
+
+def in_padded_rows(**case):
+    chunks = chunks_of(configuration(**case), packed=True)
+    own, found = get_forward_backward_func(), trainer_step.rollouts()
+    plain = trainer_step.train_padded(own, chunks, found, 3)
+    wanted = gradients(chunks)
+    espalier.megatron.install(chunks)
+    shared = espalier.megatron.forward_backward(own, first_rows=lambda batch: batch["firsts"])
+    reports = trainer_step.train_padded(shared, chunks, found, 3)
+    return dict(gradient=worst(wanted, gradients(chunks)), loss=max(abs(a["loss"] - b["loss"]) for a, b in zip(plain, reports)), scores=0.0, scored=1,
+                tensors=len(wanted), rows=list(shared.rows.values()), shared=True)
+
+
+def under_slime(package, **case):
+    """The hook of slime and miles, on modules that stand in for theirs: they do not import without a GPU."""
+    parts = [f"{package}.backends.megatron_utils.model".rsplit(".", at)[0] for at in range(3, -1, -1)]
+    modules = {name: types.ModuleType(name) for name in parts}
+    modules[parts[-1]].get_forward_backward_func = get_forward_backward_func
+    sys.modules.update(modules)
+    chunks = chunks_of(configuration(**case), packed=True)
+    found = trainer_step.batches(trainer_step.rollouts(), 2, trainer_step.pad_of(chunks[0].config))
+    model = modules[parts[-1]]
+    trainer_step.train(model.get_forward_backward_func(), chunks, found)
+    wanted = gradients(chunks)
+    for _ in range(2):  # every actor of a process calls it
+        espalier.megatron.slime.install()
+    trainer_step.train(model.get_forward_backward_func(), chunks, found)
+    rows = list(model.get_forward_backward_func().rows.values())
+    for name in parts:
+        del sys.modules[name]
+    return dict(gradient=worst(wanted, gradients(chunks)), loss=0.0, scores=0.0, scored=1, tensors=len(wanted), rows=rows, shared=True)
+
+
+def run(ddp=None, another_order=False, verify=False, trainer=False, package=None, **case):
+    begin(**case if verify and not trainer else {**case, "cp": 1})
     if another_order:
         return in_another_order(**case)
+    if trainer == "padded rows":
+        return in_padded_rows(**case)
+    if package:
+        return under_slime(package, **case)
+    if trainer:
+        return trained(ddp=ddp, verify=verify, **case)
     if verify:
         return verified(ddp=ddp, **case)
     return with_optimizer(ddp, **case) if ddp else gradients_of(**case)

@@ -59,6 +59,7 @@ def results(request, tmp_path_factory):
 def judge(name, numbers):
     print(name, numbers)
     assert numbers["tensors"] > 3 and numbers.get("after", 0) == 0, "plain calls of an attached model are Megatron's own"
+    assert numbers.get("unshared", 0) == 0, "a step that is not shared is the trainer's own to the last bit"
     if "floors" in numbers:
         shared, plain = numbers["floors"]
         assert 0 < shared <= 2 * plain

@@ -4,6 +4,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include "espalier/mixers/attention/shape.h"
 #include "espalier/step/step.h"
 #include "espalier/train/training_data.h"
 #include "tests/support/make_rollouts.h"
@@ -18,10 +19,10 @@ using testing::HeapCount;
 ModelShape shape_of_test() {
   ModelShape shape;
   shape.architecture = "Qwen3ForCausalLM";
-  shape.layers = 3, shape.hidden = 128, shape.inner = 256;
-  shape.heads = 4, shape.kv_heads = 2, shape.head_dim = 32;
+  shape.hidden = 128;
+  shape.layer = attention_layers(3, {.heads = 4, .kv_heads = 2, .head_dim = 32, .qk_norm = true}, 256);
   shape.vocabulary = 1024, shape.max_positions = 2048;
-  shape.tied_head = true, shape.qk_norm = true;
+  shape.tied_head = true;
   return shape;
 }
 

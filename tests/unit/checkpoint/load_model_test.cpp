@@ -164,7 +164,7 @@ TEST_F(LoadModel, NamesTheFirstMissingAndUnexpectedTensors) {
 
 TEST_F(LoadModel, NamesBothShapes) {
   ModelShape other = shape;
-  other.inner = 13;
+  for (LayerShape& layer : other.layer) layer.inner = 13;
   write_model(file(), ParameterTable(other), exact_values(ParameterTable(other).size(), 1), kSameName);
   const std::string text = error();
   EXPECT_HOLDS(text, "tensor 'model.layers.0.mlp.gate_proj.weight'");
@@ -217,8 +217,8 @@ TEST(RecordedModels, LoadsATrainedLlamaWithATiedHead) {
   const std::filesystem::path directory = testing::source_dir() + "/../shared/data/stories260K/hf";
   if (!std::filesystem::exists(directory)) GTEST_SKIP() << "the recorded model is not there: " << directory;
   ModelShape shape = llama_shape();
-  shape.layers = 5, shape.hidden = 64, shape.inner = 172, shape.heads = 8, shape.kv_heads = 4, shape.head_dim = 8;
-  shape.vocabulary = 512, shape.tied_head = true;
+  shape.layer = attention_layers(5, {.heads = 8, .kv_heads = 4, .head_dim = 8}, 172);
+  shape.hidden = 64, shape.vocabulary = 512, shape.tied_head = true;
   const ParameterTable table(shape);
   std::vector<float> out(static_cast<std::size_t>(table.size()));
   load_parameters(directory, table, DType::float32, out.data());
@@ -239,8 +239,8 @@ TEST(RecordedModels, LoadsTheCheckpointsOfATrace) {
   const std::filesystem::path directory = testing::source_dir() + "/../shared/data/trace_grpo20";
   if (!std::filesystem::exists(directory)) GTEST_SKIP() << "the recorded trace is not there: " << directory;
   ModelShape shape = llama_shape();
-  shape.layers = 4, shape.hidden = 128, shape.inner = 320, shape.heads = 4, shape.kv_heads = 2, shape.head_dim = 32;
-  shape.vocabulary = 64, shape.tied_head = true, shape.qk_norm = true;
+  shape.layer = attention_layers(4, {.heads = 4, .kv_heads = 2, .head_dim = 32, .qk_norm = true}, 320);
+  shape.hidden = 128, shape.vocabulary = 64, shape.tied_head = true;
   const ParameterTable table(shape);
   std::vector<float> start(static_cast<std::size_t>(table.size())), later(start.size());
   load_parameters(directory / "model", table, DType::float32, start.data());

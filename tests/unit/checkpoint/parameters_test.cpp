@@ -1,4 +1,5 @@
 // The table of parameters: names, shapes, neighbours, offsets.
+#include "tests/support/layers.h"
 #include "tests/unit/checkpoint/small_model.h"
 
 namespace espalier::test {
@@ -19,7 +20,7 @@ TEST(ParameterTable, HasGaplessAscendingOffsets) {
 
 TEST(ParameterTable, NamesALlamaAsHuggingFaceDoes) {
   ModelShape shape = llama_shape();
-  shape.layers = 1;
+  shape.layer.resize(1);
   const ParameterTable table(shape);
   std::vector<std::string> names;
   for (const Parameter& parameter : table.parameters()) names.push_back(parameter.name);
@@ -37,7 +38,8 @@ TEST(ParameterTable, NamesALlamaAsHuggingFaceDoes) {
 
 TEST(ParameterTable, PlacesTogetherWhatOneProductReads) {
   ModelShape shape = llama_shape();
-  shape.qkv_bias = shape.mlp_bias = shape.output_bias = true;
+  shape.mlp_bias = true;
+  testing::change_attention(shape, [](AttentionShape& a, std::size_t) { a.qkv_bias = a.output_bias = true; });
   const ParameterTable table(shape);
   const auto follows = [&](const std::string& first, const std::string& second) {
     const Parameter& a = table.at("model.layers.1." + first);
@@ -56,11 +58,12 @@ TEST(ParameterTable, FollowsTheFlagsOfAFamily) {
   ModelShape shape = llama_shape();
   EXPECT_FALSE(ParameterTable(shape).contains("model.layers.0.self_attn.q_proj.bias"));
   EXPECT_FALSE(ParameterTable(shape).contains("model.layers.0.self_attn.q_norm.weight"));
-  shape.qkv_bias = true;
+  testing::change_attention(shape, [](AttentionShape& a, std::size_t) { a.qkv_bias = true; });
   EXPECT_TRUE(ParameterTable(shape).contains("model.layers.0.self_attn.v_proj.bias"));
   EXPECT_FALSE(ParameterTable(shape).contains("model.layers.0.self_attn.o_proj.bias"));
-  shape.qk_norm = true;
-  EXPECT_EQ(ParameterTable(shape).at("model.layers.0.self_attn.k_norm.weight").count, shape.head_dim);
+  testing::change_attention(shape, [](AttentionShape& a, std::size_t) { a.qk_norm = true; });
+  EXPECT_EQ(ParameterTable(shape).at("model.layers.0.self_attn.k_norm.weight").count,
+            testing::attention_of(shape).head_dim);
   const std::int64_t untied = ParameterTable(shape).size();
   shape.tied_head = true;
   EXPECT_FALSE(ParameterTable(shape).contains("lm_head.weight"));

@@ -1,6 +1,7 @@
 // The run state: exact, and refused when it belongs to something else.
 #include "espalier/checkpoint/run_state.h"
 
+#include "tests/support/layers.h"
 #include "tests/unit/checkpoint/small_model.h"
 
 namespace espalier::test {
@@ -76,7 +77,7 @@ TEST_F(RunStateFiles, NamesAMissingCheckpoint) { EXPECT_HOLDS(error(), "espalier
 
 TEST_F(RunStateFiles, RefusesAnotherModel) {
   save();
-  shape.rope_theta = 500000;  // same tensors, another function
+  testing::change_attention(shape, [](AttentionShape& a, std::size_t) { a.rope.theta = 500000; });  // same tensors
   EXPECT_HOLDS(error(), "rope_theta=500000");
 }
 
@@ -122,9 +123,14 @@ TEST_F(RunStateFiles, TheFingerprintTellsShapesApart) {
     return fingerprint_of(other) != plain;
   };
   EXPECT_FALSE(differs([](ModelShape&) {}));
-  EXPECT_TRUE(differs([](ModelShape& other) { other.heads = 2, other.head_dim = 4; }));
+  const auto attention_differs = [&](auto change) {
+    return differs([&](ModelShape& other) {
+      testing::change_attention(other, [&](AttentionShape& a, std::size_t) { change(a); });
+    });
+  };
+  EXPECT_TRUE(attention_differs([](AttentionShape& a) { a.heads = 2, a.head_dim = 4; }));
   EXPECT_TRUE(differs([](ModelShape& other) { other.rms_norm_eps = 1.0000001e-6; }));
-  EXPECT_TRUE(differs([](ModelShape& other) { other.has_rope_scaling = true; }));
+  EXPECT_TRUE(attention_differs([](AttentionShape& a) { a.rope.has_scaling = true; }));
   EXPECT_TRUE(differs([](ModelShape& other) { other.tied_head = true; }));
   EXPECT_TRUE(differs([](ModelShape& other) { other.architecture = "Qwen2ForCausalLM"; }));
 }

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "espalier/base/error.h"
+#include "espalier/mixers/attention/shape.h"
 #include "espalier/model/parameters.h"
 
 namespace espalier::test {
@@ -61,8 +62,8 @@ inline std::string raw_safetensors(const std::string& header, const std::string&
 inline ModelShape llama_shape() {
   ModelShape shape;
   shape.architecture = "LlamaForCausalLM";
-  shape.layers = 2, shape.hidden = 8, shape.inner = 12, shape.heads = 4, shape.kv_heads = 2, shape.head_dim = 2;
-  shape.vocabulary = 11, shape.max_positions = 32;
+  shape.hidden = 8, shape.vocabulary = 11, shape.max_positions = 32;
+  shape.layer = attention_layers(2, {.heads = 4, .kv_heads = 2, .head_dim = 2}, 12);
   return shape;
 }
 
@@ -71,7 +72,7 @@ inline ModelShape moe_shape() {
   ModelShape shape = llama_shape();
   shape.architecture = "Qwen3MoeForCausalLM";
   shape.experts = 3, shape.experts_per_token = 2, shape.expert_inner = 4;
-  shape.expert_layer = {0, 1};
+  shape.layer[1].mlp = MlpKind::experts;
   return shape;
 }
 

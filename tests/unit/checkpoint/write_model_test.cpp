@@ -4,6 +4,7 @@
 #include "espalier/checkpoint/convert.h"
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/checkpoint/safetensors.h"
+#include "tests/support/layers.h"
 #include "tests/unit/checkpoint/small_model.h"
 
 namespace espalier::test {
@@ -36,7 +37,8 @@ TEST_F(WriteModel, RoundTripsBitForBitInEveryDtypeAndShardSize) {
       for (const bool tied : {false, true}) {
         SCOPED_TRACE(text_of(name_of(dtype), " shards of ", shard_bytes, tied ? " tied" : " untied"));
         ModelShape shape = llama_shape();
-        shape.tied_head = tied, shape.qkv_bias = true, shape.qk_norm = true;
+        shape.tied_head = tied;
+        testing::change_attention(shape, [](AttentionShape& a, std::size_t) { a.qkv_bias = a.qk_norm = true; });
         table = ParameterTable(shape);
         fs::remove_all(target);
         const std::vector<std::byte> values = bits(dtype);

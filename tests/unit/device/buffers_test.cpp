@@ -6,7 +6,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/device/held_buffers.h"
-#include "espalier/forecast/block_buffers.h"
+#include "espalier/objective/head_buffers.h"
 
 namespace espalier {
 namespace {

@@ -53,6 +53,20 @@ std::int64_t count_numbers(const std::vector<std::vector<double>>& series) {
   return count;
 }
 
+// The softmax of a row of logits over the kept set of an edge, or over the whole vocabulary; both 0 outside of the set.
+struct Softmax {
+  Softmax(const at::Tensor& z_V, const LossEdge& edge, std::span<const Rollout> rollouts)
+      : log_p(at::zeros_like(z_V)), p(at::zeros_like(z_V)) {
+    const auto kept = rollouts[edge.rollout].kept_sets.at(edge.position);
+    std::vector<std::int64_t> ids(kept.begin(), kept.end());
+    for (std::int64_t v = 0; kept.empty() && v < z_V.size(0); ++v) ids.push_back(v);
+    const at::Tensor of_set = at::tensor(ids, at::kLong), over = z_V.index_select(0, of_set).log_softmax(0);
+    log_p.index_copy_(0, of_set, over);
+    p.index_copy_(0, of_set, over.exp());
+  }
+  at::Tensor log_p, p;
+};
+
 // log softmax(z / T)[target] and its row's entropy; both are sums of 50 terms of size 10, so 1e-12 is 1e3 roundings.
 TEST(LanguageHeadInAStep, GivesLogprobsAndEntropiesOfEveryEdgeAndNothingElse) {
   HiddenRows rows(drawn_rollouts());
@@ -62,10 +76,10 @@ TEST(LanguageHeadInAStep, GivesLogprobsAndEntropiesOfEveryEdgeAndNothingElse) {
   std::int64_t edges = 0;
   rows.each_edge([&](const HeadWork& work, const LossEdge& edge, std::int32_t output) {
     const at::Tensor z_V = head_VM.mv(work.normed_OM[output]) / rows.step.rollouts[edge.rollout].temperature;
-    const at::Tensor log_p = z_V.log_softmax(0);
+    const auto [log_p, p] = Softmax(z_V, edge, rows.step.rollouts);
     const RolloutSeries& series = head.series()[edge.rollout];
     EXPECT_NEAR(series.logprob[edge.position], log_p[edge.target].item<double>(), 1e-12);
-    EXPECT_NEAR(series.entropy[edge.position], -(log_p.exp() * log_p).sum().item<double>(), 1e-12);
+    EXPECT_NEAR(series.entropy[edge.position], -(p * log_p).sum().item<double>(), 1e-12);
     ++edges;
   });
   std::vector<std::vector<double>> logprobs;
@@ -120,7 +134,7 @@ TEST(LanguageHeadInAStep, TheGradientIsThatOfAutograd) {
           again.add_edges({&edge, 1}, {&series.logprob[edge.position], 1}, {&series.entropy[edge.position], 1},
                           {&slope, 1}, {&slope_of_entropy, 1});
         const double temperature = rows.step.rollouts[edge.rollout].temperature;
-        const at::Tensor log_p = (head_VM.mv(work.normed_OM[output]) / temperature).log_softmax(0), p = log_p.exp();
+        const auto [log_p, p] = Softmax(head_VM.mv(work.normed_OM[output]) / temperature, edge, rows.step.rollouts);
         at::Tensor of_logits = -slope * p - slope_of_entropy * p * (log_p + series.entropy[edge.position]);
         of_logits[edge.target] += slope;
         of_logits /= temperature;

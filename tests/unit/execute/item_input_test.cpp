@@ -56,7 +56,7 @@ TEST(ItemInput, AnEdgeLeavesTheRowBeforeItsToken) {
     visit_items(step.plan.items, [&](const PlanItem& item) {
       const ItemInput input = input_of(step, item);
       std::set<std::pair<std::int32_t, double>> outputs;
-      const at::Tensor temperature_O = on_host(input.head_edges.temperature_O);
+      const at::Tensor temperature_O = on_host(input.head_edges.temperature_D);
       ASSERT_EQ(input.output.size(), input.edges.size());
       for (std::size_t e = 0; e < input.edges.size(); ++e) {
         const LossEdge& edge = input.edges[e];

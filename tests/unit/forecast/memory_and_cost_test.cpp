@@ -5,9 +5,11 @@
 #include "espalier/base/instruction_set.h"
 #include "espalier/base/json.h"
 #include "espalier/forecast/cost_model.h"
-#include "espalier/forecast/library_attention.h"
 #include "espalier/forecast/memory_model.h"
+#include "espalier/mixers/attention/library_work.h"
 #include "espalier/plan/draft.h"
+#include "espalier/shape/path_leaves.h"
+#include "tests/support/layers.h"
 #include "tests/unit/plan/shapes.h"
 #include "tests/with_products.h"
 
@@ -50,8 +52,8 @@ TEST(MemoryModel, HoldsWeightsGradientsMomentsAndMasters) {
   const std::int64_t n = shape.parameters();
   const auto per_parameter = [&](DType dtype, const HeldState& held) {
     ModelShape none = shape;  // the process itself, from a model without parameters
-    none.vocabulary = none.layers = none.hidden = 0;
-    none.expert_layer.clear();
+    none.vocabulary = none.hidden = 0;
+    none.layer.clear();
     return (ActivationBytes(shape, dtype, {}, {held, {}}).constant() -
             ActivationBytes(none, dtype, {}, {held, {}}).constant()) /
            n;
@@ -69,8 +71,9 @@ TEST(MemoryModel, HoldsWeightsGradientsMomentsAndMasters) {
 TEST(MemoryModel, BuffersBesideTheArenaAreBounded) {
   const WithProducts library(false);
   const ModelShape tiny = testing::tiny_shape();
-  const std::int64_t widest = std::max({tiny.vocabulary, 2 * tiny.inner, tiny.heads * tiny.head_dim});
-  const std::int64_t row = 12 * 4 * tiny.heads * tiny.head_dim, ten = 10 * (row + 96) + (14 << 10),
+  const AttentionShape& heads = testing::attention_of(tiny);
+  const std::int64_t widest = std::max({tiny.vocabulary, 2 * tiny.at(0).inner, heads.query_width()});
+  const std::int64_t row = 12 * 4 * heads.query_width(), ten = 10 * (row + 96) + (14 << 10),
                      twenty = 20 * (row + 96) + (14 << 10), many = (std::int64_t{96} << 20) + (14 << 10);
   EXPECT_EQ(ActivationBytes(tiny, DType::float32).scratch(10), ten) << "products of a few rows pack nothing";
   EXPECT_EQ(ActivationBytes(tiny, DType::float32).scratch(20), tiny.hidden * widest * 4 + twenty);
@@ -127,7 +130,7 @@ TEST(MemoryModel, OfAGpuHoldsTheMemoryOfAttentionLibraries) {
   EXPECT_GT(beside_own(AttentionKernels::cudnn, true),
             beside_own(AttentionKernels::cudnn, true, DType::bfloat16, kForwardOnly));
   EXPECT_EQ(beside_own(AttentionKernels::flash, true, DType::float32), 0);
-  shape.attention.soft_cap = 50;
+  testing::change_attention(shape, [](AttentionShape& a, std::size_t) { a.soft_cap = 50; });
   EXPECT_EQ(beside_own(AttentionKernels::cudnn, true), 0) << "own kernels run every layer";
 }
 
@@ -192,8 +195,7 @@ TEST(MemoryModel, WalkFollowsTheStack) {
 TEST(MemoryModel, ForwardOnlyHoldsOneLayerAtATime) {
   const Work wave = work_of_depths(0, 256, true);
   ModelShape deep = testing::tiny_shape();
-  deep.layers = 30;
-  deep.expert_layer.assign(30, 0);
+  deep.layer = equal_layers(30, deep.at(0));
   const StepKind score = kForwardOnly;
   const ActivationBytes shallow(testing::tiny_shape(), DType::float32, score), bytes(deep, DType::float32, score);
   EXPECT_EQ(shallow.forward_peak(wave, SavedState::keep, true), bytes.forward_peak(wave, SavedState::keep, true));
@@ -243,9 +245,9 @@ TEST(CostModel, ExpertProductsRunAtTheRateOfOneExpertsRows) {
 // The same width without experts reaches the machine's rate with a quarter of the rows.
 TEST(CostModel, WavesOfExpertModelsAreLarger) {
   ModelShape experts = testing::qwen3_30b_a3b(), dense = experts;
-  dense.inner = experts.experts_per_token * experts.expert_inner;  // the same FLOPs a row
+  testing::set_inner(dense, experts.experts_per_token * experts.expert_inner);  // the same FLOPs a row
   dense.experts = dense.experts_per_token = dense.expert_inner = 0;
-  dense.expert_layer.assign(48, 0);
+  testing::set_experts(dense, std::vector<int>(48, 0));
   const std::vector<Rollout> batch = group_of(2000, 1000, 64);
   const auto rows_of = [&](const ModelShape& shape) {
     const MachineProfile profile = default_profile("cuda", DType::bfloat16, 1);
@@ -296,11 +298,11 @@ TEST(CostModel, ShortSumsHaveRatesOfTheirOwn) {
     return std::pair(after.products / before.products, after.attention / before.attention);
   };
   ModelShape shape = testing::tiny_shape();
-  shape.hidden = shape.inner = 64, shape.heads = shape.kv_heads = 4, shape.head_dim = 16;
+  shape.hidden = 64, shape.layer = attention_layers(3, {.heads = 4, .kv_heads = 4, .head_dim = 16}, 64);
   EXPECT_DOUBLE_EQ(ratios(shape).first, 2);
   EXPECT_DOUBLE_EQ(ratios(shape).second, 2);
   // 1/128 - 1/1024 of 1/64 - 1/1024; 1/32 - 1/64 of 1/16 - 1/64.
-  shape.hidden = shape.inner = 128, shape.head_dim = 32;
+  shape.hidden = 128, shape.layer = attention_layers(3, {.heads = 4, .kv_heads = 4, .head_dim = 32}, 128);
   EXPECT_DOUBLE_EQ(ratios(shape).first, 1 + 7.0 / 15);
   EXPECT_DOUBLE_EQ(ratios(shape).second, 1 + 1.0 / 3);
   const auto [products, attention] = ratios(testing::llama_3_8b());

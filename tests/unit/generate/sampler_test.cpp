@@ -7,7 +7,7 @@
 #include <cmath>
 
 #include "espalier/base/error.h"
-#include "espalier/forecast/memory_model.h"
+#include "espalier/shape/path_leaves.h"
 #include "tests/unit/generate/sampling_case.h"
 
 namespace espalier::testing {

@@ -43,7 +43,7 @@ at::Tensor dense_logits_TV(ModelState& model, const std::vector<std::int32_t>& i
   ControlBlock block;
   input.add_to(block);
   block.add(subtree_end, subtree_end_T);
-  if (model.shape.window > 0) block.add(input.position, depth_T);
+  if (model.shape.window() > 0) block.add(input.position, depth_T);
   block.hand_over(arena.device());
   const RowRun whole{0, static_cast<std::int32_t>(ids.size()), -1, -1};
   PathSource kv(path, 0, false, subtree_end_T, depth_T, {whole});

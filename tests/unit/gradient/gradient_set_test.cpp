@@ -7,6 +7,7 @@
 
 #include <string>
 
+#include "espalier/mixers/attention/shape.h"
 #include "espalier/parallel/in_process.h"
 
 namespace espalier {
@@ -15,8 +16,8 @@ namespace {
 ModelShape small_shape() {
   ModelShape shape;
   shape.architecture = "LlamaForCausalLM";
-  shape.vocabulary = 11, shape.layers = 3, shape.hidden = 8, shape.heads = 2, shape.kv_heads = 1, shape.head_dim = 4;
-  shape.inner = 12;
+  shape.vocabulary = 11, shape.hidden = 8;
+  shape.layer = attention_layers(3, {.heads = 2, .kv_heads = 1, .head_dim = 4}, 12);
   return shape;
 }
 

@@ -7,6 +7,7 @@
 
 #include <cmath>
 
+#include "espalier/mixers/attention/shape.h"
 #include "espalier/parallel/in_process.h"
 
 namespace espalier {
@@ -15,8 +16,8 @@ namespace {
 ModelShape small_shape(bool tied) {
   ModelShape shape;
   shape.architecture = "Qwen3ForCausalLM";
-  shape.vocabulary = 12, shape.layers = 3, shape.hidden = 8, shape.heads = 4, shape.kv_heads = 2, shape.head_dim = 4;
-  shape.inner = 12, shape.qk_norm = true, shape.tied_head = tied;
+  shape.vocabulary = 12, shape.hidden = 8, shape.tied_head = tied;
+  shape.layer = attention_layers(3, {.heads = 4, .kv_heads = 2, .head_dim = 4, .qk_norm = true}, 12);
   return shape;
 }
 

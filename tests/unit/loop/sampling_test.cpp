@@ -6,8 +6,9 @@
 
 #include <stdexcept>
 
-#include "espalier/forecast/memory_model.h"
 #include "espalier/ops/operations.h"
+#include "espalier/shape/path_leaves.h"
+#include "espalier/step/planning.h"
 #include "tests/unit/generate/sampling_case.h"
 
 namespace espalier::testing {

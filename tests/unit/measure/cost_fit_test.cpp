@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include "tests/support/layers.h"
 #include "tests/unit/plan/shapes.h"
 
 namespace espalier {
@@ -26,11 +27,11 @@ CostFit fit_of(int steps, double rate, double noise = 0) {
 // Of all that an item's work counts, pairs in windows too.
 TEST(CostFit, PredictsThePlansOwnSeconds) {
   ModelShape windowed = testing::tiny_shape();
-  windowed.window = 50, windowed.window_layer = {1, 0, 1};
+  testing::change_attention(windowed, [](AttentionShape& a, std::size_t layer) { a.window = layer == 1 ? 0 : 50; });
   for (const ModelShape& shape : {testing::tiny_shape(), windowed}) {
     const StepPlan plan = testing::planned(testing::group_of(100, 30, 4), {}, ShareMode::whole_trees, shape);
     const CostModel model(shape, testing::test_profile(), DType::float32);
-    EXPECT_DOUBLE_EQ(predicted_parts(plan, model).total(), plan.chosen.seconds) << shape.window;
+    EXPECT_DOUBLE_EQ(predicted_parts(plan, model).total(), plan.chosen.seconds) << shape.window();
   }
 }
 

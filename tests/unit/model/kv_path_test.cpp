@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include "espalier/base/error.h"
+#include "espalier/mixers/attention/shape.h"
 #include "espalier/model/path_guest.h"
 
 namespace espalier {
@@ -12,7 +13,7 @@ namespace {
 
 ModelShape small_shape() {
   ModelShape shape;
-  shape.layers = 2, shape.hidden = 8, shape.heads = 2, shape.kv_heads = 1, shape.head_dim = 4;
+  shape.hidden = 8, shape.layer = attention_layers(2, {.heads = 2, .kv_heads = 1, .head_dim = 4}, 0);
   return shape;
 }
 

@@ -11,6 +11,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/ops/cpu/operations.h"
+#include "tests/support/layers.h"
 
 namespace espalier {
 namespace {
@@ -22,7 +23,8 @@ constexpr double kExact = 1e-12;  // float64 sums of at most 20 terms of size 1
 
 ModelShape shape_of_rows() {
   ModelShape shape;
-  shape.layers = 2, shape.hidden = 8, shape.heads = kHeads, shape.kv_heads = kKeyHeads, shape.head_dim = kDim;
+  shape.hidden = 8;
+  shape.layer = attention_layers(2, {.heads = kHeads, .kv_heads = kKeyHeads, .head_dim = kDim}, 0);
   return shape;
 }
 
@@ -172,7 +174,7 @@ TEST_F(Source, ThePathsGradientsAreSumsOverTheSetsBelow) {
 TEST_F(Source, ALayerWithAWindowKeepsWhatItShowsBelowEachTrunk) {
   constexpr std::int64_t kWindow = 5, kFirst = 140, kSecond = 3, kPath = kFirst + kSecond;
   ModelShape shape = shape_of_rows();
-  shape.window = kWindow, shape.window_layer = {1, 0};
+  testing::change_attention(shape, [](AttentionShape& a, std::size_t layer) { a.window = layer == 0 ? kWindow : 0; });
   Arena arena(std::int64_t{1} << 22, cpu_device());
   const ArenaScope scope(arena);
   ASSERT_EQ(first_window_row(kFirst, kWindow), 128);

@@ -34,8 +34,8 @@ class NotingKeeper : public PathKeeper {
   void note(const char* what, int member, std::int64_t begin, std::int64_t end) {
     const Member& m = members_[static_cast<std::size_t>(member)];
     static constexpr const char* kNames[] = {"k", "v", "dk", "dv"};
-    notes.push_back(std::string(what) + " " + kNames[static_cast<int>(m.kind)] + std::to_string(m.layer) + " " +
-                    std::to_string(begin) + "-" + std::to_string(end));
+    notes.push_back(std::string(what) + " " + kNames[m.number] + std::to_string(m.layer) + " " + std::to_string(begin) +
+                    "-" + std::to_string(end));
   }
 
   std::vector<Member> members_;
@@ -45,9 +45,9 @@ class Window : public ::testing::Test {
  protected:
   void add_layers(PathWindow& window, std::int64_t layers) {
     for (std::int64_t layer = 0; layer < layers; ++layer) {
-      std::array<PathKeeper::Member, PathKeeper::kKinds> members;
-      for (std::size_t kind = 0; kind < members.size(); ++kind)
-        members[kind] = {static_cast<PathKeeper::Kind>(kind), layer, {}, {}};
+      std::vector<PathKeeper::Member> members(4);
+      for (std::size_t number = 0; number < members.size(); ++number)
+        members[number] = {.layer = layer, .number = number, .kinds = 2};
       window.add_layer(members);
     }
   }

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include "espalier/mixers/attention/shape.h"
 #include "espalier/model/gathered_weights.h"
 #include "espalier/model/stage_link.h"
 #include "espalier/parallel/in_process.h"
@@ -14,8 +15,8 @@ namespace {
 ModelShape shape_of_layers(std::int64_t layers = 4) {
   ModelShape shape;
   shape.architecture = "LlamaForCausalLM";
-  shape.vocabulary = 11, shape.layers = layers, shape.hidden = 8, shape.heads = 2, shape.kv_heads = 1;
-  shape.head_dim = 4, shape.inner = 12;
+  shape.vocabulary = 11, shape.hidden = 8;
+  shape.layer = attention_layers(layers, {.heads = 2, .kv_heads = 1, .head_dim = 4}, 12);
   return shape;
 }
 
@@ -99,7 +100,7 @@ TEST(GatheredWeights, AreWholeAtTheirStop) {
         if (stop.kind == Stop::Kind::final_norm) expect_whole(views.final_norm_M, "final norm");
         if (!stop.is_layer()) return;
         const LayerViews& layer = views.layers[static_cast<std::size_t>(stop.unit)];
-        expect_whole(layer.attention_norm_M, "norm before attention");
+        expect_whole(layer.mixer_norm_M, "norm before attention");
         expect_whole(layer.mlp_norm_M, "norm before the MLP");
         ++layers;
       });

@@ -11,8 +11,9 @@ namespace {
 
 ModelShape two_expert_layers() {
   ModelShape shape;
-  shape.layers = 3, shape.experts = 8, shape.experts_per_token = 2;
-  shape.expert_layer = {1, 0, 1};
+  shape.experts = 8, shape.experts_per_token = 2;
+  shape.layer.resize(3);
+  shape.layer[0].mlp = shape.layer[2].mlp = MlpKind::experts;
   return shape;
 }
 

@@ -4,7 +4,9 @@
 #include <cmath>
 #include <vector>
 
+#include "espalier/base/error.h"
 #include "espalier/objective/objective.h"
+#include "espalier/objective/value_loss.h"
 #include "rollout_examples.h"
 
 namespace espalier {
@@ -40,6 +42,52 @@ TEST(Advantages, GroupsOfOneKeepTheirReward) {
   }
   const auto grpo = compute_advantages(rollouts, with_estimator("grpo"));
   EXPECT_NEAR(grpo[0].at(0), 0.75 / (1 + 1e-6), kRounding);
+}
+
+// TRL's trainers: the mean of a group of one is its reward.
+TEST(Advantages, GroupsOfOneHaveNoneIfAskedFor) {
+  const std::vector<Rollout> rollouts = {make_rewarded(1, 0.75, "\"a\""), make_rewarded(1, 3.0, "\"b\"")};
+  for (const char* name : {"grpo", "dr_grpo", "rloo"})
+    for (const char* deviation : {"group", "batch"}) {
+      Options options = with_estimator(name);
+      options.group_of_one = "zero", options.adv_std = deviation;
+      for (const auto& series : compute_advantages(rollouts, options)) EXPECT_EQ(series.at(0), 0.0) << name;
+    }
+}
+
+// TRL's unscorable completions: no part in the statistics, advantage 0.
+TEST(Advantages, RolloutsThatNobodyJudgedHaveNone) {
+  const std::vector<Rollout> rollouts = {make_rewarded(1, 1.0), make_rollout(2), make_rewarded(1, 0.0),
+                                         make_rewarded(1, 5.0, "\"b\""), make_rollout(1, "\"b\"")};
+  EXPECT_EQ(count_unjudged(rollouts), 2);
+  const auto grpo = compute_advantages(rollouts, with_estimator("grpo"));
+  const double unit = 0.5 / (std::sqrt(0.5) + 1e-6);
+  EXPECT_NEAR(grpo[0].at(0), unit, kRounding);
+  EXPECT_EQ(grpo[1], (std::vector<double>{0, 0}));
+  EXPECT_NEAR(grpo[2].at(0), -unit, kRounding);
+  EXPECT_EQ(grpo[3].at(0), 0.0);  // alone among the judged of its group: nothing to compare
+  EXPECT_EQ(grpo[4].at(0), 0.0);
+  const auto rloo = compute_advantages(rollouts, with_estimator("rloo"));
+  EXPECT_EQ(rloo[0].at(0), 1.0);  // 2 / 1 * 0.5
+  EXPECT_EQ(rloo[3].at(0), 0.0);
+  const auto whitened = compute_advantages(rollouts, with_estimator("reinforce_plus_plus_baseline"));
+  EXPECT_EQ(whitened[1], (std::vector<double>{0, 0}));
+  EXPECT_NEAR(whitened[0].at(0), 0.5 / std::sqrt(0.25 + 1e-8), kRounding);  // over 0.5, -0.5 and 0
+  EXPECT_THROW(compute_advantages(rollouts, with_estimator("gae")), InputError);
+  EXPECT_THROW(compute_advantages(std::vector{make_rollout(1), make_rollout(2)}, with_estimator("grpo")), InputError);
+}
+
+// verl's token_level_rewards: each at its token; one at a masked token belongs to the loss token before it.
+TEST(Advantages, RewardsOfTokensStandWhereTheyWereGiven) {
+  std::vector<Rollout> rollouts = {make_rewarded(4, 1.5)};
+  rollouts[0].token_rewards = {0.25, 1.0, 0.0, 0.25};
+  rollouts[0].loss_mask = {1, 0, 1, 1};
+  rollouts[0].values = {0, 0, 0, 0};
+  Options options = with_estimator("gae");
+  options.gamma = 0.5;
+  const auto targets = compute_value_targets(rollouts, options);
+  EXPECT_EQ(targets[0], (std::vector<double>{1.25 + 0.5 * (0.5 * 0.25), 0, 0.5 * 0.25, 0.25}));
+  EXPECT_EQ(compute_advantages(rollouts, with_estimator("dr_grpo"))[0][0], 1.5);
 }
 
 TEST(Advantages, EqualRewardsGiveExactlyZero) {

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <random>
 #include <vector>
 
@@ -246,6 +247,28 @@ TEST(Aggregation, SequenceWeightsWithoutOldLogProbsNeedTheWholeRollout) {
   Objective with_old(batch, advantages, options);
   EXPECT_FALSE(with_old.needs_whole_rollout());
   EXPECT_DOUBLE_EQ(with_old.add_token(0, 0, -1.5, 0).logprob, -std::exp(-0.5) / 2);
+}
+
+// A token whose sampler's log-prob was not recorded (NaN) has weight 1, and adds nothing to a rollout's.
+TEST(Aggregation, UnrecordedLogProbsOfTheSamplerHaveWeightOne) {
+  std::vector<Rollout> batch = {make_rollout(2)};
+  const std::vector<std::vector<double>> advantages = {{1, 1}};
+  batch[0].rollout_logprobs = {std::numeric_limits<double>::quiet_NaN(), -2};
+  Options options;
+  options.rollout_is_threshold = 1e9;
+  const std::vector<double> logprob = {-0.5, -2.25}, entropy = {0, 0};
+  for (const bool with_old : {false, true}) {
+    if (with_old) batch[0].old_logprobs = logprob;
+    for (const char* level : {"token", "sequence"}) {
+      options.rollout_is = level;
+      std::vector<double> grad_logprob(2), grad_entropy(2);
+      Objective objective(batch, advantages, options);
+      objective.add_rollout(0, logprob, entropy, grad_logprob, grad_entropy);
+      const double other = std::exp(-0.25);
+      EXPECT_DOUBLE_EQ(grad_logprob[0], -(options.rollout_is == "token" ? 1 : other) / 2) << level << with_old;
+      EXPECT_DOUBLE_EQ(grad_logprob[1], -other / 2) << level << with_old;
+    }
+  }
 }
 
 // L = -(1/2) A s (w_1 + w_2), s = exp(mean of lp - old): dL/dlp_t = -(1/2) A s (w_1 + w_2) / 2 for both tokens; gspo of

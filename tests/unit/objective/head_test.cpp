@@ -12,8 +12,8 @@
 #include "espalier/base/error.h"
 #include "espalier/base/instruction_set.h"
 #include "espalier/device/scalar_type.h"
-#include "espalier/forecast/block_buffers.h"
 #include "espalier/objective/fused_head.h"
+#include "espalier/objective/head_buffers.h"
 #include "espalier/ops/cpu/head_kernels.h"
 
 namespace espalier {
@@ -26,6 +26,7 @@ struct Case {
   std::vector<double> temperature;
   std::vector<HeadEdge> edges;
   std::vector<double> grad_logprob, grad_entropy;  // of the edges
+  std::vector<std::vector<std::int32_t>> sets;     // that edges are drawn from, if not from the whole vocabulary
 
   HeadProblem problem() const {
     ControlBlock block;
@@ -57,6 +58,24 @@ Case make_case(std::int64_t outputs, std::int64_t width, std::int64_t vocabulary
   return made;
 }
 
+// The same with kept sets: of a row's edges the first may be drawn from the whole vocabulary, the others are drawn from
+// one set or from several. Those of the last row are drawn from one set of all tokens.
+Case make_kept_case(std::int64_t outputs, std::int64_t width, std::int64_t vocabulary, at::ScalarType dtype,
+                    double scale = 1) {
+  Case made = make_case(outputs, width, vocabulary, dtype, scale);
+  made.sets.reserve(made.edges.size());
+  for (std::size_t e = 0; e < made.edges.size(); ++e) {
+    HeadEdge& edge = made.edges[e];
+    const bool last = edge.output == outputs - 1, first = e == 0 || made.edges[e - 1].output != edge.output;
+    if (!last && first && edge.output % 3 != 0) continue;
+    const std::int32_t step = last ? 1 : 2 + (edge.output + static_cast<std::int32_t>(e / 2)) % 5;
+    std::vector<std::int32_t>& ids = made.sets.emplace_back();
+    for (std::int32_t v = edge.target % step; v < vocabulary; v += step) ids.push_back(v);
+    edge.kept = ids;
+  }
+  return made;
+}
+
 at::ScalarType accumulator_of(at::ScalarType dtype) { return dtype == at::kBFloat16 ? at::kFloat : dtype; }
 
 struct Plain {
@@ -67,11 +86,24 @@ struct Plain {
 Plain plain_head(const Case& made, const at::Tensor& hidden, const at::Tensor& weight) {
   const at::ScalarType dtype = accumulator_of(hidden.scalar_type());
   const at::Tensor temperature = at::tensor(made.temperature, at::kDouble).to(dtype).unsqueeze(1);
-  const at::Tensor log_p = at::log_softmax(hidden.mm(weight.t()).to(dtype) / temperature, 1);
-  std::vector<std::int64_t> rows, targets;
-  for (const HeadEdge& edge : made.edges) rows.push_back(edge.output), targets.push_back(edge.target);
-  const at::Tensor row = at::tensor(rows, at::kLong), target = at::tensor(targets, at::kLong);
-  return {log_p.index({row, target}), -(log_p.exp() * log_p).sum(1).index({row})};
+  const at::Tensor z = hidden.mm(weight.t()).to(dtype) / temperature;
+  if (made.sets.empty()) {
+    const at::Tensor log_p = at::log_softmax(z, 1);
+    std::vector<std::int64_t> rows, targets;
+    for (const HeadEdge& edge : made.edges) rows.push_back(edge.output), targets.push_back(edge.target);
+    const at::Tensor row = at::tensor(rows, at::kLong), target = at::tensor(targets, at::kLong);
+    return {log_p.index({row, target}), -(log_p.exp() * log_p).sum(1).index({row})};
+  }
+  std::vector<at::Tensor> logprob, entropy;
+  for (const HeadEdge& edge : made.edges) {
+    std::vector<std::int64_t> ids(edge.kept.begin(), edge.kept.end());
+    if (ids.empty())
+      for (std::int64_t v = 0; v < z.size(1); ++v) ids.push_back(v);
+    const at::Tensor of_set = z[edge.output].index({at::tensor(ids, at::kLong)}), log_p = at::log_softmax(of_set, 0);
+    logprob.push_back(log_p[std::ranges::find(ids, edge.target) - ids.begin()]);
+    entropy.push_back(-(log_p.exp() * log_p).sum());
+  }
+  return {at::stack(logprob), at::stack(entropy)};
 }
 
 struct Values {
@@ -151,10 +183,39 @@ TEST(FusedHead, Float64AgreesWithLogSoftmax) {
   }
 }
 
+TEST(FusedHead, Float64AgreesWithLogSoftmaxOverKeptSets) {
+  for (std::int64_t vocabulary : {1, 2, 7, 1025, 4099}) {
+    const Case made = make_kept_case(18, 24, vocabulary, at::kDouble);
+    const Values expected = plain_values(made, at::kDouble), got = fused_values(made);
+    for (std::size_t e = 0; e < made.edges.size(); ++e) {
+      EXPECT_NEAR(got.logprob[e], expected.logprob[e], 1e-12 * (1 + std::abs(expected.logprob[e]))) << vocabulary;
+      EXPECT_NEAR(got.entropy[e], expected.entropy[e], 1e-12 * (1 + expected.entropy[e])) << vocabulary;
+    }
+  }
+}
+
+TEST(FusedHead, ASetOfAllTokensHasTheBitsOfTheWholeVocabulary) {
+  for (at::ScalarType dtype : {at::kDouble, at::kFloat, at::kBFloat16}) {
+    const Case whole = make_case(12, 16, 1031, dtype);
+    Case kept = make_case(12, 16, 1031, dtype);
+    std::vector<std::int32_t>& all = kept.sets.emplace_back();
+    for (std::int32_t v = 0; v < 1031; ++v) all.push_back(v);
+    for (std::size_t e = 1; e < kept.edges.size(); ++e)
+      if (kept.edges[e].output == kept.edges[e - 1].output) kept.edges[e].kept = all;
+    const Values expected = fused_values(whole), got = fused_values(kept);
+    EXPECT_EQ(got.logprob, expected.logprob);
+    EXPECT_EQ(got.entropy, expected.entropy);
+    for (HeadEdge& edge : kept.edges) edge.kept = all;
+    EXPECT_TRUE(at::equal(fused_gradients(kept, true).hidden, fused_gradients(whole, true).hidden));
+    EXPECT_TRUE(at::equal(fused_gradients(kept, true).weight, fused_gradients(whole, true).weight));
+  }
+}
+
 TEST(FusedHead, LowerDtypesAreNoWorseThanTwiceThePlainOnes) {
   for (at::ScalarType dtype : {at::kFloat, at::kBFloat16})
     for (double scale : {1.0, 30.0}) {
-      const Case made = make_case(60, 96, 1537, dtype, scale);
+      const bool kept = scale == 1;
+      const Case made = kept ? make_kept_case(60, 96, 1537, dtype, scale) : make_case(60, 96, 1537, dtype, scale);
       const Values exact = plain_values(made, at::kDouble), plain = plain_values(made, dtype), got = fused_values(made);
       EXPECT_LE(distance(got.logprob, exact.logprob), 2 * distance(plain.logprob, exact.logprob)) << dtype << scale;
       EXPECT_LE(distance(got.entropy, exact.entropy), 2 * distance(plain.entropy, exact.entropy)) << dtype << scale;
@@ -305,6 +366,10 @@ TEST(FusedHead, RefusesEdgesOutOfOrderOrOfRange) {
   EXPECT_THROW(head_forward(made.problem(), series, series, arena), InternalError);
   made.edges = {{1, 0}, {3, 0}};
   EXPECT_THROW(head_forward(made.problem(), series, series, arena), InternalError);
+  const std::vector<std::int32_t> set{0, 4};
+  made.edges = {{1, 0, set}, {1, 0}};
+  EXPECT_THROW(head_forward(made.problem(), series, series, arena), InternalError)
+      << "the whole vocabulary comes first";
 }
 
 TEST(HeadGradient, Float64AgreesWithAutograd) {
@@ -319,10 +384,35 @@ TEST(HeadGradient, Float64AgreesWithAutograd) {
       }
 }
 
+TEST(HeadGradient, Float64AgreesWithAutogradOverKeptSets) {
+  for (std::int64_t vocabulary : {3, 64, 1031})
+    for (bool one_pass : {false, true}) {
+      const Case made = make_kept_case(23, 16, vocabulary, at::kDouble, 2);
+      const Gradients expected = plain_gradients(made, at::kDouble), got = fused_gradients(made, one_pass);
+      EXPECT_LT(relative(got.hidden, expected.hidden), 1e-12) << vocabulary << one_pass;
+      EXPECT_LT(relative(got.weight, expected.weight), 1e-12) << vocabulary << one_pass;
+    }
+  // Blocks of 256 rows have the sets of their own rows.
+  const Case made = make_kept_case(600, 8, 37, at::kDouble, 2);
+  const Gradients expected = plain_gradients(made, at::kDouble), got = fused_gradients(made, true);
+  EXPECT_LT(relative(got.hidden, expected.hidden), 1e-12);
+  EXPECT_LT(relative(got.weight, expected.weight), 1e-12);
+}
+
+TEST(HeadGradient, LogitsOutsideAllKeptSetsHaveNone) {
+  Case made = make_case(2, 4, 9, at::kFloat, 2);  // the second row has one edge
+  made.sets = {{1, 7, 8}};
+  made.edges.at(0) = {1, 7, made.sets[0]};
+  const Gradients got = fused_gradients(made, true);
+  for (std::int64_t v = 0; v < 9; ++v)
+    EXPECT_EQ(got.weight[v].abs().max().item<double>() == 0.0, v != 1 && v != 7 && v != 8) << v;
+}
+
 TEST(HeadGradient, LowerDtypesAreNoWorseThanTwiceThePlainOnes) {
   for (at::ScalarType dtype : {at::kFloat, at::kBFloat16})
     for (bool with_entropy : {false, true}) {
-      const Case made = make_case(80, 64, 1537, dtype, 2, with_entropy);
+      const Case made =
+          with_entropy ? make_kept_case(80, 64, 1537, dtype, 2) : make_case(80, 64, 1537, dtype, 2, with_entropy);
       const Gradients exact = plain_gradients(made, at::kDouble), plain = plain_gradients(made, dtype);
       const Gradients got = fused_gradients(made, true);
       EXPECT_LE(relative(got.hidden, exact.hidden), 2 * relative(plain.hidden, exact.hidden)) << dtype << with_entropy;

@@ -32,7 +32,8 @@ std::vector<Rollout> two_rollouts() {
 
 TEST(ObjectiveErrors, MissingRewardNamesLineOptionAndRemedy) {
   std::vector<Rollout> rollouts = two_rollouts();
-  rollouts[1].reward.reset();
+  rollouts[0].advantages = {1, 1};
+  for (Rollout& rollout : rollouts) rollout.reward.reset();  // beside one with a reward it would be unjudged
   const ErrorText text = error_of<InputError>([&] { compute_advantages(rollouts, Options{}); });
   EXPECT_EQ(text.where, "example.jsonl:17");
   EXPECT_NE(text.expected.find("--adv-estimator grpo"), std::string::npos) << text.expected;

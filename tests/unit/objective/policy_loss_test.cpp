@@ -87,6 +87,47 @@ TEST(PolicyLoss, GpgAndReinforceAreTheLogProbTimesTheAdvantage) {
     expect_points(loss, {{7.0, 3.0, -3.0 * (kOld + std::log(7.0)), -3.0, false}});
 }
 
+// Probabilities 0.5 -> 0.5 r, held against bounds of 0.2 on their difference.
+PolicyTerm moved_by(PolicyLoss loss, double ratio, double advantage) {
+  PolicySettings settings;
+  settings.loss = loss;
+  return policy_term(settings, {std::log(0.5 * ratio), std::log(0.5), advantage});
+}
+
+TEST(PolicyLoss, DppoDropsTokensThatMovedTooFarTowardsTheirAdvantage) {
+  for (const PolicyLoss loss : {PolicyLoss::dppo_tv, PolicyLoss::dppo}) {
+    EXPECT_TRUE(moved_by(loss, 1.5, 1.0).clipped);  // 0.75 - 0.5 > 0.2
+    EXPECT_FALSE(moved_by(loss, 1.3, 1.0).clipped);
+    EXPECT_FALSE(moved_by(loss, 0.5, 1.0).clipped);  // the other side
+    EXPECT_TRUE(moved_by(loss, 0.5, -1.0).clipped);
+    EXPECT_FALSE(moved_by(loss, 1.5, -1.0).clipped);
+    EXPECT_TRUE(moved_by(loss, 0.5, 0.0).clipped);  // without an advantage the lower bound holds
+  }
+  EXPECT_NEAR(moved_by(PolicyLoss::dppo_tv, 1.3, 2.0).gradient, -2 * 1.3, kRoundingOfRatios * 100);
+  EXPECT_NEAR(moved_by(PolicyLoss::dppo_tv, 1.3, 2.0).value, -2 * 1.3 * std::log(0.65), kRoundingOfRatios * 100);
+  EXPECT_EQ(moved_by(PolicyLoss::dppo_tv, 1.5, 1.0).gradient, 0.0);
+  const double log_ratio = std::log(1.3), dropped = std::log(1.5);
+  EXPECT_NEAR(moved_by(PolicyLoss::dppo, 1.3, 2.0).value, -2 * 1.3 + 1e-3 * log_ratio * log_ratio,
+              kRoundingOfRatios * 100);
+  EXPECT_NEAR(moved_by(PolicyLoss::dppo, 1.3, 2.0).gradient, -2 * 1.3 + 2e-3 * log_ratio, kRoundingOfRatios * 100);
+  EXPECT_NEAR(moved_by(PolicyLoss::dppo, 1.5, 2.0).gradient, 2e-3 * dropped, kRoundingOfRatios);  // the KL stays
+}
+
+TEST(PolicyLoss, DppoKlBoundsTheKlOfTwoOutcomes) {
+  // KL(0.5 || 0.85) = 0.5 log(0.5 / 0.85) + 0.5 log(0.5 / 0.15) = 0.337; KL(0.5 || 0.65) = 0.047.
+  EXPECT_TRUE(moved_by(PolicyLoss::dppo_kl, 1.7, 1.0).clipped);
+  EXPECT_FALSE(moved_by(PolicyLoss::dppo_kl, 1.3, 1.0).clipped);
+  EXPECT_FALSE(moved_by(PolicyLoss::dppo_kl, 1.7, -1.0).clipped);
+  EXPECT_TRUE(moved_by(PolicyLoss::dppo_kl, 0.3, -1.0).clipped);
+}
+
+TEST(PolicyLoss, IcePopDropsTokensOutsideTheBand) {
+  expect_points(PolicyLoss::icepop, {{1.5, 2.0, -3.0, -3.0, false},
+                                     {4.9, -1.0, 4.9, 4.9, false},
+                                     {5.1, -1.0, 0.0, 0.0, true},
+                                     {0.19, 1.0, 0.0, 0.0, true}});
+}
+
 TEST(PolicyLoss, GspoClipsTheSequenceRatioWithoutDualClip) {
   PolicySettings settings;
   settings.loss = PolicyLoss::gspo;

@@ -47,6 +47,29 @@ TEST(StepKind, SequenceWeightsNeedTheWholeRolloutWhereOldLogprobsAreMissing) {
   EXPECT_FALSE(step_kind_of(options, critic, rollouts).whole_rollout);
 }
 
+// A ratio over several records is known after a forward pass; each token then stands by itself.
+TEST(StepKind, SequencesOfSeveralRecordsAskForAForwardPass) {
+  const std::vector<std::vector<double>> advantages(2, {1, 1});
+  std::vector<Rollout> rollouts = two_rollouts(true);
+  for (Rollout& rollout : rollouts) rollout.trajectory = "\"t\"";
+  for (const char* loss : {"gspo", "vanilla"})
+    for (const char* unit : words_of(LossUnit{})) {
+      Options options;
+      options.policy_loss = loss, options.loss_unit = unit;
+      const bool expected = std::string(loss) == "gspo" && std::string(unit) == "trajectory";
+      const StepKind kind = step_kind_of(options, {}, rollouts);
+      const Objective objective(rollouts, advantages, options);
+      EXPECT_EQ(kind.sequence_pass, expected) << loss << " " << unit;
+      EXPECT_EQ(objective.needs_sequences(), expected) << loss << " " << unit;
+      EXPECT_EQ(kind.whole_rollout, objective.needs_whole_rollout()) << loss << " " << unit;
+      EXPECT_EQ(kind.whole_rollout, !expected && std::string(loss) == "gspo") << loss << " " << unit;
+    }
+  Options options;
+  options.policy_loss = "gspo", options.loss_unit = "trajectory";
+  rollouts[1].loss_mask = {0, 0};  // one record with loss is a sequence by itself
+  EXPECT_FALSE(step_kind_of(options, {}, rollouts).sequence_pass);
+}
+
 TEST(StepKind, RouterLossesAskForAllRowsAndACountingPass) {
   ModelShape moe;
   moe.experts = 4, moe.experts_per_token = 2;

@@ -125,6 +125,91 @@ TEST(Trajectories, NeedOneRewardAndItsTurnsOnce) {
   EXPECT_THROW(trajectories_of(rollouts), InputError);
 }
 
+TEST(Trajectories, ATurnMayStandOnceOnEachBranch) {
+  std::vector<Rollout> rollouts = {turn("1", 0, 1, 1.0), turn("1", 1, 1, 1.0), turn("1", 1, 1, 1.0)};
+  rollouts[1].branch = "\"a\"", rollouts[2].branch = "\"b\"";
+  EXPECT_EQ(trajectories_of(rollouts).turns, (std::vector<std::vector<std::int64_t>>{{0, 1, 2}}));
+  rollouts[2].branch = rollouts[1].branch;
+  try {
+    trajectories_of(rollouts);
+    FAIL() << "one turn twice on one branch";
+  } catch (const InputError& error) {
+    EXPECT_NE(std::string(error.what()).find("branch \"a\" here and at f:2"), std::string::npos) << error.what();
+    EXPECT_NE(std::string(error.what()).find("add a field branch"), std::string::npos) << error.what();
+  }
+}
+
+// Two branches of one run and another run: two votes, not three.
+std::vector<Rollout> with_branches() {
+  std::vector<Rollout> rollouts = {turn("1", 0, 2, 1.0), turn("1", 0, 3, 1.0), turn("2", 0, 1, 0.0)};
+  rollouts[0].branch = "\"a\"", rollouts[1].branch = "\"b\"";
+  return rollouts;
+}
+
+TEST(Trajectories, BranchesHaveOneVote) {
+  std::vector<Rollout> rollouts = with_branches();
+  EXPECT_NE(
+      settle_turn_rewards(rollouts, TurnRewards::automatic).find("outcome, counted once, averaged over its branches"),
+      std::string::npos);
+  auto advantages = compute_advantages(rollouts, estimator_of_trajectories("dr_grpo"));
+  EXPECT_EQ(advantages[0][0], 0.5);
+  EXPECT_EQ(advantages[1][2], 0.5);
+  EXPECT_EQ(advantages[2][0], -0.5);
+
+  rollouts = with_branches();  // unequal branches: the trajectory has their mean
+  rollouts[1].reward = 0.5;
+  settle_turn_rewards(rollouts, TurnRewards::outcome);
+  EXPECT_EQ(rewards_of(rollouts, trajectories_of(rollouts)), (std::vector<std::optional<double>>{0.75, 0.0}));
+
+  rollouts = with_branches();  // a stem repeats the outcome of both branches
+  rollouts.insert(rollouts.begin(), turn("1", -1, 1, 1.0));
+  settle_turn_rewards(rollouts, TurnRewards::automatic);
+  EXPECT_EQ(rewards_of(rollouts, trajectories_of(rollouts)), (std::vector<std::optional<double>>{1.0, 0.0}));
+  settle_turn_rewards(rollouts, TurnRewards::automatic);  // a second time nothing changes
+  EXPECT_EQ(rewards_of(rollouts, trajectories_of(rollouts)), (std::vector<std::optional<double>>{1.0, 0.0}));
+
+  rollouts = with_branches();  // sums: that of the stem, and the mean of the branches' sums
+  rollouts.insert(rollouts.begin(), turn("1", -1, 1, 0.25));
+  settle_turn_rewards(rollouts, TurnRewards::automatic);
+  EXPECT_EQ(rewards_of(rollouts, trajectories_of(rollouts)), (std::vector<std::optional<double>>{1.25, 0.0}));
+}
+
+TEST(Trajectories, ReturnsThroughBranchesAreRefusedByName) {
+  std::vector<Rollout> rollouts = with_branches();
+  for (Rollout& rollout : rollouts) rollout.values.assign(rollout.response_ids.size(), 0.0);
+  for (const char* name : {"gae", "reinforce_plus_plus"})
+    EXPECT_THROW(compute_advantages(rollouts, estimator_of_trajectories(name)), UnsupportedError) << name;
+  EXPECT_THROW(compute_value_targets(rollouts, {}), UnsupportedError);
+  for (Rollout& rollout : rollouts) rollout.returns.assign(rollout.response_ids.size(), 0.5);
+  EXPECT_EQ(compute_value_targets(rollouts, {})[0][0], 0.5);
+}
+
+// slime: the samples of a rollout share one mean, 1/2 [(S1 + S2) / 8 + S3 / 4].
+TEST(Trajectories, AreTheSequencesOfTheLossIfTheDumpSaysSo) {
+  std::vector<Rollout> rollouts = {turn("1", 0, 6, std::nullopt), turn("1", 1, 2, std::nullopt),
+                                   turn("2", 0, 4, std::nullopt)};
+  const std::vector<std::vector<double>> advantages = {std::vector<double>(6, 1.0), {1, 1}, {1, 1, 1, 1}};
+  Options options;
+  options.policy_loss = "reinforce", options.loss_agg_mode = "seq-mean-token-mean", options.token_count_epsilon = 0;
+  const auto slope_of = [&](int rollout) {
+    return Objective(rollouts, advantages, options).add_token(rollout, 0, -1, 0).logprob;
+  };
+  EXPECT_DOUBLE_EQ(slope_of(0), -1.0 / 3 / 6);
+  rollouts[0].loss_unit = LossUnit::trajectory;
+  EXPECT_NE(settle_loss_unit(rollouts, LossUnit::automatic).find("one sequence"), std::string::npos);
+  EXPECT_EQ(rollouts[2].loss_unit, LossUnit::trajectory);
+  EXPECT_DOUBLE_EQ(slope_of(0), -1.0 / 2 / 8);
+  EXPECT_DOUBLE_EQ(slope_of(1), -1.0 / 2 / 8);
+  EXPECT_DOUBLE_EQ(slope_of(2), -1.0 / 2 / 4);
+  options.loss_agg_mode = "seq-mean-token-sum";
+  EXPECT_DOUBLE_EQ(slope_of(1), -1.0 / 2);
+  options.loss_unit = "record";  // a given unit overrides the dump's
+  EXPECT_DOUBLE_EQ(slope_of(1), -1.0 / 3);
+  rollouts[2].loss_unit = LossUnit::record;
+  EXPECT_THROW(settle_loss_unit(rollouts, LossUnit::automatic), InputError);
+  EXPECT_EQ(settle_loss_unit(rollouts, LossUnit::record), "");
+}
+
 TEST(Trajectories, StandInTheirGroupAndStep) {
   std::vector<Rollout> rollouts = {turn("1", 0, 1, 1.0), turn("1", 0, 1, 1.0)};
   rollouts[1].group = "\"b\"";

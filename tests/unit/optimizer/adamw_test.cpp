@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "espalier/base/error.h"
+#include "espalier/mixers/attention/shape.h"
 #include "espalier/parallel/in_process.h"
 
 namespace espalier {
@@ -18,8 +19,8 @@ namespace {
 ModelShape small_shape() {
   ModelShape shape;
   shape.architecture = "LlamaForCausalLM";
-  shape.vocabulary = 11, shape.layers = 2, shape.hidden = 8, shape.heads = 2, shape.kv_heads = 1, shape.head_dim = 4;
-  shape.inner = 12;
+  shape.vocabulary = 11, shape.hidden = 8;
+  shape.layer = attention_layers(2, {.heads = 2, .kv_heads = 1, .head_dim = 4}, 12);
   return shape;
 }
 

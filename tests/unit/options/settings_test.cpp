@@ -44,6 +44,7 @@ TEST(Aliases, AnyOfThemMakesTheUpdateTrls) {
   EXPECT_EQ(options.kl_loss_type, "k3_unbiased");
   EXPECT_TRUE(std::isinf(options.clip_ratio_c) && std::isinf(options.log_ratio_bound));
   EXPECT_EQ(options.adv_epsilon, 1e-4);
+  EXPECT_EQ(options.group_of_one, LoneReward::zero);
   EXPECT_EQ(options.loss_agg_mode, "token-mean");
   EXPECT_EQ(options.entropy_agg_mode, "token-mean");
   EXPECT_EQ(options.weight_decay, 0);

@@ -1,5 +1,6 @@
 // Trees dealt to ranks.
 #include "espalier/plan/dealing.h"
+#include "espalier/mixers/attention/shape.h"
 
 #include <gtest/gtest.h>
 
@@ -27,8 +28,8 @@ TEST(Dealing, ASharedPromptIsChargedOnce) {
       batch.push_back(rollout);
     }
   ModelShape shape;
-  shape.layers = 2, shape.hidden = 256, shape.inner = 512, shape.heads = 4, shape.kv_heads = 4, shape.head_dim = 64;
-  shape.vocabulary = 1000;
+  shape.hidden = 256, shape.vocabulary = 1000;
+  shape.layer = attention_layers(2, {.heads = 4, .kv_heads = 4, .head_dim = 64}, 512);
   const std::vector<PrefixTree> trees = build_prefix_trees(batch, ShareMode::whole_trees);
   ASSERT_EQ(trees.size(), 2u);
   MachineProfile machine = default_profile(DeviceType::cpu, DType::float32, 2);
@@ -54,8 +55,8 @@ std::vector<Rollout> group(int prompt, int responses) {
 
 std::vector<std::vector<PrefixTree>> dealt(const std::vector<Rollout>& batch, std::int64_t ranks) {
   ModelShape shape;
-  shape.layers = 2, shape.hidden = 256, shape.inner = 512, shape.heads = 4, shape.kv_heads = 4, shape.head_dim = 64;
-  shape.vocabulary = 1000;
+  shape.hidden = 256, shape.vocabulary = 1000;
+  shape.layer = attention_layers(2, {.heads = 4, .kv_heads = 4, .head_dim = 64}, 512);
   MachineProfile machine = default_profile(DeviceType::cpu, DType::float32, 2);
   machine.seconds_per_call = 0, machine.bytes_per_second = 1e15;  // all cost is that of rows
   return deal_trees(build_prefix_trees(batch, ShareMode::whole_trees), ranks, batch, shape, {}, machine).by_rank;

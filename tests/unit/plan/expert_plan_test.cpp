@@ -2,7 +2,9 @@
 #include <gtest/gtest.h>
 
 #include "espalier/base/json.h"
+#include "espalier/config/model_config.h"
 #include "espalier/forecast/memory_model.h"
+#include "espalier/shape/path_leaves.h"
 #include "tests/unit/plan/shapes.h"
 
 namespace espalier {

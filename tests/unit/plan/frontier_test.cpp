@@ -7,6 +7,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/forecast/memory_model.h"
+#include "espalier/mixers/attention/shape.h"
 #include "tests/unit/plan/shapes.h"
 
 namespace espalier {
@@ -24,9 +25,9 @@ PlanOptions within(std::int64_t bytes_above_constant, const ModelShape& shape) {
 
 ModelShape long_shape() {
   ModelShape shape = testing::tiny_shape();
-  shape.layers = 12, shape.max_positions = 1 << 19;
-  shape.hidden = 256, shape.kv_heads = 1;  // the path is narrower than the streams
-  shape.expert_layer.assign(12, 0);
+  shape.hidden = 256, shape.max_positions = 1 << 19;
+  // The path is narrower than the streams.
+  shape.layer = attention_layers(12, {.heads = 4, .kv_heads = 1, .head_dim = 16, .qk_norm = true}, 96);
   return shape;
 }
 

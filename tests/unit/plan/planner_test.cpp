@@ -10,6 +10,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/forecast/memory_model.h"
+#include "tests/support/layers.h"
 #include "tests/support/make_rollouts.h"
 #include "tests/unit/plan/shapes.h"
 
@@ -104,7 +105,7 @@ TEST(Planner, EveryPlanIsValid) {
 // validate() counts the pairs of every set anew, those within windows too.
 TEST(Planner, EveryPlanOfAModelWithAWindowIsValidAndCheaper) {
   ModelShape windowed = testing::tiny_shape();
-  windowed.window = 5, windowed.window_layer = {1, 0, 1};
+  testing::change_attention(windowed, [](AttentionShape& a, std::size_t layer) { a.window = layer == 1 ? 0 : 5; });
   for (std::uint64_t seed = 0; seed < 20; ++seed) {
     const std::vector<Rollout> batch = testing::make_rollouts(testing::any_options(seed), seed);
     const std::vector<PrefixTree> trees = build_prefix_trees(batch, ShareMode::whole_trees);

@@ -128,7 +128,7 @@ TEST_F(Layouts, DividedWeightsAreHeldInPartsAndRooms) {
   const LayoutPlan whole = plan_layout(problem(llama_), {.dp = 8}),
                    parts = plan_layout(problem(llama_, Sharding::full), {.dp = 8});
   const std::int64_t M = llama_.hidden, end = llama_.vocabulary * M;
-  const std::int64_t layer = layer_parameters(llama_, false).parameters();
+  const std::int64_t layer = layer_parameters(llama_, llama_.at(0)).parameters();
   const std::int64_t rooms = 6 * (2 * layer + end + M) + 4 * end / 8;
   for (const auto phase : {&PhasePeaks::a, &PhasePeaks::b, &PhasePeaks::c})
     EXPECT_EQ(whole.bytes.*phase - parts.bytes.*phase, 18 * llama_.parameters() * 7 / 8 - rooms);

@@ -13,7 +13,7 @@ namespace {
 ModelShape shape() {
   ModelShape shape = testing::tiny_shape();
   shape.experts = 5, shape.experts_per_token = 2, shape.expert_inner = 32;
-  shape.expert_layer = {1, 0, 1};
+  shape.layer[0].mlp = shape.layer[2].mlp = MlpKind::experts;
   return shape;
 }
 

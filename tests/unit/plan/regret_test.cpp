@@ -8,6 +8,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/base/random.h"
+#include "espalier/mixers/attention/shape.h"
 #include "tests/unit/plan/shapes.h"
 
 namespace espalier {
@@ -16,15 +17,15 @@ namespace {
 ModelShape shape_of(std::int64_t layers, std::int64_t hidden, std::int64_t inner, std::int64_t heads,
                     std::int64_t kv_heads, std::int64_t head_dim, std::int64_t vocabulary) {
   ModelShape shape = testing::tiny_shape();
-  shape.layers = layers, shape.hidden = hidden, shape.inner = inner, shape.heads = heads;
-  shape.kv_heads = kv_heads, shape.head_dim = head_dim, shape.vocabulary = vocabulary;
-  shape.expert_layer.assign(static_cast<std::size_t>(layers), 0);
+  shape.hidden = hidden, shape.vocabulary = vocabulary;
+  shape.layer =
+      attention_layers(layers, {.heads = heads, .kv_heads = kv_heads, .head_dim = head_dim, .qk_norm = true}, inner);
   return shape;
 }
 
 ModelShape with_experts(ModelShape shape, std::int64_t experts, std::int64_t chosen, std::int64_t inner) {
   shape.experts = experts, shape.experts_per_token = chosen, shape.expert_inner = inner;
-  shape.expert_layer.assign(static_cast<std::size_t>(shape.layers), 1);
+  for (LayerShape& layer : shape.layer) layer.mlp = MlpKind::experts;
   return shape;
 }
 

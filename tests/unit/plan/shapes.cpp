@@ -2,37 +2,42 @@
 
 #include <numeric>
 
+#include "espalier/mixers/attention/shape.h"
+
 namespace espalier::testing {
+
+namespace {
+
+AttentionShape heads(std::int64_t count, std::int64_t kv_heads, std::int64_t head_dim, bool qk_norm) {
+  AttentionShape attention;
+  attention.heads = count, attention.kv_heads = kv_heads, attention.head_dim = head_dim, attention.qk_norm = qk_norm;
+  return attention;
+}
+
+}  // namespace
 
 ModelShape tiny_shape() {
   ModelShape shape;
   shape.architecture = "Qwen3ForCausalLM";
-  shape.layers = 3, shape.hidden = 64, shape.inner = 96;
-  shape.heads = 4, shape.kv_heads = 2, shape.head_dim = 16;
-  shape.vocabulary = 512, shape.max_positions = 4096;
-  shape.qk_norm = true, shape.tied_head = true;
-  shape.expert_layer.assign(3, 0);
+  shape.hidden = 64, shape.vocabulary = 512, shape.max_positions = 4096, shape.tied_head = true;
+  shape.layer = attention_layers(3, heads(4, 2, 16, true), 96);
   return shape;
 }
 
 ModelShape llama_3_8b() {
   ModelShape shape;
   shape.architecture = "LlamaForCausalLM";
-  shape.layers = 32, shape.hidden = 4096, shape.inner = 14336;
-  shape.heads = 32, shape.kv_heads = 8, shape.head_dim = 128;
-  shape.vocabulary = 128256, shape.max_positions = 131072;
-  shape.expert_layer.assign(32, 0);
+  shape.hidden = 4096, shape.vocabulary = 128256, shape.max_positions = 131072;
+  shape.layer = attention_layers(32, heads(32, 8, 128, false), 14336);
   return shape;
 }
 
 ModelShape qwen3_30b_a3b() {
   ModelShape shape;
   shape.architecture = "Qwen3MoeForCausalLM";
-  shape.layers = 48, shape.hidden = 2048, shape.inner = 6144;
-  shape.heads = 32, shape.kv_heads = 4, shape.head_dim = 128;
-  shape.vocabulary = 151936, shape.max_positions = 40960, shape.qk_norm = true;
+  shape.hidden = 2048, shape.vocabulary = 151936, shape.max_positions = 40960;
   shape.experts = 128, shape.experts_per_token = 8, shape.expert_inner = 768, shape.norm_topk_prob = true;
-  shape.expert_layer.assign(48, 1);
+  shape.layer = attention_layers(48, heads(32, 4, 128, true), 6144, MlpKind::experts);
   return shape;
 }
 

@@ -9,6 +9,8 @@
 #include <set>
 
 #include "espalier/base/error.h"
+#include "espalier/mixers/attention/shape.h"
+#include "espalier/mixers/latent_attention/shape.h"
 #include "tests/unit/plan/shapes.h"
 
 namespace espalier {
@@ -19,8 +21,8 @@ using testing::planned;
 
 ModelShape deep_shape() {
   ModelShape shape = testing::tiny_shape();
-  shape.layers = 12, shape.hidden = 256, shape.inner = 768, shape.kv_heads = 1, shape.max_positions = 1 << 16;
-  shape.expert_layer.assign(12, 0);
+  shape.hidden = 256, shape.max_positions = 1 << 16;
+  shape.layer = attention_layers(12, {.heads = 4, .kv_heads = 1, .head_dim = 16, .qk_norm = true}, 768);
   return shape;
 }
 
@@ -109,7 +111,7 @@ TEST(StateChoice, StoresNothingAwayWithoutRoom) {
 
 ModelShape wide_path_shape() {
   ModelShape shape = deep_shape();
-  shape.heads = shape.kv_heads = 8, shape.head_dim = 32;
+  shape.layer = attention_layers(12, {.heads = 8, .kv_heads = 8, .head_dim = 32, .qk_norm = true}, 768);
   return shape;
 }
 
@@ -186,11 +188,18 @@ StepPlan planned_with(PathState state, const std::vector<Rollout>& batch, PlanOp
   return planned(batch, options, ShareMode::whole_trees, shape);
 }
 
+// 8 heads of 32 plain, 8 rotated and 32 value channels behind latents of this width.
+void set_latents(ModelShape& shape, std::int64_t key_value) {
+  const auto mixer = std::make_shared<const LatentAttention>(
+      LatentShape{.heads = 8, .key_value = key_value, .plain = 32, .rotary = 8, .value = 32});
+  for (LayerShape& layer : shape.layer) layer.mixer = mixer;
+}
+
 // A path that does not fit is carried as latents where the model has latent attention; one that fits is not, and other
 // models are refused.
 TEST(StateChoice, ThePathIsCarriedAsLatents) {
   ModelShape shape = wide_path_shape();
-  shape.head_dim = 40, shape.latent = {.key_value = 24, .plain = 32, .rotary = 8, .value = 32};
+  set_latents(shape, 24);
   const std::vector<Rollout> batch = group_of(8000, 60, 2);
   PlanOptions options = without_room();
   const auto plan_with = [&](PathState state) { return planned_with(state, batch, options, shape); };
@@ -220,7 +229,7 @@ TEST(StateChoice, ThePathIsCarriedAsLatents) {
 // Where latents do not fit either, their layers are offloaded or sharded over cp; each holds the room of one layer.
 TEST(StateChoice, LayersOfLatentsSleepWhereTheyDoNotFit) {
   ModelShape whole = wide_path_shape();
-  whole.head_dim = 40, whole.latent = {.key_value = 100, .plain = 32, .rotary = 8, .value = 32};
+  set_latents(whole, 100);
   const std::vector<Rollout> batch = group_of(8000, 60, 2);
   for (const auto& [cp, asleep, other] : {std::tuple(1, PathState::latents_offload, PathState::offload),
                                           {4, PathState::latents_divide, PathState::divide}}) {

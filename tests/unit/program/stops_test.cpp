@@ -17,8 +17,7 @@ using Kind = Stop::Kind;
 
 ModelShape shape_of(std::int64_t layers, bool tied) {
   ModelShape shape = testing::tiny_shape();
-  shape.layers = layers, shape.tied_head = tied;
-  shape.expert_layer.assign(static_cast<std::size_t>(layers), 0);
+  shape.layer = equal_layers(layers, shape.at(0)), shape.tied_head = tied;
   return shape;
 }
 

@@ -61,6 +61,42 @@ TEST(NemoRl, ReadsRowsWithoutTheListOfOne) {
   EXPECT_FALSE(rollout.step.has_value());
 }
 
+// json.dumps writes these words where a step had no number.
+TEST(NemoRl, ValuesOfTokensWithoutLossAreZero) {
+  const std::string tokens = R"({"token_ids":[5,6,7,8],"token_loss_mask":[0,1,0,1],)";
+  const RolloutFile file = parse_rollouts(
+      tokens +
+          R"("prev_logprobs":[0,-1,-Infinity,-2],"generation_logprobs":[NaN,-1,NaN,Infinity],"advantages":[0,1,NaN,1]})" +
+          "\n" + tokens +
+          R"("sample_loss_mask":0,"prev_logprobs":[NaN,NaN,NaN,NaN],"generation_logprobs":[0,NaN,NaN,-Infinity]})",
+      "f");
+  EXPECT_EQ(file.rollouts[0].old_logprobs, (Numbers{-1, 0, -2}));
+  EXPECT_EQ(file.rollouts[0].advantages, (Numbers{1, 0, 1}));
+  EXPECT_EQ(file.rollouts[0].rollout_logprobs[1], 0);
+  EXPECT_EQ(file.rollouts[0].sampled_logprob(2, -7), -7);
+  EXPECT_EQ(file.rollouts[1].old_logprobs, (Numbers{0, 0, 0}));
+  EXPECT_EQ(file.rollouts[1].rollout_logprobs, (Numbers{0, 0, 0}));
+  EXPECT_EQ(file.notes.size(), 2u);  // what the format leaves open, and one log-prob that was not recorded
+}
+
+// With dynamic sampling, `rewards` are those of every prompt that was sampled.
+TEST(NemoRl, TheRewardOfAFilteredBatchIsTheFilteredOne) {
+  const RolloutFile file = parse_rollouts(R"({"token_ids":[5,6],"token_loss_mask":[0,1],"rewards":[1.0],)"
+                                          R"("filtered_rewards":[0.25],"reference_policy_logprobs":[[0,-3]]})",
+                                          "f");
+  EXPECT_EQ(file.rollouts[0].reward, 0.25);
+  EXPECT_EQ(file.rollouts[0].ref_logprobs, (Numbers{-3}));
+  EXPECT_EQ(file.rollouts[0].carried, "");
+}
+
+TEST(NemoRl, NamesFieldsThatItKeepsUnused) {
+  const RolloutFile file =
+      parse_rollouts(R"({"token_ids":[5,6],"token_loss_mask":[0,1],"idx":0,"sampling_mask":[1]})", "f");
+  EXPECT_EQ(file.rollouts[0].carried, R"({"idx":0,"sampling_mask":[1]})");
+  ASSERT_EQ(file.notes.size(), 2u);
+  EXPECT_NE(file.notes[1].find("\"sampling_mask\" is kept and not used"), std::string::npos);
+}
+
 TEST(NemoRl, RefusesRowsThatDoNotFit) {
   const auto refuse = [](const std::string& fields, const std::string& where, const std::string& words) {
     SCOPED_TRACE(fields);

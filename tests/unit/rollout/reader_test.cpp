@@ -1,9 +1,11 @@
 #include "espalier/rollout/reader.h"
 
 #include <gtest/gtest.h>
+
 #include <zlib.h>
 #include <zstd.h>
 
+#include <cmath>
 #include <filesystem>
 #include <fstream>
 #include <random>
@@ -210,11 +212,27 @@ TEST(Reader, ReadsRecordedExperts) {
   EXPECT_TRUE(some.experts_at(0).empty());
   EXPECT_EQ(some.experts_at(1).size(), 4u);
   EXPECT_TRUE(some.experts_at(2).empty());
-  // Zeros in every layer are padding, but not where there is one expert a layer.
-  EXPECT_TRUE(read_one(with(R"("routed_experts":[[[3,4],[7,6]],[[0,0],[0,0]]])")).experts_at(1).empty());
+  // Zeros are padding, but not where there is one expert a layer; -1 is padding everywhere.
+  for (const char* free : {"[[0,0],[0,0]]", "[[-1,-1],[-1,-1]]", "[[0,0],[-1,-1]]"})
+    EXPECT_TRUE(read_one(with(R"("routed_experts":[[[3,4],[7,6]],)" + std::string(free) + "]")).experts_at(1).empty());
   EXPECT_EQ(read_one(with(R"("routed_experts":[[[0]],[[0]]])")).experts_at(1).size(), 1u);
-  for (const char* none : {"null", "[]", "[null,null]", "[[[0,0]],[[0,0]]]"})
+  EXPECT_TRUE(read_one(with(R"("routed_experts":[[[0]],[[-1]]])")).experts_at(1).empty());
+  for (const char* none : {"null", "[]", "[null,null]", "[[[0,0]],[[0,0]]]", "[[[-1]],[[-1]]]", "[[[-1]],null]"})
     EXPECT_EQ(read_one(with(std::string(R"("routed_experts":)") + none)).recorded_experts.tokens, 0) << none;
+}
+
+TEST(Reader, ALayerMayBeWithoutARecord) {
+  constexpr std::uint16_t kFree = RecordedExperts::kFree;
+  const std::string value = R"("routed_experts":[[[-1,-1],[7,6]],[[3,4],[-1,-1]],[[0,0],[2,1]]])";
+  const Rollout rollout = read_one(with(value));
+  const auto at = [&](std::int32_t depth) {
+    const auto experts = rollout.experts_at(depth);
+    return std::vector<std::uint16_t>(experts.begin(), experts.end());
+  };
+  EXPECT_EQ(at(0), (std::vector<std::uint16_t>{kFree, kFree, 7, 6}));
+  EXPECT_EQ(at(1), (std::vector<std::uint16_t>{3, 4, kFree, kFree}));
+  EXPECT_EQ(at(2), (std::vector<std::uint16_t>{0, 0, 2, 1}));  // which layers have experts, a model says
+  EXPECT_EQ(R"("routed_experts":)" + recorded_experts_json(rollout.recorded_experts), value);
 }
 
 TEST(Reader, RefusesRecordedExpertsOfAnotherShape) {
@@ -228,7 +246,8 @@ TEST(Reader, RefusesRecordedExpertsOfAnotherShape) {
   refused("[[[1,2],[3]],[[1,2],[3,4]]]", "[0][1]", "2 experts");
   refused("[[[]],[[]]]", "[0][0]", "at least one expert");
   refused("[[],[]]", "[0]", "at least one layer");
-  refused("[[[1]],[[-1]]]", "[1][0]", "integers in [0, 65535)");
+  refused("[[[1]],[[-2]]]", "[1][0]", "integers in [0, 65535), or -1 throughout, got -2");
+  refused("[[[1,2]],[[-1,3]]]", "[1][0]", "-1 beside experts");
   refused("[[[1]],[[65535]]]", "[1][0]", "65535");
   refused("[[[1]],[[1.5]]]", "[1][0]", "integers");
   refused("[[1],[1]]", "[0][0]", "a list of experts");
@@ -283,17 +302,54 @@ TEST(Reader, RefusesKeptSetsOfOtherTokens) {
                  "together with rejected_kept_ids");
 }
 
+const char* const kNotFinite[] = {"NaN", "nan", "Infinity", "-Infinity", "1e999", "-1e400", "null"};
+const char* const kSeriesNames[] = {"old_logprobs", "ref_logprobs", "values", "returns", "advantage"};
+
 TEST(Reader, RefusesWhatIsNoFiniteNumber) {
-  for (const char* bad : {"NaN", "nan", "Infinity", "-Infinity", "1e999", "-1e400", "null", ".5", "1.", "--1", "1e"}) {
-    expect_refused(with(R"("old_logprobs":[-1,)" + std::string(bad) + "]"), "f:1: old_logprobs[1]",
-                   "a finite number, got ");
-    expect_refused(with(R"("advantage":[)" + std::string(bad) + ",0]"), "f:1: advantage[0]", "a finite number");
+  for (const char* bad : {".5", "1.", "--1", "1e", "\"-1\"", "true", "[]"})
+    for (const char* name : {"old_logprobs", "rollout_logprobs", "advantage"})
+      for (const char* mask : {"", R"(,"loss_mask":[1,0])"})
+        expect_refused(with(text_of('"', name, "\":[-1,", bad, "]", mask)), text_of("f:1: ", name, "[1]"),
+                       "a finite number, got ");
+  for (const char* bad : kNotFinite) {
+    for (const char* name : kSeriesNames)
+      expect_refused(with(text_of('"', name, "\":[-1,", bad, "]")), text_of("f:1: ", name, "[1]"),
+                     "a finite number, because the token has loss");
     if (std::string(bad) != "null")
-      expect_refused(with(R"("reward":)" + std::string(bad)), "f:1: reward", "a finite number");
+      for (const char* name : {"reward", "temperature"})
+        expect_refused(with(text_of('"', name, "\":", bad)), text_of("f:1: ", name), "a finite number");
   }
-  expect_refused(with(R"("reward":NaN)"), "reward", "repair or drop this rollout");
+  expect_refused(with(R"("advantage":NaN)"), "f:1: advantage[0]", "a finite number");
+  expect_refused(with(R"("reward":NaN)"), "reward", "leave out its whole group");
   expect_refused(with(R"("meta":{"x":NaN})"), "f:1: meta", "a JSON value");
+  expect_refused(with(R"("meta":{"x":NaN})"), "f:1: meta", "write null there");
   EXPECT_EQ(read_one(with(R"("reward":1e-400)")).reward, 0);  // underflow is a number
+}
+
+TEST(Reader, ValuesOfTokensWithoutLossAreZeroWhateverTheyWere) {
+  for (const char* bad : kNotFinite)
+    for (const char* name : kSeriesNames) {
+      const Rollout rollout = read_one(with(text_of(R"("loss_mask":[1,0],)", '"', name, "\":[-1,", bad, "]")));
+      for (const auto* series :
+           {&rollout.old_logprobs, &rollout.ref_logprobs, &rollout.values, &rollout.returns, &rollout.advantages})
+        EXPECT_TRUE(series->empty() || *series == (std::vector<double>{-1, 0})) << name << bad;
+    }
+  EXPECT_EQ(read_one(with(R"("loss_mask":[0,0],"advantage":NaN)")).advantages, (std::vector<double>{0, 0}));
+}
+
+TEST(Reader, ASamplersLogProbMayBeMissingAtATokenWithLoss) {
+  for (const char* bad : kNotFinite) {
+    const std::string record = with(text_of(R"("loss_mask":[1,0],"rollout_logprobs":[)", bad, ',', bad, "]"));
+    const RolloutFile file = parse_rollouts(record + "\n" + record, "f");
+    for (const Rollout& rollout : file.rollouts) {
+      EXPECT_TRUE(std::isnan(rollout.rollout_logprobs[0]));
+      EXPECT_EQ(rollout.rollout_logprobs[1], 0);
+      EXPECT_EQ(rollout.sampled_logprob(0, -0.5), -0.5);
+    }
+    EXPECT_EQ(file.notes, std::vector<std::string>{"rollout_logprobs of 2 tokens with loss are not finite: they count "
+                                                   "as not recorded, with importance weight 1"});
+  }
+  EXPECT_TRUE(parse_rollouts(with(R"("rollout_logprobs":[-1,-2])"), "f").notes.empty());
 }
 
 TEST(Reader, RefusesWhatIsNotOneObjectALine) {

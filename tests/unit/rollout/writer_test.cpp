@@ -101,6 +101,11 @@ TEST_F(Writer, NumbersAreShortAndExact) {
   EXPECT_TRUE(std::signbit(back.old_logprobs[3]));
 }
 
+TEST_F(Writer, ALogProbThatWasNotRecordedIsNull) {
+  const std::string record = R"({"prompt_ids":[1],"response_ids":[2,3],"rollout_logprobs":[null,-0.5]})";
+  EXPECT_EQ(rollout_json(parse_rollouts(record, "f").rollouts[0], {}), record);
+}
+
 TEST_F(Writer, ExtraSeriesAreAddedOrStandInPlace) {
   Rollout rollout =
       parse_rollouts(R"({"id":1,"logprobs":[9,9],"prompt_ids":[1],"response_ids":[2,3],"old_logprobs":[-1,-2]})", "f")

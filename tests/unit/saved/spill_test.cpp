@@ -15,6 +15,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/forecast/memory_model.h"
+#include "espalier/mixers/attention/shape.h"
 #include "espalier/model/kv_path.h"
 #include "espalier/ops/operations.h"
 #include "espalier/saved/sleeping_path.h"
@@ -274,7 +275,7 @@ TEST_F(Spill, NestedTrunksSleepAndComeBack) {
 
 ModelShape path_shape(std::int64_t layers) {
   ModelShape shape;
-  shape.layers = layers, shape.hidden = 16, shape.heads = 2, shape.kv_heads = 1, shape.head_dim = 8;
+  shape.hidden = 16, shape.layer = attention_layers(layers, {.heads = 2, .kv_heads = 1, .head_dim = 8}, 0);
   return shape;
 }
 

@@ -13,7 +13,7 @@ TEST(EngineThread, LinesTakeTurnsAndKeepTheirOrder) {
   std::vector<std::string> ran;
   std::promise<void> go, done;
   {
-    EngineThread thread([] {});
+    EngineThread thread([] {}, [] { return false; });
     thread.add("z", [&] { go.get_future().wait(); });  // everything below waits behind it
     for (int i = 0; i < 3; ++i) thread.add("a", [&, i] { ran.push_back("a" + std::to_string(i)); });
     for (int i = 0; i < 2; ++i) thread.add("b", [&, i] { ran.push_back("b" + std::to_string(i)); });
@@ -29,13 +29,57 @@ TEST(EngineThread, LinesTakeTurnsAndKeepTheirOrder) {
 TEST(EngineThread, WhatBeginsItRunsFirst) {
   std::vector<int> ran;
   std::promise<void> done;
-  EngineThread thread([&] { ran.push_back(0); });
+  EngineThread thread([&] { ran.push_back(0); }, [] { return false; });
   thread.add("a", [&] {
     ran.push_back(1);
     done.set_value();
   });
   done.get_future().wait();
   EXPECT_EQ(ran, (std::vector<int>{0, 1}));
+}
+
+TEST(EngineThread, WorkBetweenUnitsGoesOnWhileThereIsSome) {
+  int left = 0;
+  std::vector<int> ran;
+  std::promise<void> done;
+  EngineThread thread([] {},
+                      [&] {
+                        if (left == 0) return false;
+                        ran.push_back(left--);
+                        if (left == 0) done.set_value();
+                        return left > 0;
+                      });
+  thread.add("a", [&] { left = 3; });
+  done.get_future().wait();
+  EXPECT_EQ(ran, (std::vector<int>{3, 2, 1}));
+}
+
+struct Number final : Unit {
+  Number(int number, std::vector<std::vector<int>>& into) : numbers{number}, ran(into) {}
+  void run() override { ran.push_back(numbers); }
+  bool joins(const Unit& next) const override {
+    const auto* other = dynamic_cast<const Number*>(&next);
+    return other != nullptr && numbers.size() < 3 && other->numbers.front() == numbers.back() + 1;
+  }
+  void take(std::shared_ptr<Unit> next) override { numbers.push_back(static_cast<Number&>(*next).numbers.front()); }
+
+  std::vector<int> numbers;
+  std::vector<std::vector<int>>& ran;
+};
+
+TEST(EngineThread, UnitsThatWaitAreJoinedWhereTheyMay) {
+  std::vector<std::vector<int>> ran;
+  std::promise<void> go, done;
+  EngineThread thread([] {}, [] { return false; });
+  thread.add("z", [&] { go.get_future().wait(); });
+  std::vector<std::shared_ptr<Unit>> units;
+  for (const int number : {1, 2, 3, 4, 6}) units.push_back(std::make_shared<Number>(number, ran));
+  thread.add("a", std::move(units));
+  thread.add("a", [&] { done.set_value(); });
+  go.set_value();
+  done.get_future().wait();
+  EXPECT_EQ(ran, (std::vector<std::vector<int>>{{1, 2, 3}, {4}, {6}}));
+  EXPECT_EQ(thread.waiting(), 0);
 }
 
 }  // namespace

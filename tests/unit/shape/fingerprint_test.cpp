@@ -1,5 +1,6 @@
 // Models that compute different functions have different fingerprints.
 #include "espalier/shape/fingerprint.h"
+#include "espalier/config/model_config.h"
 
 #include <gtest/gtest.h>
 
@@ -60,13 +61,15 @@ TEST(Fingerprint, TellsBothFactorsOfLongRopeApart) {
   for (const Json& one : {scaling, other}) expect_apart(config, {{"rope_scaling", one}});
 }
 
-TEST(Fingerprint, OfAPlainModelIsWhatEarlierCheckpointsHave) {
+// Equal layers are named together.
+TEST(Fingerprint, NamesEveryKindOfLayer) {
   const Json config = Json::parse(R"({"architectures": ["Qwen3ForCausalLM"], "hidden_size": 32, "intermediate_size": 64,
-    "head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 48,
-    "tie_word_embeddings": true})");
-  EXPECT_EQ(fingerprint_of(model_shape_of(config, "")),
-            "Qwen3ForCausalLM layers=2 hidden=32 inner=64 heads=4 kv_heads=2 head_dim=8 vocabulary=48 "
-            "eps=9.9999999999999995e-07 rope_theta=10000 tied_head qk_norm");
+    "head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4, "vocab_size": 48,
+    "use_sliding_window": true, "sliding_window": 5, "max_window_layers": 0, "tie_word_embeddings": true, "layer_types":
+    ["full_attention", "full_attention", "sliding_attention", "full_attention"]})");
+  const std::string text = fingerprint_of(model_shape_of(config, ""));
+  EXPECT_NE(text.find(" layers 0-1,3: attention heads=4 kv_heads=2 head_dim=8 qk_norm"), text.npos) << text;
+  EXPECT_NE(text.find(" layers 2: attention heads=4 kv_heads=2 head_dim=8 window=5 qk_norm"), text.npos) << text;
 }
 
 }  // namespace

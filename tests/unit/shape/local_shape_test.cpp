@@ -9,6 +9,8 @@
 #include <vector>
 
 #include "espalier/base/error.h"
+#include "espalier/mixers/mamba2/shape.h"
+#include "tests/support/layers.h"
 #include "tests/unit/plan/shapes.h"
 
 namespace espalier {
@@ -16,18 +18,27 @@ namespace {
 
 ModelShape with_odd_sizes() {
   ModelShape shape = testing::llama_3_8b();
-  shape.layers = 3, shape.expert_layer = {0, 0, 0};
-  shape.vocabulary = 50, shape.inner = 43, shape.hidden = 16, shape.heads = 8, shape.kv_heads = 2, shape.head_dim = 4;
-  shape.qkv_bias = shape.output_bias = shape.mlp_bias = shape.qk_norm = shape.attention.sinks = true;
+  shape.vocabulary = 50, shape.hidden = 16, shape.mlp_bias = true;
+  AttentionShape attention{.heads = 8, .kv_heads = 2, .head_dim = 4};
+  attention.qkv_bias = attention.output_bias = attention.qk_norm = attention.sinks = true;
+  shape.layer = attention_layers(3, attention, 43);
   return shape;
 }
 
 ModelShape with_experts() {
   ModelShape shape = testing::qwen3_30b_a3b();
-  shape.layers = 2, shape.expert_layer = {0, 1};
-  shape.hidden = 16, shape.heads = 8, shape.kv_heads = 2, shape.head_dim = 4, shape.inner = 40, shape.vocabulary = 51;
+  shape.hidden = 16, shape.vocabulary = 51;
+  shape.layer = attention_layers(2, {.heads = 8, .kv_heads = 2, .head_dim = 4, .qk_norm = true}, 40);
+  shape.layer[1].mlp = MlpKind::experts;
   shape.experts = 8, shape.expert_inner = 11;
   return shape;
+}
+
+// 2 key heads of 6 channels, 4 value heads of 5.
+RecurrenceShape four_heads() {
+  RecurrenceShape states;
+  states.key_heads = 2, states.value_heads = 4, states.key_dim = 6, states.value_dim = 5, states.kernel = 4;
+  return states;
 }
 
 // A parameter of layer 0.
@@ -41,7 +52,7 @@ TEST(LocalShape, OfOneRankIsTheWhole) {
   for (const ModelShape& shape : {with_odd_sizes(), with_experts(), testing::qwen3_30b_a3b()}) {
     const LocalShape local(shape);
     EXPECT_EQ(local.parameters(), shape.parameters());
-    EXPECT_EQ(local.own().heads, shape.heads);
+    EXPECT_EQ(testing::attention_of(local.own()).heads, testing::attention_of(shape).heads);
     EXPECT_EQ(local.vocabulary(), (LocalShape::Range{0, shape.vocabulary}));
     for_each_parameter(shape, [&](const ParameterShape& parameter) {
       const Shard shard = *local.shard(parameter);
@@ -53,12 +64,11 @@ TEST(LocalShape, OfOneRankIsTheWhole) {
 
 TEST(LocalShape, AStageHasTheWindowsOfItsLayers) {
   ModelShape shape = with_odd_sizes();
-  shape.window = 7, shape.window_layer = {1, 0, 1};
+  testing::change_attention(shape, [](AttentionShape& a, std::size_t layer) { a.window = layer == 1 ? 0 : 7; });
   std::string windows;
   for (std::int64_t pp = 0; pp < 2; ++pp) {
     const LocalShape local(shape, {.pp = 2}, {.pp = pp});
-    for (std::int64_t layer = 0; layer < local.own().layers; ++layer)
-      windows += std::to_string(local.own().window_of(layer));
+    for (const LayerShape& layer : local.own().layer) windows += std::to_string(layer.mixer->window());
   }
   EXPECT_EQ(windows, "707");
 }
@@ -91,17 +101,19 @@ TEST(LocalShape, RanksTogetherHoldEveryElementAndCountItOnce) {
 TEST(LocalShape, KeyValueHeadsFewerThanRanksAreHeldByNeighbours) {
   const ModelShape shape = with_odd_sizes();  // 2 of them
   const Degrees degrees{.tp = 8};
-  const LayerParameters layer = layer_parameters(shape, false);
+  const PartParameters mixer = layer_parameters(shape, shape.at(0)).mixer;
+  const ProjectionShape &query_weight = mixer.products()[Attention::query].parts[0],
+                        &key_weight = mixer.products()[Attention::key_value].parts[0];
   for (std::int64_t rank = 0; rank < 8; ++rank) {
     const LocalShape local(shape, degrees, place_of(rank, degrees));
-    EXPECT_EQ(local.own().heads, 1);
-    EXPECT_EQ(local.own().kv_heads, 1);
-    const Shard key = *local.shard(parameter_of("k", {layer.key.out, layer.key.in}));
+    EXPECT_EQ(testing::attention_of(local.own()).heads, 1);
+    EXPECT_EQ(testing::attention_of(local.own()).kv_heads, 1);
+    const Shard key = *local.shard(parameter_of("k", {key_weight.out, key_weight.in}));
     EXPECT_EQ(key.begin, rank < 4 ? 0 : 4);
     EXPECT_EQ(key.copies, 4);
     EXPECT_TRUE(key.partial_gradient);
     EXPECT_EQ(key.counted, rank % 4 == 0);
-    const Shard query = *local.shard(parameter_of("q", {layer.query.out, layer.query.in}));
+    const Shard query = *local.shard(parameter_of("q", {query_weight.out, query_weight.in}));
     EXPECT_EQ(query.begin, 4 * rank);
     EXPECT_FALSE(query.partial_gradient);
     EXPECT_TRUE(local.shard(parameter_of("q_norm", {{4}}, true))->partial_gradient);
@@ -116,8 +128,11 @@ TEST(LocalShape, SizesThatRanksDoNotDivideArePaddedOnTheLastOne) {
   EXPECT_EQ(first.own().vocabulary, 13);
   EXPECT_EQ(last.own().vocabulary, 13);
   EXPECT_EQ(last.vocabulary(), (LocalShape::Range{39, 50}));
-  EXPECT_EQ(last.own().inner, 11);
-  const Side inner = layer_parameters(with_odd_sizes(), false).gate.out;
+  EXPECT_EQ(last.own().at(0).inner, 11);
+  const Side inner = layer_parameters(with_odd_sizes(), with_odd_sizes().at(0))
+                         .mlp.products()[DenseProductNumbers::gate_up]
+                         .parts[0]
+                         .out;
   EXPECT_TRUE(last.shard(parameter_of("gate", {inner, {16}}))->padded());
   EXPECT_EQ(first.parameters(), last.parameters());  // equal on all ranks, so that collectives can be
 }
@@ -135,21 +150,21 @@ TEST(LocalShape, WhatCannotBeDividedIsRefused) {
   few.vocabulary = 5;
   refused(few, {.tp = 4});  // 2, 2, 1 and nothing
   few = with_odd_sizes();
-  few.kv_heads = 8, few.heads = 24;
+  few.layer = attention_layers(3, {.heads = 24, .kv_heads = 8, .head_dim = 4}, 43);
   refused(few, {.tp = 12});
 }
 
 TEST(LocalShape, StatesAreDividedByKeyHeadsAndByDepth) {
   ModelShape shape = with_odd_sizes();
-  shape.delta_rule = {2, 4, 6, 5, 4};
-  shape.mixer_of_layer = {Mixer::delta_rule, Mixer::attention, Mixer::delta_rule};
+  testing::set_delta_rule(shape, four_heads(), {1, 0, 1});
   EXPECT_THROW(LocalShape(shape, {.cp = 2}, Place{}), OptionError);
   EXPECT_THROW(LocalShape(shape, {.tp = 4}, Place{}), OptionError);
-  EXPECT_EQ(LocalShape(shape, {.dp = 2}, Place{}).own().states_in(0, 3), 2);
+  const std::int64_t state = four_heads().state();
+  EXPECT_EQ(LocalShape(shape, {.dp = 2}, Place{}).own().states(), 2 * state);
   const ModelShape last = LocalShape(shape, {.pp = 2}, {.pp = 1}).own();
-  EXPECT_EQ(last.states_in(0, last.layers), 1);
+  EXPECT_EQ(last.states(), state);
   const LocalShape second(shape, {.tp = 2}, {.tp = 1});
-  EXPECT_EQ(second.own().delta_rule.state(), shape.delta_rule.state() / 2);
+  EXPECT_EQ(second.own().states(), 2 * state / 2);
   // Of 12 channels of queries, 12 of keys and 20 of values the second half each.
   for_each_parameter(shape, [&](const ParameterShape& parameter) {
     if (!parameter.name.ends_with("conv1d.weight")) return;
@@ -159,7 +174,10 @@ TEST(LocalShape, StatesAreDividedByKeyHeadsAndByDepth) {
     EXPECT_EQ(ends, (std::vector<std::int64_t>{6, 12, 18, 24, 34, 44}));
   });
   // Mamba-2's z and x of 20, B and C of 12, a step for each of 4 heads.
-  shape.delta_rule.mamba = true;
+  RecurrenceShape mamba = four_heads();
+  mamba.mamba = true;
+  for (LayerShape& layer : shape.layer)
+    if (layer.mixer->state() > 0) layer.mixer = std::make_shared<const Mamba2>(mamba);
   const LocalShape half(shape, {.tp = 2}, {.tp = 1});
   for_each_parameter(shape, [&](const ParameterShape& parameter) {
     if (!parameter.name.ends_with("in_proj.weight")) return;
@@ -172,8 +190,7 @@ TEST(LocalShape, StatesAreDividedByKeyHeadsAndByDepth) {
 // A row's projections, the recurrence of its value heads, the output; attention in the layer between.
 TEST(LocalShape, ParametersOfTheDeltaRuleAreCounted) {
   ModelShape shape = with_odd_sizes();
-  shape.delta_rule = {2, 4, 6, 5, 4};
-  shape.mixer_of_layer = {Mixer::delta_rule, Mixer::attention, Mixer::attention};
+  testing::set_delta_rule(shape, four_heads(), {1});
   std::int64_t total = 0, of_layer = 0;
   for_each_parameter(shape, [&](const ParameterShape& p) {
     std::int64_t count = 1;

@@ -1,5 +1,7 @@
 // config.json as real models have it, and as nobody should.
 #include "espalier/shape/model_shape.h"
+#include "espalier/config/model_config.h"
+#include "espalier/mixers/latent_attention/shape.h"
 
 #include <gtest/gtest.h>
 
@@ -9,10 +11,16 @@
 
 #include "espalier/base/error.h"
 #include "espalier/base/json.h"
+#include "tests/support/layers.h"
 #include "tests/unit/plan/shapes.h"
 
 namespace espalier {
 namespace {
+
+AttentionShape attention_of(const Json& config) { return testing::attention_of(model_shape_of(config, "config.json")); }
+const LatentShape& latent_of(const ModelShape& shape) {
+  return static_cast<const LatentAttention&>(shape.mixer(0)).shape;
+}
 
 Json llama_config() {
   return Json::parse(R"({"architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
@@ -62,11 +70,12 @@ std::string message(const Json& config) {
 
 TEST(ModelShape, ReadsLlama31WithItsRopeScaling) {
   const ModelShape shape = model_shape_of(llama_config(), "config.json");
-  EXPECT_EQ(shape.head_dim, 128);
-  EXPECT_TRUE(shape.has_rope_scaling);
-  EXPECT_EQ(shape.rope_scaling.factor, 8);
-  EXPECT_EQ(shape.rope_scaling.original_max_position_embeddings, 8192);
-  EXPECT_EQ(shape.rope_theta, 500000);
+  const AttentionShape& attention = testing::attention_of(shape);
+  EXPECT_EQ(attention.head_dim, 128);
+  EXPECT_TRUE(attention.rope.has_scaling);
+  EXPECT_EQ(attention.rope.scaling.factor, 8);
+  EXPECT_EQ(attention.rope.scaling.original_max_position_embeddings, 8192);
+  EXPECT_EQ(attention.rope.theta, 500000);
   EXPECT_EQ(shape.rms_norm_eps, 1e-5);
   EXPECT_EQ(shape.stored_dtype, DType::bfloat16);
   EXPECT_EQ(shape.parameters(), 8030261248);  // as published for Llama-3.1-8B
@@ -79,30 +88,31 @@ TEST(ModelShape, CountsPublishedParameters) {
 }
 
 TEST(ModelShape, KnowsWhatAFamilyAdds) {
-  EXPECT_TRUE(model_shape_of(qwen2_config(), "").qkv_bias);
-  EXPECT_FALSE(model_shape_of(qwen2_config(), "").output_bias);
-  EXPECT_TRUE(model_shape_of(qwen3_config(), "").qk_norm);
-  EXPECT_FALSE(model_shape_of(qwen3_config(), "").qkv_bias);
-  EXPECT_FALSE(model_shape_of(llama_config(), "").qk_norm);
+  EXPECT_TRUE(attention_of(qwen2_config()).qkv_bias);
+  EXPECT_FALSE(attention_of(qwen2_config()).output_bias);
+  EXPECT_TRUE(attention_of(qwen3_config()).qk_norm);
+  EXPECT_FALSE(attention_of(qwen3_config()).qkv_bias);
+  EXPECT_FALSE(attention_of(llama_config()).qk_norm);
   Json biased = llama_config();
   biased["attention_bias"] = true, biased["mlp_bias"] = true;
   const ModelShape shape = model_shape_of(biased, "");
-  EXPECT_TRUE(shape.qkv_bias && shape.output_bias && shape.mlp_bias);
+  const AttentionShape& attention = testing::attention_of(shape);
+  EXPECT_TRUE(attention.qkv_bias && attention.output_bias && shape.mlp_bias);
 }
 
 TEST(ModelShape, ReadsRopeParametersOfEitherForm) {
-  EXPECT_EQ(model_shape_of(qwen3_config(), "").rope_theta, 1e6);
+  EXPECT_EQ(attention_of(qwen3_config()).rope.theta, 1e6);
   Json nested = llama_config();
   Json rope = nested["rope_scaling"];
   rope["rope_theta"] = 250000.0;
   nested.erase("rope_scaling");
   nested.erase("rope_theta");
   nested["rope_parameters"] = rope;
-  EXPECT_EQ(model_shape_of(nested, "").rope_theta, 250000);
-  EXPECT_TRUE(model_shape_of(nested, "").has_rope_scaling);
+  EXPECT_EQ(attention_of(nested).rope.theta, 250000);
+  EXPECT_TRUE(attention_of(nested).rope.has_scaling);
   nested["rope_parameters"] = {{"full_attention", rope}};
-  EXPECT_EQ(model_shape_of(nested, "").rope_theta, 250000);
-  EXPECT_EQ(model_shape_of(nested, "").rope_scaling.factor, 8);
+  EXPECT_EQ(attention_of(nested).rope.theta, 250000);
+  EXPECT_EQ(attention_of(nested).rope.scaling.factor, 8);
 }
 
 TEST(ModelShape, ReadsTheNumberOfExpertsUnderEitherName) {
@@ -139,17 +149,18 @@ Json deepseek_v3_config() {
 
 TEST(ModelShape, ReadsLatentAttention) {
   const ModelShape v3 = model_shape_of(deepseek_v3_config(), "config.json");
-  EXPECT_EQ(v3.latent.query, 1536);
-  EXPECT_EQ(v3.latent.key_value, 512);
-  EXPECT_EQ(v3.head_dim, 192);
-  EXPECT_EQ(v3.value_dim(), 128);
-  EXPECT_EQ(v3.rotary_dim(), 64);
-  EXPECT_EQ(v3.kv_heads, 128);
-  EXPECT_TRUE(v3.attention.interleaved);
+  const LatentShape& latent = latent_of(v3);
+  EXPECT_EQ(latent.query, 1536);
+  EXPECT_EQ(latent.key_value, 512);
+  EXPECT_EQ(latent.head_dim(), 192);
+  EXPECT_EQ(latent.value, 128);
+  EXPECT_EQ(latent.rotary, 64);
+  EXPECT_EQ(latent.heads, 128);
+  EXPECT_TRUE(latent.interleaved);
   Json other = deepseek_v3_config();
   other["q_lora_rank"] = nullptr, other["rope_interleave"] = false;
-  EXPECT_EQ(model_shape_of(other, "config.json").latent.query, 0);
-  EXPECT_FALSE(model_shape_of(other, "config.json").attention.interleaved);
+  EXPECT_EQ(latent_of(model_shape_of(other, "config.json")).query, 0);
+  EXPECT_FALSE(latent_of(model_shape_of(other, "config.json")).interleaved);
   EXPECT_EQ(v3.experts, 0);
   for (const auto& [member, value] :
        {std::pair("num_key_value_heads", 64), {"qk_rope_head_dim", 7}, {"v_head_dim", 0}}) {
@@ -206,7 +217,7 @@ TEST(ModelShape, ReadsTheExpertsOfLatentAttentionsFamilies) {
 // Scores are scaled by the square of 0.1 m log(factor) + 1 with m = mscale_all_dim, where the rope is rescaled.
 TEST(ModelShape, ScalesScoresOfLatentAttentionByYarnsFactor) {
   Json config = deepseek_v3_config();
-  const auto scale = [&] { return model_shape_of(config, "config.json").attention.scale; };
+  const auto scale = [&] { return latent_of(model_shape_of(config, "config.json")).scale; };
   const double m = 0.1 * std::log(40.0) + 1;
   EXPECT_DOUBLE_EQ(scale(), m * m / std::sqrt(192.0));
   config["rope_scaling"]["mscale_all_dim"] = 0.707;
@@ -223,10 +234,8 @@ TEST(ModelShape, PlacesExpertLayers) {
   config["decoder_sparse_step"] = 2;
   config["mlp_only_layers"] = {3};
   const ModelShape shape = model_shape_of(config, "");
-  EXPECT_EQ(shape.expert_layer[0], 0);
-  EXPECT_EQ(shape.expert_layer[1], 1);
-  EXPECT_EQ(shape.expert_layer[3], 0);
-  EXPECT_EQ(shape.expert_layer[5], 1);
+  EXPECT_TRUE(shape.has_experts(1) && shape.has_experts(5));
+  EXPECT_FALSE(shape.has_experts(0) || shape.has_experts(3));
 }
 
 TEST(ModelShape, RefusesWhatIsKnownByName) {
@@ -273,7 +282,7 @@ TEST(ModelShape, ReadsSharedExpertsAndGroups) {
   EXPECT_TRUE(shape.router.sigmoid && shape.router.correction_bias && shape.norm_topk_prob);
   EXPECT_EQ(std::pair(shape.router.groups, shape.router.top_groups), std::pair(std::int64_t{4}, std::int64_t{2}));
   EXPECT_EQ(shape.router.scaling, 2.5);
-  EXPECT_EQ(shape.expert_layers(), shape.layers - 3);
+  EXPECT_EQ(shape.expert_layers(), shape.layers() - 3);
   EXPECT_FALSE(shape.trained.all());  // correction biases are held
   const auto fails = [](const char* member, int value) {
     Json damaged = glm4_moe_config();
@@ -293,10 +302,10 @@ TEST(ModelShape, ReadsGptOss) {
   config["rope_scaling"] = {{"rope_type", "yarn"}, {"factor", 32.0}, {"truncate", false}};
   config["quantization_config"] = {{"quant_method", "mxfp4"}};
   const ModelShape shape = model_shape_of(config, "");
-  EXPECT_TRUE(shape.attention.sinks && shape.expert_bias && shape.router.bias);
+  EXPECT_TRUE(testing::attention_of(shape).sinks && shape.expert_bias && shape.router.bias);
   EXPECT_EQ(shape.activation.limit, 7);
-  EXPECT_EQ(shape.window, 128);
-  EXPECT_TRUE(shape.is_window_layer(0) && !shape.is_window_layer(1));
+  EXPECT_EQ(shape.mixer(0).window(), 128);
+  EXPECT_EQ(shape.mixer(1).window(), 0);
   config["swiglu_alpha"] = 1.5;
   EXPECT_NE(message<UnsupportedError>(config).find("swiglu_alpha"), std::string::npos);
 }
@@ -306,8 +315,8 @@ TEST(ModelShape, PlacesWindows) {
   const auto windows = [](const Json& config) {
     const ModelShape shape = model_shape_of(config, "");
     std::string layers;
-    for (std::int64_t layer = 0; layer < shape.layers; ++layer) layers += shape.window_of(layer) > 0 ? 'w' : '-';
-    return std::pair(shape.window, layers);
+    for (const LayerShape& layer : shape.layer) layers += layer.mixer->window() > 0 ? 'w' : '-';
+    return std::pair(shape.window(), layers);
   };
   const std::pair<std::int64_t, std::string> none(0, std::string(24, '-'));
   const std::string every(24, 'w');
@@ -347,9 +356,9 @@ TEST(ModelShape, PlacesWindows) {
   EXPECT_NE(message<InputError>(mistral).find("sliding_window"), std::string::npos);
   mistral["sliding_window"] = 128;
   mistral.erase("num_key_value_heads");
-  EXPECT_EQ(model_shape_of(mistral, "").kv_heads, 8);
+  EXPECT_EQ(attention_of(mistral).kv_heads, 8);
   mistral["num_key_value_heads"] = nullptr;
-  EXPECT_EQ(model_shape_of(mistral, "").kv_heads, 32);
+  EXPECT_EQ(attention_of(mistral).kv_heads, 32);
 
   Json moe = qwen3_moe_config();
   EXPECT_EQ(windows(moe).first, 0);
@@ -394,8 +403,8 @@ TEST(ModelShape, ReadsADirectoryOrAFileAndSaysWhichIsMissing) {
   const auto folder = std::filesystem::temp_directory_path() / "espalier_model_shape_test";
   std::filesystem::create_directories(folder);
   std::ofstream(folder / "config.json") << qwen3_config().dump();
-  EXPECT_EQ(read_model_shape(folder).layers, 28);
-  EXPECT_EQ(read_model_shape(folder / "config.json").layers, 28);
+  EXPECT_EQ(read_model_shape(folder).layers(), 28);
+  EXPECT_EQ(read_model_shape(folder / "config.json").layers(), 28);
   EXPECT_THROW(read_model_shape(folder / "absent"), InputError);
   std::ofstream(folder / "config.json") << "{\"architectures\": [";
   EXPECT_THROW(read_model_shape(folder), InputError);

@@ -1,5 +1,6 @@
 // Sizes that config.json leaves out and the tensors say.
-#include "espalier/shape/stored_sizes.h"
+#include "espalier/config/stored_sizes.h"
+#include "espalier/config/model_config.h"
 
 #include <gtest/gtest.h>
 #include <stdlib.h>
@@ -10,6 +11,7 @@
 #include <utility>
 
 #include "espalier/shape/model_shape.h"
+#include "tests/support/layers.h"
 
 namespace espalier {
 namespace {
@@ -44,23 +46,24 @@ struct StoredSizes : ::testing::Test {
     std::ofstream(folder / "config.json") << config.dump();
     return read_model_shape(folder);
   }
+  AttentionShape read_heads() { return testing::attention_of(read()); }
 };
 
 TEST_F(StoredSizes, DecideAnAbsentHeadDim) {
   for (const int head_dim : {16, 128, 24}) {  // hidden_size / heads; the family's; neither
     write_attention(head_dim, 2);
-    EXPECT_EQ(read().head_dim, head_dim);
-    EXPECT_EQ(read().kv_heads, 2);
+    EXPECT_EQ(read_heads().head_dim, head_dim);
+    EXPECT_EQ(read_heads().kv_heads, 2);
   }
 }
 
 TEST_F(StoredSizes, LeaveWhatTheConfigSays) {
   write_attention(16, 2);
   config["head_dim"] = 32, config["num_key_value_heads"] = 4;
-  EXPECT_EQ(read().head_dim, 32);
-  EXPECT_EQ(read().kv_heads, 4);
+  EXPECT_EQ(read_heads().head_dim, 32);
+  EXPECT_EQ(read_heads().kv_heads, 4);
   config["num_key_value_heads"] = nullptr;
-  EXPECT_EQ(read().kv_heads, 4);
+  EXPECT_EQ(read_heads().kv_heads, 4);
 }
 
 TEST_F(StoredSizes, ComeFromTheShardThatHasTheTensor) {
@@ -70,20 +73,20 @@ TEST_F(StoredSizes, ComeFromTheShardThatHasTheTensor) {
       << Json{{"weight_map",
                {{"model.layers.0.self_attn.k_proj.weight", "a.safetensors"},
                 {"model.layers.0.self_attn.o_proj.weight", "b.safetensors"}}}};
-  EXPECT_EQ(read().head_dim, 24);
-  EXPECT_EQ(read().kv_heads, 2);
+  EXPECT_EQ(read_heads().head_dim, 24);
+  EXPECT_EQ(read_heads().kv_heads, 2);
 }
 
 TEST_F(StoredSizes, AreTheFamilysWithoutReadableWeights) {
-  EXPECT_EQ(read().head_dim, 128);
+  EXPECT_EQ(read_heads().head_dim, 128);
   for (const char* const bytes : {"", "1234567", "\x10\0\0\0\0\0\0\0{\"a\": [1]}      "}) {
     std::ofstream(folder / "model.safetensors", std::ios::binary) << bytes;
-    EXPECT_EQ(read().head_dim, 128);
+    EXPECT_EQ(read_heads().head_dim, 128);
   }
   std::ofstream(folder / "model.safetensors", std::ios::binary) << std::string(8, '\xff');
-  EXPECT_EQ(read().head_dim, 128);
+  EXPECT_EQ(read_heads().head_dim, 128);
   write("model.safetensors", {{"model.layers.0.self_attn.o_proj.weight", {64, 0}}});
-  EXPECT_EQ(read().head_dim, 128);
+  EXPECT_EQ(read_heads().head_dim, 128);
 }
 
 TEST_F(StoredSizes, AreTheTextModelsBesideAVisionTower) {

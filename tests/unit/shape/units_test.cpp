@@ -19,8 +19,7 @@ using Key = std::tuple<std::int64_t, std::int64_t, std::int64_t, bool, std::int6
 
 TEST(Units, KeepEveryElementOnceOverTheRanksThatDivideThem) {
   ModelShape shape = testing::qwen3_30b_a3b();
-  shape.layers = 4;
-  shape.expert_layer.resize(4);
+  shape.layer.resize(4);
   for (Degrees degrees : {Degrees{.dp = 3},
                           {.cp = 2, .dp = 2},
                           {.tp = 2, .dp = 3},

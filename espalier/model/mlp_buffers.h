@@ -1,0 +1,56 @@
+// Buffers of an MLP as the second half of a block (device/buffers.h), dense or with experts.
+//
+// R rows, M width, F inner width (of one expert in layers of experts), E experts, k of them a row.
+#pragma once
+
+#include "espalier/model/block_buffers.h"
+
+namespace espalier {
+
+struct MlpSavedBuffers : BufferList {
+  MlpSavedBuffers(const BlockShape& block, const BlockRows& rows);
+  Place mlp_rstd_R, gate_up_RW;                                // gate and up with experts [R*k, 2*F]
+  Place branch_RM, branch_rstd_R;                              // input of the norm after the MLP
+  Place router_logits_RE, router_choice_RK, router_weight_RK;  // experts only
+  // With a shared expert: its gate and up [R, 2*F]; the logit and the weight of its gate, one per row.
+  Place shared_gate_up_RW, shared_logit_R1, shared_weight_R1;
+};
+
+// The peak bytes of the forward and the backward of the second half of a block.
+std::int64_t mlp_forward_bytes(const BlockShape& block, const BlockRows& rows, bool with_output);
+std::int64_t mlp_backward_bytes(const BlockShape& block, const BlockRows& rows);
+
+// The second half of a block. Without output (recomputation) it stops after gate_up, or before the norm behind it.
+struct DenseForwardBuffers : BufferList {
+  enum class Stage { up, down };
+  DenseForwardBuffers(const BlockShape& block, std::int64_t rows, bool with_output);
+  Place normed_RM, act_RF;
+  Place branch_RM;  // the addition to the stream, if it is more than a product
+};
+
+struct DenseBackwardBuffers : BufferList {
+  enum class Stage { down, up };
+  DenseBackwardBuffers(const BlockShape& block, std::int64_t rows);
+  Place act_RF, down_product, normed_RM, gate_up_product;
+  Place grad_branch_RM;
+};
+
+// An expert's scratch covers all rows, because all rows may choose the same expert.
+struct ExpertForwardBuffers : BufferList {
+  enum class Stage { router, experts, shared };
+  ExpertForwardBuffers(const BlockShape& block, std::int64_t rows, bool with_output);
+  Place normed_RM, sum_RM, expert_rows_RM, act_RF, shared_act_RF, low_rank_Rr;
+  Place wide_normed_RM, wide_router_EM;  // where logits are wider than rows (RouterKind::wide)
+};
+
+struct ExpertBackwardBuffers : BufferList {
+  enum class Stage { experts, shared, router };
+  ExpertBackwardBuffers(const BlockShape& block, std::int64_t rows);
+  Place normed_RM, grad_weight_RK, grad_normed_sum_RM;
+  Place expert_rows_RM, act_RF, grad_gate_up_RW, expert_product, low_rank_Rr;
+  Place shared_act_RF, grad_shared_gate_up_RW, shared_product, grad_shared_weight_R1;
+  Place grad_logits_RE, router_product, grad_shared_logit_R1, shared_gate_product;
+  Place wide_normed_RM, wide_router_EM;
+};
+
+}  // namespace espalier

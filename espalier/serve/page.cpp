@@ -1,0 +1,84 @@
+#include "espalier/serve/page.h"
+
+namespace espalier::serve {
+
+const std::string& page_text() {
+  static const std::string text = R"page(<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>espalier serve</title>
+<style>
+:root { color-scheme: light dark; --line: #8884; --strong: #2a7de1; }
+body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; }
+h1 { font-size: 1.3rem; margin: 0 0 .2rem; } h2 { font-size: 1rem; margin: 1.8rem 0 .4rem; }
+p { margin: 0; color: #888; }
+dl { display: flex; flex-wrap: wrap; gap: .6rem 2.2rem; margin: 1.2rem 0; }
+dt { color: #888; font-size: .85rem; } dd { margin: 0; font-size: 1.25rem; font-variant-numeric: tabular-nums; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line); }
+th { color: #888; font-weight: normal; font-size: .85rem; } td.n, th.n { text-align: right; }
+svg { display: block; } polyline { fill: none; stroke: var(--strong); stroke-width: 1.5; }
+#key { display: none; margin: 1rem 0; }
+</style></head><body>
+<h1>espalier serve</h1><p id="about">...</p>
+<form id="key"><label>Key of this server: <input type="password" autocomplete="off"></label> <button>Show</button></form>
+<dl id="facts"></dl>
+<h2>Models in training</h2><table id="runs"></table>
+<h2>Samplers</h2><table id="samplers"></table>
+<script>
+const cell = (text, kind) => { const e = document.createElement(kind || "td"); e.textContent = text; return e; };
+const count = n => Math.round(n).toLocaleString("en");
+const bytes = n => n >= 1e9 ? (n / 1e9).toFixed(1) + " GB" : (n / 1e6).toFixed(0) + " MB";
+const age = s => s < 90 ? Math.round(s) + " s" : s < 5400 ? Math.round(s / 60) + " min" : (s / 3600).toFixed(1) + " h";
+function table(id, heads, rows) {
+  const out = document.getElementById(id), head = document.createElement("tr");
+  out.replaceChildren(head);
+  for (const [name, numeric] of heads) { const e = cell(name, "th"); if (numeric) e.className = "n"; head.append(e); }
+  for (const row of rows) {
+    const line = document.createElement("tr");
+    row.forEach((value, i) => {
+      const e = value instanceof Element ? document.createElement("td") : cell(value);
+      if (value instanceof Element) e.append(value);
+      if (heads[i][1]) e.className = "n";
+      line.append(e);
+    });
+    out.append(line);
+  }
+  if (!rows.length) { const e = cell("none"); e.colSpan = heads.length; const line = document.createElement("tr"); line.append(e); out.append(line); }
+}
+function curve(values) {
+  const w = 180, h = 32, space = "http://www.w3.org/2000/svg";
+  const svg = document.createElementNS(space, "svg"), line = document.createElementNS(space, "polyline");
+  svg.setAttribute("width", w); svg.setAttribute("height", h);
+  const low = Math.min(...values), high = Math.max(...values), span = high - low || 1;
+  line.setAttribute("points", values.map((v, i) => `${i * w / Math.max(1, values.length - 1)},${h - 2 - (v - low) / span * (h - 4)}`).join(" "));
+  const title = document.createElementNS(space, "title");
+  title.textContent = values.length ? `${values[0]} ... ${values[values.length - 1]}` : "";
+  svg.append(title, line);
+  return svg;
+}
+let key = "";
+async function show() {
+  try {
+    const answer = await fetch("/api/v1/espalier/status", { headers: key ? { "X-API-Key": key } : {} });
+    document.getElementById("key").style.display = answer.status === 401 ? "block" : "none";
+    if (!answer.ok) throw new Error(answer.status === 401 ? "this server wants a key" : "status " + answer.status);
+    const s = await answer.json(), rows = s.rows_computed + s.rows_shared;
+    document.getElementById("about").textContent = `${s.version}, up ${age(s.uptime)}: ${s.models.join(", ")}`;
+    const facts = [["tokens in training", count(rows)], ["computed once for several", rows ? (100 * s.rows_shared / rows).toFixed(1) + " %" : "-"],
+      ["sampled tokens", count(s.sampled_tokens)], ["prompt tokens found", s.prompt_tokens ? (100 * s.cached_tokens / s.prompt_tokens).toFixed(1) + " %" : "-"],
+      ["waiting requests", count(s.waiting)], ["live samples", count(s.live_samples)], ["memory of the process", bytes(s.resident_bytes)]];
+    document.getElementById("facts").replaceChildren(...facts.map(([name, value]) => { const e = document.createElement("div"); e.append(cell(name, "dt"), cell(value, "dd")); return e; }));
+    table("runs", [["model"], ["base"], ["rank", 1], ["steps", 1], ["tokens", 1], ["shared", 1], ["last request"], ["loss:sum of calls"]], s.runs.map(r => [r.id, r.base, r.rank, count(r.steps),
+      count(r.rows_computed + r.rows_shared), r.rows_shared ? (100 * r.rows_shared / (r.rows_computed + r.rows_shared)).toFixed(0) + " %" : "-", r.ended ? "ended" : age(r.idle) + " ago", curve(r.loss)]));
+    table("samplers", [["sampler"], ["base"], ["checkpoint"], ["live requests", 1], ["last request"]], s.samplers.map(r => [r.id, r.base, r.path || "-", r.live, age(r.idle) + " ago"]));
+  } catch (error) { document.getElementById("about").textContent = String(error.message || error); }
+  setTimeout(show, 2000);
+}
+document.getElementById("key").addEventListener("submit", event => { event.preventDefault(); key = event.target.querySelector("input").value; });
+show();
+</script></body></html>
+)page";
+  return text;
+}
+
+}  // namespace espalier::serve

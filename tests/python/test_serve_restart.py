@@ -1,0 +1,136 @@
+"""A server of `espalier serve` that is killed at any moment and started again: the same bits, the same futures, an unmodified SDK that does not notice."""
+
+import os
+import random
+import threading
+import time
+
+import pytest
+
+tinker = pytest.importorskip("tinker", reason="the SDK is not installed (tools/requirements-tests.txt)")
+pytest.importorskip("peft")
+from serve_client import NAME, RANK, ByHand, draw_group  # noqa: E402
+from serve_process import Server, without_proxies  # noqa: E402
+
+DATA = [([5, 9, 2, 40], {"target_tokens": [9, 2, 40, 3]}), ([5, 9, 2, 41, 6], {"target_tokens": [9, 2, 41, 6, 8]})]
+
+
+@pytest.fixture
+def start(program, model_of, tmp_path):
+    without_proxies()
+    os.environ["TINKER_API_KEY"] = "tml-local"
+    made = []
+
+    def begin(name, *options):
+        made.append(Server(program, {NAME: model_of("qwen3_tied")}, "--state", tmp_path / name, *options))
+        return made[-1]
+
+    yield begin
+    for server in made:
+        server.kill() if server.process.poll() is None else None
+
+
+def requests_of(model, steps):
+    """(number, send) of a loop: two gradients and a step each."""
+    for step in range(steps):
+        yield 3 * step + 1, lambda n: model.forward_backward(n, DATA[:1], loss="cross_entropy")
+        yield 3 * step + 2, lambda n: model.forward_backward(n, DATA[1:])
+        yield 3 * step + 3, lambda n: model.optim_step(n, learning_rate=1e-2)
+
+
+def final_metrics(model, number):
+    return model.metrics(model.forward_backward(number, DATA, forward_only=True)[1]["request_id"])
+
+
+def test_kills_change_no_bit(start):
+    steps = 6
+    whole, killed = start("whole"), start("killed", "--save-freq", 2)
+    plain = ByHand(whole)
+    results = [plain.metrics(send(number)[1]["request_id"]) for number, send in requests_of(plain, steps)]
+    end = final_metrics(plain, 3 * steps + 1)
+    model = ByHand(killed)
+    draw = random.Random(4)
+    futures = []
+    for number, send in requests_of(model, steps):
+        futures.append(send(number)[1]["request_id"])
+        if draw.random() < 0.5:
+            time.sleep(draw.choice([0, 0.01, 0.1, 0.3]))
+            killed.kill()
+            killed.start()
+            assert send(number)[1]["request_id"] == futures[-1]  # a retry after the kill is the same request
+    assert [model.metrics(future) for future in futures] == results
+    killed.kill()
+    killed.start()
+    assert final_metrics(model, 3 * steps + 1) == end
+    assert [model.metrics(future) for future in futures] == results  # old futures are still there
+
+
+def test_requests_that_came_early_wait_over_a_kill(start):
+    server = start("state")
+    model = ByHand(server)
+    future = model.optim_step(2, learning_rate=1e-2)[1]["request_id"]
+    server.kill()
+    server.start()
+    model.metrics(model.forward_backward(1, DATA)[1]["request_id"])
+    model.metrics(future)
+
+
+def test_an_unmodified_client_does_not_notice(start):
+    server = start("state", "--dtype", "float64")
+    service = tinker.ServiceClient(base_url=server.url)
+    training = service.create_lora_training_client(base_model=NAME, rank=RANK, seed=4).result()
+    data = draw_group(1, "cross_entropy")
+    state = None
+    snapshot, before = None, None
+    text = tinker.ModelInput.from_ints([1, 2, 3, 4])
+
+    def kill_soon():
+        time.sleep(0.05)
+        server.kill()
+        time.sleep(0.5)
+        server.start()
+
+    for step in range(3):
+        killer = threading.Thread(target=kill_soon)
+        killer.start()
+        futures = [training.forward_backward(data, "cross_entropy"), training.optim_step(tinker.AdamParams(learning_rate=1e-2))]
+        for future in futures:
+            future.result(timeout=120)
+        killer.join()
+        if step == 0:
+            snapshot = training.save_weights_and_get_sampling_client()
+            state = training.save_state("one").result(timeout=120).path
+            before = snapshot.compute_logprobs(text).result(timeout=120)
+    # Snapshots without a name, and checkpoints, outlive the kills.
+    assert snapshot.compute_logprobs(text).result(timeout=120) == before
+    assert training.save_weights_and_get_sampling_client().compute_logprobs(text).result(timeout=120) != before
+    resumed = service.create_training_client_from_state_with_optimizer(state).result()
+    for _ in range(2):
+        resumed.forward_backward(data, "cross_entropy").result(timeout=120)
+        resumed.optim_step(tinker.AdamParams(learning_rate=1e-2)).result(timeout=120)
+    ends = [client.forward(data, "cross_entropy").result(timeout=120).metrics["loss:sum"] for client in (training, resumed)]
+    assert ends[0] == ends[1]
+
+
+def test_two_servers_do_not_share_a_folder(start, program, model_of, tmp_path, espalier):
+    start("state")
+    refused = espalier("serve", "--model", f"x={model_of('qwen3_tied')}", "--port", 0, "--state", tmp_path / "state", expect=2)
+    assert "another one" in refused.stderr
+
+
+def test_a_finished_session_leaves_its_checkpoints_alone(start, tmp_path):
+    server = start("state")
+    service = tinker.ServiceClient(base_url=server.url)
+    training = service.create_lora_training_client(base_model=NAME, rank=RANK).result()
+    path = training.save_state("kept").result().path
+    training.save_weights_and_get_sampling_client()
+    service.close("success").result()
+    folder = tmp_path / "state"
+    end = time.monotonic() + 20
+    while any((folder / "samplers").iterdir()) or list(folder.glob("runs/*/journal")):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    server.kill()
+    server.start()
+    again = tinker.ServiceClient(base_url=server.url)
+    assert again.create_training_client_from_state(path).result().get_info().lora_rank == RANK

@@ -1,0 +1,164 @@
+"""Gradients and optimizer steps of `espalier serve` against the same adapter computed densely in float64; checkpoints."""
+
+import numpy as np
+import pytest
+import torch
+
+tinker = pytest.importorskip("tinker", reason="the SDK is not installed (tools/requirements-tests.txt)")
+pytest.importorskip("peft")
+from serve_client import NAME, RANK, Dense, draw_group, external_weights  # noqa: E402
+
+# With these the weights move by 1e-3 of the gradient: m = g, sqrt(v) = |g|, which 1e9 swallows to 1e-9.
+SMALL_STEP = dict(learning_rate=1e6, beta1=0.0, beta2=0.0, eps=1e9)
+EXACT = 1e-10  # relative: float64 on both sides, some hundred operations
+CONFIGS = {"ppo": {"clip_low_threshold": 0.7, "clip_high_threshold": 1.1}, "cispo": {"clip_high_threshold": 2.5}, "dro": {"beta": 0.1}, "gspo": None}
+
+
+@pytest.fixture
+def training(service):
+    """A model whose B is not zero, so that A has a gradient."""
+    made = service.create_lora_training_client(base_model=NAME, rank=RANK, seed=5).result()
+    made.forward_backward(draw_group(1, "cross_entropy"), "cross_entropy").result()
+    made.optim_step(tinker.AdamParams(learning_rate=2e-2)).result()
+    return made
+
+
+def relative_error(found, wanted):
+    difference = torch.sqrt(sum(((found[name] - wanted[name]) ** 2).sum() for name in wanted))
+    return (difference / torch.sqrt(sum((values ** 2).sum() for values in wanted.values()))).item()
+
+
+def gradient_of(service, training, call):
+    """What the calls added to the gradient, seen in the weights after a small step."""
+    before = external_weights(service, training, "before")
+    answers = call()
+    training.optim_step(tinker.AdamParams(**SMALL_STEP)).result()
+    after = external_weights(service, training, "after")
+    # float64 weights of 0.1 have steps of 1e-17, the change is 1e-3 of a gradient near 1.
+    return before, {name: (before[name] - after[name]) * 1e3 for name in before}, answers
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "importance_sampling", *CONFIGS])
+def test_gradients_are_those_of_a_dense_computation(service, training, model_of, loss):
+    data, config = draw_group(3, loss, n=4), CONFIGS.get(loss)
+    before, found, answer = gradient_of(service, training, lambda: training.forward_backward(data, loss, config).result())
+    total, wanted = Dense(model_of("qwen3_tied"), before).gradients(data, loss, config)
+    assert abs(answer.metrics["loss:sum"] - total) < EXACT * abs(total)
+    assert relative_error(found, wanted) < 1e-8  # the step's own rounding: 1e-17 / 1e-3 / 1e-6
+    if loss in ("ppo", "cispo", "gspo"):
+        assert 0 < answer.metrics["clip_fraction:mean"] < 1
+
+
+def test_bounds_may_be_given_for_each_target(service, training, model_of):
+    data = draw_group(4, "ppo")
+    generator = np.random.default_rng(2)
+    for datum in data:
+        for key, low in (("clip_low_threshold", 0.1), ("clip_high_threshold", 1.0)):
+            numbers = low + 0.8 * generator.random(datum.model_input.length)
+            datum.loss_fn_inputs[key] = tinker.TensorData.from_numpy(numbers.astype(np.float32))
+    before, found, answer = gradient_of(service, training, lambda: training.forward_backward(data, "ppo").result())
+    total, wanted = Dense(model_of("qwen3_tied"), before).gradients(data, "ppo")
+    assert abs(answer.metrics["loss:sum"] - total) < EXACT * abs(total)
+    assert relative_error(found, wanted) < 1e-8
+
+
+def test_rows_may_have_several_targets_dense_and_sparse(service, training, model_of):
+    data = draw_group(6, "cross_entropy", columns=3) + draw_group(6, "cross_entropy")
+    assert any(datum.loss_fn_inputs["weights"].sparse_crow_indices is not None for datum in data)
+    before, found, answer = gradient_of(service, training, lambda: training.forward_backward(data, "cross_entropy").result())
+    dense = Dense(model_of("qwen3_tied"), before)
+    total, wanted = dense.gradients(data, "cross_entropy")
+    assert abs(answer.metrics["loss:sum"] - total) < EXACT * abs(total)
+    assert relative_error(found, wanted) < 1e-8
+    for datum, output in zip(data, answer.loss_fn_outputs):
+        logprobs = output["logprobs"].to_torch()
+        assert logprobs.shape == dense.logprobs(datum).shape
+        torch.testing.assert_close(logprobs.double(), dense.logprobs(datum).detach(), rtol=1e-6, atol=1e-6)
+
+
+def test_custom_losses_take_two_passes(service, training, model_of):
+    data = draw_group(7, "cross_entropy")
+
+    def loss(data, logprobs):
+        return (logprobs[0].sum() - logprobs[1].sum()) ** 2 / 50 - torch.logsumexp(logprobs[2], 0), {"first": logprobs[0][0].item()}
+
+    before, found, answer = gradient_of(service, training, lambda: training.forward_backward_custom(data, loss).result())
+    dense = Dense(model_of("qwen3_tied"), before)
+    total, _ = loss(data, [dense.logprobs(datum) for datum in data])
+    wanted = dict(zip(dense.parameters, torch.autograd.grad(total, list(dense.parameters.values()))))
+    assert relative_error(found, wanted) < 1e-6  # the client's derivatives come back in float32
+    assert answer.metrics["first"] == pytest.approx(dense.logprobs(data[0])[0].item(), abs=1e-5)
+
+
+def test_steps_are_torchs_adamw_with_settings_of_their_own(service, training, model_of):
+    dense = Dense(model_of("qwen3_tied"), external_weights(service, training, "start"))
+    # The first step of the fixture is in the server's moments, so they begin anew from a checkpoint.
+    path = training.save_state("start").result().path
+    training = service.create_training_client_from_state(path).result()
+    parameters = list(dense.parameters.values())
+    optimizer = torch.optim.AdamW(parameters, lr=1)
+    for step, (lr, betas, eps, decay, clip) in enumerate([(1e-2, (0.9, 0.95), 1e-12, 0, 0), (3e-3, (0.8, 0.99), 1e-8, 0.1, 1.0), (2e-2, (0.5, 0.9), 1e-6, 0.3, 1e3)]):
+        data = draw_group(20 + step, "cross_entropy")
+        training.forward_backward(data[:1], "cross_entropy").result()
+        training.forward_backward(data[1:], "cross_entropy").result()
+        norm = training.optim_step(tinker.AdamParams(learning_rate=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=decay, grad_clip_norm=clip)).result().metrics["grad_norm:mean"]
+        optimizer.zero_grad()
+        total = sum(-(datum.loss_fn_inputs["weights"].to_torch().double() * dense.logprobs(datum)).sum() for datum in data)
+        total.backward()
+        found = torch.nn.utils.clip_grad_norm_(parameters, clip if clip > 0 else float("inf"))
+        assert norm == pytest.approx(found.item(), rel=1e-9)
+        optimizer.param_groups[0].update(lr=lr, betas=betas, eps=eps, weight_decay=decay)
+        optimizer.step()
+    end = external_weights(service, training, "end")
+    assert relative_error(end, {name: p.detach() for name, p in dense.parameters.items()}) < EXACT
+
+
+def test_a_checkpoint_continues_with_and_without_its_optimizer(service, training):
+    path = training.save_state("here", user_metadata={"a": "b"}).result().path
+    data = draw_group(8, "cross_entropy")
+
+    def go_on(client):
+        client.forward_backward(data, "cross_entropy").result()
+        client.optim_step(tinker.AdamParams(learning_rate=1e-2)).result()
+        return client.forward(data, "cross_entropy").result().metrics["loss:sum"]
+
+    with_moments = service.create_training_client_from_state_with_optimizer(path).result()
+    without = service.create_training_client_from_state(path).result()
+    assert with_moments.get_info().lora_rank == RANK
+    ends = [go_on(client) for client in (training, with_moments, without)]
+    assert ends[0] == ends[1] != ends[2]
+    rest = service.create_rest_client()
+    assert rest.get_weights_info_by_tinker_path(path).result().lora_rank == RANK
+    with pytest.raises(Exception, match="overwrite"):
+        training.save_state("here").result()
+    assert training.save_state("here", overwrite=True).result().path == path
+    assert path in [c.tinker_path for c in rest.list_user_checkpoints().result().checkpoints]
+    rest.set_checkpoint_ttl_from_tinker_path(path, 7200).result()
+    rest.delete_checkpoint_from_tinker_path(path).result()
+    with pytest.raises(Exception, match="no checkpoint"):
+        service.create_training_client_from_state(path).result()
+
+
+def test_ranks_above_a_side_of_a_matrix_train(service, model_of):
+    training = service.create_lora_training_client(base_model=NAME, rank=64, seed=2).result()
+    data = draw_group(9, "cross_entropy")
+    for _ in range(2):
+        training.forward_backward(data, "cross_entropy").result()
+        training.optim_step(tinker.AdamParams(learning_rate=1e-3)).result()
+    dense = Dense(model_of("qwen3_tied"), external_weights(service, training), rank=64)
+    total, _ = dense.gradients(data, "cross_entropy")
+    assert abs(training.forward(data, "cross_entropy").result().metrics["loss:sum"] - total) < EXACT * abs(total)
+
+
+def test_models_of_different_ranks_train_beside_each_other(service):
+    def train(ranks):
+        clients = [service.create_lora_training_client(base_model=NAME, rank=rank, seed=rank).result() for rank in ranks]
+        for step in range(3):
+            futures = [(client.forward_backward(draw_group(rank + step, "cross_entropy"), "cross_entropy"), client.optim_step(tinker.AdamParams(learning_rate=1e-2)))
+                       for client, rank in zip(clients, ranks)]
+            for gradient, update in futures:
+                gradient.result(), update.result()
+        return [client.forward(draw_group(1, "cross_entropy"), "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data for client in clients]
+
+    ranks = [1, 3, 8, 32]
+    assert train(ranks) == [train([rank])[0] for rank in ranks]
