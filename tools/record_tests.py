@@ -22,7 +22,7 @@ from pathlib import Path
 from recorded_tests import FOLDER, PYTEST, ROOT, KnownTest, Record, most_specific_first
 from built_tests import compiled_files, entries_of
 
-OF_TESTS = re.compile(r"^tests/(.*_test\.cpp|.*_gradcheck\.cpp|python/(test_\w+|conftest)\.py|support/main\.cpp)$")  # their tests are known
+OF_TESTS = re.compile(r"^tests/(.*_test\.cpp|.*_gradcheck\.cpp|python/(.*/)?(test_\w+|conftest)\.py|support/main\.cpp)$")  # their tests are known
 FILES_AT_ONCE = 8  # of Python tests in one process, which imports torch and transformers once
 LIBRARIES = ("espalier", "espalier_copies", "libespalier_core.so", "libespalier_emulated.so",
              "tests/cuda/libespalier_emulated_kernels.so", "tests/cuda/libespalier_emulation.so")
@@ -176,7 +176,7 @@ def main():
     tables = {program.name: functions_of(program, symbols) for program in wanted}
     jobs = [] if arguments.no_cpp else [([entry.program], record_program, entry, tables, library) for entry in entries]
     if not arguments.no_python:
-        files = [file for file in sorted((ROOT / "tests/python").glob("test_*.py")) if re.search(arguments.only, file.name)]
+        files = [file for file in sorted((ROOT / "tests/python").rglob("test_*.py")) if re.search(arguments.only, file.name)]
         groups = [files[start:start + FILES_AT_ONCE] for start in range(0, len(files), FILES_AT_ONCE)]
         jobs += [(files, record_pytest, build, files, tables, library) for files in groups]
     arguments.raw.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """Runs the tests of a build folder and says what happened: pytest, then the GoogleTest binaries (from ctest's list).
 
     python tools/run_tests.py --build build [--tier fast|test|sweep] [--sweeps CHOICE] [--no-python] [--no-cpp] [--only REGEX]
-                              [--jobs N] [--times FILE]
+                              [--jobs N] [--seconds N] [--times FILE]
 
 A tier is a choice of cases (tools/tiers.py) and of repetitions:
 
@@ -39,6 +39,8 @@ from tiers import Choice, day_of_run, share_of
 
 ROOT = Path(__file__).resolve().parent.parent
 BINARY_TIMEOUT = 900.0  # seconds
+NOTHING_SELECTED = 5  # pytest's exit status
+STOP_AT = "ESPALIER_STOP_AT"  # seconds since 1970, after which tests/python/conftest.py and Job begin no further test
 PYTHON_ABSENT = "tests/python"  # the name under which all Python tests are skipped together
 
 
@@ -133,7 +135,11 @@ class Job:
     def run(self):
         """Returns (result, output, seconds)."""
         start = time.monotonic()
+        if time.time() > float(os.environ.get(STOP_AT, "inf")):
+            return Result(skipped=[(self.name, "left out: the seconds of this run were over")]), "", 0.0
         status, output = run_logged(self.command, self.environment, self.cwd, BINARY_TIMEOUT)
+        if status == NOTHING_SELECTED and self.repeated and "pytest" in self.command:  # the chosen tests may judge no rounding
+            return Result(), output, time.monotonic() - start
         result = collect(self.report, status, self.name)
         if not result.cases():
             result.failed.append(f"{self.name}: no case was selected")
@@ -236,8 +242,8 @@ def run_python(build, only, reports, level, at_once):
     spread = ["-n", str(at_once), "--dist", "loadfile", "--no-loadscope-reorder"] if at_once > 1 and importlib.util.find_spec("xdist") else []
     start = time.monotonic()
     status = subprocess.run(pytest_command(report, only, "--durations=5", *spread), cwd=ROOT, env=environment).returncode
-    # 5: nothing was selected, which only --only may cause
-    result = collect(report, 0 if status == 5 and only else status, "pytest", silent_status=None)
+    # Only --only may select nothing.
+    result = collect(report, 0 if status == NOTHING_SELECTED and only else status, "pytest", silent_status=None)
     print(f"[python] {time.monotonic() - start:6.1f} s  {result.text()}", flush=True)
     return result
 
@@ -284,6 +290,7 @@ def main():
     parser.add_argument("--tier", choices=("fast", "test", "sweep"), default="sweep")
     parser.add_argument("--sweeps", default="", help="all, fast, one or K/N (tools/tiers.py) in place of the tier's own choice")
     parser.add_argument("--day", type=datetime.date.fromisoformat, default=day_of_run(), help="chooses the share, the instruction set and the pairs of the tier test")
+    parser.add_argument("--seconds", type=float, help="no test begins later than that; what is left is skipped, and named")
     parser.add_argument("--times", type=Path, help="a file for the seconds of every case")
     arguments = parser.parse_args()
     sweep = arguments.tier == "sweep"
@@ -292,6 +299,8 @@ def main():
     except ValueError as error:
         parser.error(f"--sweeps: {error}")
     os.environ["ESPALIER_SWEEPS"] = choice.text  # tests/python/conftest.py, tests/cuda/mutate_kernels.py
+    if arguments.seconds:
+        os.environ[STOP_AT] = str(time.time() + arguments.seconds)
     os.environ["ESPALIER_DAY"] = arguments.day.isoformat()  # tests/support/covering.cpp
     whole_tier = "" if arguments.sweeps or arguments.only or arguments.no_python or arguments.no_cpp else arguments.tier
     build, start = arguments.build.resolve(), time.monotonic()

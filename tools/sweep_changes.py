@@ -1,5 +1,5 @@
 """What CI runs of the sweep: every case, under every instruction set, of the tests that enter what the last commits changed, the most
-specific first, as many as take --seconds on two processors. It says which it left out.
+specific first, as many as take --seconds on two processors. It says which it left out, and begins no test after these seconds.
 
     python tools/sweep_changes.py --build build --seconds 240 [--since REVISION]
 
@@ -20,6 +20,7 @@ from instruction_levels import levels_to_run
 from recorded_tests import PYTEST, ROOT, Record
 from run_tests import Job, Result, print_failures
 from tests_of import Tree, in_turns
+from tiers import LONG, long_tests
 
 sys.path.append(str(ROOT / "tests/mutation"))
 from write_faulty_sources import table_of  # noqa: E402
@@ -48,10 +49,10 @@ def times_that_it_runs(build):
 
 def chosen_tests(tests, counts, seconds):
     """(those that fit into `seconds` of two processors, those that do not, those that are not built here)."""
-    chosen, left_out, absent, left = [], [], [], 2 * seconds
+    chosen, left_out, absent, left, long = [], [], [], 2 * seconds, long_tests()
     for test in tests:
         times = 1 if test.program == PYTEST else counts[test.program, test.name]
-        needed = test.seconds * times
+        needed = max(test.seconds, LONG + 1 if test.name in long else 0) * times
         if times == 0:
             absent.append(test)
         elif needed <= left:
@@ -129,7 +130,7 @@ def main():
         names.write("\n".join(test.name for test in chosen))
         names.flush()
         python = [] if any(test.program == PYTEST for test in chosen) else ["--no-python"]
-        command = [sys.executable, ROOT / "tools/run_tests.py", "--build", build, "--tier", "sweep", "--sweeps", f"tests:{names.name}", *python]
+        command = [sys.executable, ROOT / "tools/run_tests.py", "--build", build, "--tier", "sweep", "--sweeps", f"tests:{names.name}", "--seconds", str(arguments.seconds), *python]
         return subprocess.run(command).returncode or int(bool(faults.failed))
 
 

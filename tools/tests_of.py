@@ -29,6 +29,7 @@ MOST_PROGRAMS = 6  # each has to be linked
 PYTEST_START_SECONDS = 8.0  # torch and transformers
 CPP = (".cpp", ".cu", ".h", ".cuh", ".def", ".inc")
 TEST_MACRO = re.compile(r"^(TYPED_TEST|TYPED_TEST_P|TEST|TEST_F|TEST_P)\(\s*(\w+)\s*,\s*(\w+)\s*\)", re.M)
+PYTHON_TESTS = re.compile(r"^tests/python/(.*/)?test_\w+\.py$")
 INCLUDE = re.compile(r'^\s*#include "([^"]+)"', re.M)
 
 
@@ -49,7 +50,7 @@ class Tree:
         self.record, self.text = record, {}
         self.program = programs_of_test_files(build)
         for name in tracked("."):
-            if name.endswith(CPP) or name.startswith("tests/python/test_"):
+            if name.endswith(CPP) or PYTHON_TESTS.match(name):
                 self.text[name] = (ROOT / name).read_text(encoding="utf-8")
         self.includers = defaultdict(set)
         for name, text in self.text.items():
@@ -75,7 +76,7 @@ class Tree:
         return out
 
     def is_test(self, name):
-        return name.startswith("tests/python/test_") or (name.startswith("tests/") and bool(TEST_MACRO.search(self.text.get(name, ""))))
+        return bool(PYTHON_TESTS.match(name)) or (name.startswith("tests/") and bool(TEST_MACRO.search(self.text.get(name, ""))))
 
     def entering(self, name):
         """Tests that enter a source, the most specific first."""
@@ -158,7 +159,8 @@ def jobs_of(tests, build, left, reports):
     python = [test.name for test in tests if test.program == PYTEST]
     if python:
         report = reports / "pytest.xml"
-        files = [str(Path("tests/python") / name) for name in python]
+        paths = {path.name: path.relative_to(ROOT) for path in (ROOT / "tests/python").rglob("test_*.py")}
+        files = [f"{paths[file]}::{test}" for file, test in (name.split("::") for name in python) if file in paths]
         jobs.append(Job(PYTEST, pytest_command(report, "", files=files), report, python_environment(build, ""), str(ROOT)))
     return jobs
 

@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "espalier/program/step_plan.h"
 #include "espalier/train/training_data.h"
 
 namespace espalier::testing {

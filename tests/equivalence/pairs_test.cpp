@@ -2,9 +2,11 @@
 // together (tests/support/covering.h), another choice of rows every day. A failing row is printed with its day.
 #include <gtest/gtest.h>
 
+#include <iterator>
 #include <string>
 #include <vector>
 
+#include "espalier/shape/path_leaves.h"
 #include "tests/equivalence/against_autograd.h"
 #include "tests/equivalence/factors.h"
 #include "tests/support/covering.h"
@@ -31,7 +33,7 @@ enum Factor { family, plan, budget, path, loss, share, seed, temperature };
 const std::vector<std::vector<int>>& rows() {
   static const std::vector<std::vector<int>> all = [] {
     std::vector<bool> has_latents;
-    for (const std::string& name : families()) has_latents.push_back(tiny_shape(name).has_latents());
+    for (const std::string& name : families()) has_latents.push_back(may_carry_latents(tiny_shape(name)));
     const auto size = [](const auto& values) { return static_cast<int>(values.size()); };
     Factors factors{
         {size(families()), size(kPlans), size(kBudgets), size(kPaths), kCritic + 1, size(kShares), kSeeds, 2}};

@@ -3,11 +3,13 @@
 // does not meet it: axes_test.cpp says that it is refused by name. A failing row is printed with its day.
 #include <gtest/gtest.h>
 
+#include <iterator>
 #include <string>
 #include <vector>
 
 #include "espalier/base/error.h"
 #include "espalier/shape/local_shape.h"
+#include "espalier/shape/path_leaves.h"
 #include "tests/equivalence/factors.h"
 #include "tests/parallel/layouts.h"
 #include "tests/support/covering.h"
@@ -66,7 +68,7 @@ const std::vector<std::vector<int>>& rows() {
                      size(kShares), kSeeds}};
     factors.may_meet = [&](int f, int a, int g, int b) {
       if (f == family && g == layout) return static_cast<bool>(served[a][b]);
-      return !(f == family && g == path && kPaths[b].starts_with("latents")) || shapes[a].has_latents();
+      return !(f == family && g == path && kPaths[b].starts_with("latents")) || may_carry_latents(shapes[a]);
     };
     return covering_rows(factors, seed_of_day());
   }();
@@ -88,8 +90,8 @@ TEST_P(LayoutPairs, GiveTheGradientOfOneProcess) {
     c = with(c, chosen);
     c.options.path_state = kPaths[row[path]];
     c.options.share = kShares[row[share]];
-    SCOPED_TRACE(text_of(c.family, ", ", text_of_degrees(kLayouts[row[layout]]), ", ", chosen.name, " -> ",
-                         chosen.budget, ", path ", c.options.path_state, ", share ", c.options.share, ", loss ",
+    SCOPED_TRACE(text_of(GetParam(), ", ", text_of_degrees(kLayouts[row[layout]]), ", ", chosen.name, " -> ",
+                         chosen.budget, ", path ", kPaths[row[path]], ", share ", kShares[row[share]], ", loss ",
                          row[loss], ", seed ", c.seed));
     EXPECT_NO_THROW(expect_as_one_process(c, kLayouts[row[layout]], run_case(c)));
     ++ran;

@@ -6,6 +6,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -50,6 +51,11 @@ def chosen_items(items, choice):
         names = set(choice.cases(f"{path.name}::{name}", [item.nodeid for item in several], product=several[0].get_closest_marker("product") is not None))
         kept.update(item for item in several if item.nodeid in names)
     return [item for item in items if item in kept]
+
+
+def pytest_runtest_setup(item):
+    if time.time() > float(os.environ.get("ESPALIER_STOP_AT", "inf")):  # tools/run_tests.py --seconds
+        pytest.skip("left out: the seconds of this run were over")
 
 
 def pytest_collection_modifyitems(config, items):
