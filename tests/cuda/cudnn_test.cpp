@@ -17,6 +17,7 @@
 #include "espalier/mixers/attention/shape.h"
 #include "espalier/ops/cuda/cudnn.h"
 #include "espalier/ops/cuda/cudnn_attention.h"
+#include "espalier/program/step_kind.h"
 #include "espalier/prove/operation_check.h"
 
 namespace espalier::cuda {
