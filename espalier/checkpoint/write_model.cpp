@@ -292,7 +292,8 @@ void write_config(const fs::path& from, const fs::path& to, DType dtype, const P
                   bool of_sequences) {
   Json config = read_json_object(from);
   bool stated = false, changed = table.contains(kValueWeight) && state_value_head(config, of_sequences);
-  if (table.contains(kHead) && config_ties_head(from)) {  // the head was untied when it was read
+  // A tied config beside a head of its own: the head was untied when it was read.
+  if (table.contains(kHead) && config.contains("architectures") && config_ties_head(from)) {
     config["tie_word_embeddings"] = false;
     changed = true;
   }

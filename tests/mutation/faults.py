@@ -411,7 +411,7 @@ CONTEXT = [
           "if (ON) cp_.add_over_ranks(whole); TEXT", **ONE_RANK),
     Fault("keys_of_the_first_rank", "the keys of the first rank stand in the place of every rank's", "model/divided_source.cpp",
           "a.ops.scatter(of_rank.k, set_rows_of(rank), set.k);",
-          "a.ops.scatter(ON ? parts_of(whole, 0, shares_.rows_of(rank)).k : of_rank.k, set_rows_of(rank), set.k);",
+          "a.ops.scatter(ON ? parts_of(a, whole, 0, shares_.rows_of(rank)).k : of_rank.k, set_rows_of(rank), set.k);",
           **ONE_RANK),
     Fault("latents_of_the_set_forget_other_queries", "the latents of a sharded set get nothing from this rank's queries",
           "model/divided_source.cpp",

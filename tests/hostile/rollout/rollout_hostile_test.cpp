@@ -34,10 +34,14 @@ void expect_kept_promises(const Rollout& rollout) {
   const std::size_t length = rollout.response_ids.size();
   ASSERT_EQ(rollout.loss_mask.size(), length);
   for (const std::uint8_t kept : rollout.loss_mask) ASSERT_LE(kept, 1);
-  for (const auto* series : {&rollout.advantages, &rollout.old_logprobs, &rollout.ref_logprobs,
-                             &rollout.rollout_logprobs, &rollout.values, &rollout.returns}) {
+  for (const auto* series :
+       {&rollout.advantages, &rollout.old_logprobs, &rollout.ref_logprobs, &rollout.values, &rollout.returns}) {
     ASSERT_TRUE(series->empty() || series->size() == length);
     for (const double value : *series) ASSERT_TRUE(std::isfinite(value));
+  }
+  for (const auto* series : {&rollout.rollout_logprobs, &rollout.full_logprobs}) {
+    ASSERT_TRUE(series->empty() || series->size() == length);
+    for (const double value : *series) ASSERT_TRUE(std::isfinite(value) || std::isnan(value));  // NaN: not recorded
   }
   ASSERT_TRUE(!rollout.reward || std::isfinite(*rollout.reward));
   ASSERT_TRUE(std::isfinite(rollout.temperature) && rollout.temperature > 0);

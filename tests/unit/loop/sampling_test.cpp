@@ -20,7 +20,7 @@ class SamePrompts : public Questions {
   std::vector<Prompt> train(const Draw&, std::int64_t count) override { return prompts(count); }
   std::vector<Prompt> held_out() override { return {}; }
   std::vector<Judgement> judge(std::vector<Rollout>& rollouts, Progress&) override {
-    return std::vector<Judgement>(rollouts.size());
+    return std::vector<Judgement>(rollouts.size(), {0.0, 0.0});
   }
   std::int64_t longest_prompt() const override { return kTokens; }
   const std::vector<std::int32_t>& stop_ids() const override { return none_; }

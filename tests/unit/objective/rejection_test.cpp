@@ -14,7 +14,7 @@ namespace espalier {
 namespace {
 
 // Three tokens with old - roll = 0.5, -0.5, 0; one token with 2.
-std::vector<Rollout> two_rollouts() {
+std::vector<Rollout> judged_rollouts() {
   std::vector<Rollout> out = {make_rollout(3), make_rollout(1)};
   out[0].old_logprobs = {-1, -1, -1}, out[0].rollout_logprobs = {-1.5, -0.5, -1};
   out[1].old_logprobs = {-1}, out[1].rollout_logprobs = {-3};
@@ -22,7 +22,7 @@ std::vector<Rollout> two_rollouts() {
 }
 
 std::vector<std::vector<std::uint8_t>> masks_after(const char* words, const char* thresholds) {
-  std::vector<Rollout> rollouts = two_rollouts();
+  std::vector<Rollout> rollouts = judged_rollouts();
   Options options;
   options.rollout_rs = words, options.rollout_rs_threshold = thresholds;
   reject_tokens(rollouts, options);
@@ -49,7 +49,7 @@ TEST(Rejection, KeepsWhatEveryWordKeeps) {
 }
 
 TEST(Rejection, CountsATrajectoryAsOneSequence) {
-  std::vector<Rollout> rollouts = two_rollouts();
+  std::vector<Rollout> rollouts = judged_rollouts();
   for (Rollout& rollout : rollouts) rollout.trajectory = "\"t\"";
   Options options;
   options.rollout_rs = "seq_mean_k2", options.rollout_rs_threshold = "0.6";  // (0.25 + 2) / 4
@@ -61,7 +61,7 @@ TEST(Rejection, CountsATrajectoryAsOneSequence) {
 }
 
 TEST(Rejection, LeavesSequenceWeightsThatOfAllTokens) {
-  std::vector<Rollout> rollouts = two_rollouts();
+  std::vector<Rollout> rollouts = judged_rollouts();
   const std::vector<std::vector<double>> advantages = {{1, 1, 1}, {1}};
   Options options;
   options.rollout_rs = "token_k1", options.rollout_rs_threshold = "0.5_1.3";
@@ -93,7 +93,7 @@ TEST(Rejection, NamesWhatIsWrong) {
   refuse("token_k1", "-1_2", "above 0");
   refuse("token_k1,token_k2,token_k3", "2,2", "3 with commas");
   refuse("", "2", "--rollout-rs");
-  std::vector<Rollout> rollouts = two_rollouts();
+  std::vector<Rollout> rollouts = judged_rollouts();
   rollouts[1].old_logprobs.clear();
   Options options;
   options.rollout_rs = "token_k2", options.rollout_rs_threshold = "1";

@@ -65,7 +65,7 @@ TEST(OptionTable, EveryOptionIsTakenByAVerb) {
   for (const OptionRow& row : option_rows()) {
     const std::string verbs = row.verbs;
     EXPECT_TRUE(!verbs.empty() &&
-                verbs.find_first_not_of("icptsvrbglodaeICPTSVRBGLODAE", verbs[0] == '*') == verbs.npos)
+                verbs.find_first_not_of("icptsvrbglodaexICPTSVRBGLODAEX", verbs[0] == '*') == verbs.npos)
         << row.name;
   }
 }

@@ -75,6 +75,7 @@ TEST_F(Writer, WhatIsReadBackHasTheSameBits) {
     if (rollouts[0].length() == 3)
       rollouts[0].recorded_experts = {3, 2, 2, {0, 5, 1, 2, kFree, kFree, kFree, kFree, 3, 4, 6, 7}};
     if (rollouts[0].length() == 4) rollouts[0].recorded_experts = {3, 1, 1, {kFree, 65534, 0}};
+    rollouts[0].kept_sets = {};
     for (const std::int32_t id : rollouts[0].response_ids)  // some tokens have no set
       add_kept_set(rollouts[0].kept_sets, std::vector<std::int32_t>(id % 3, id));
     if (rollouts[0].kept_sets.ids.empty()) rollouts[0].kept_sets = {};

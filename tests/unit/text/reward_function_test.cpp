@@ -41,7 +41,7 @@ class RewardFile : public testing::Test {
     return reward.of(rollouts, silent);
   }
   static double score(RewardFunction& reward, const std::string& response) {
-    return scores(reward, {response}).front().score;
+    return scores(reward, {response}).front().score.value();
   }
   template <class Work>
   static ErrorText error_of(Work&& work) {
