@@ -36,7 +36,7 @@ def make_pairs(references=False):
         if references:
             pairs[-1] |= {"ref_chosen_logps": -draw.uniform(5, 30), "ref_rejected_logps": -draw.uniform(5, 30)}
             for side in ("chosen", "rejected")[:len(pairs) % 3]:
-                pairs[-1][f"{side}_kept_ids"] = [[token, *draw.sample(range(VOCABULARY), 9)] if token % 4 else None for token in pairs[-1][f"{side}_ids"]]
+                pairs[-1][f"{side}_kept_ids"] = [sorted({token, *draw.sample(range(VOCABULARY), 9)}) if token % 4 else None for token in pairs[-1][f"{side}_ids"]]
     return pairs
 
 
