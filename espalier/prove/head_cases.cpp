@@ -91,11 +91,11 @@ struct SetCase {
 SetCase sets_of(std::int64_t rows, std::int64_t V, bool with_empty) {
   std::vector<std::int32_t> begin{7}, target, row, set_begin, set_end, column, first;
   std::vector<double> temperature;
-  const auto add = [&](std::int64_t b, std::int64_t step) {  // step 0: the whole vocabulary; V: no column
+  const auto add = [&](std::int64_t b, std::int64_t step) {  // step 0: the whole vocabulary; -1: no column
     row.push_back(static_cast<std::int32_t>(b));
     temperature.push_back(b % 2 == 0 ? 1.0 : 0.7 + 0.1 * static_cast<double>(b));
     set_begin.push_back(static_cast<std::int32_t>(column.size()));
-    for (std::int64_t v = b % 3; step > 0 && step < V && v < V; v += step)
+    for (std::int64_t v = b % 3 % V; step > 0 && v < V; v += step)
       column.push_back(static_cast<std::int32_t>(v));
     const auto kept = static_cast<std::int64_t>(column.size()) - set_begin.back();
     set_end.push_back(step == 0 ? -1 : static_cast<std::int32_t>(column.size()));
@@ -113,7 +113,7 @@ SetCase sets_of(std::int64_t rows, std::int64_t V, bool with_empty) {
     add(b, b % 4 == 1 ? 3 : 0);
     if (b % 4 != 2) continue;
     add(b, 2);
-    add(b, with_empty ? V : 5);
+    add(b, with_empty ? -1 : 5);
   }
   first.push_back(static_cast<std::int32_t>(row.size()));
   return {at::tensor(temperature, at::kDouble),

@@ -646,7 +646,8 @@ OracleResult run_oracle(const Case& c, DType dtype) {
 
 PhasePeaks predicted_arena_bytes(const Case& c, const StepPlan& plan, DType dtype) {
   const bool routers = c.options.router_aux_loss_coef != 0 || c.options.router_z_loss_coef != 0;
-  const StepKind kind{.whole_rollout = c.options.policy_loss == "gspo", .all_rows_choose = routers};
+  StepKind kind = forward_kind_of(shape_of(c), make_rollouts(c.rollouts, c.seed));
+  kind.gradients = true, kind.whole_rollout = c.options.policy_loss == "gspo", kind.all_rows_choose = routers;
   const ActivationBytes bytes(shape_of(c), dtype, kind, {{.optimizer = false}, {}});
   const std::int64_t beside = bytes.constant() + bytes.scratch(plan.max_rows, plan.max_path_rows, kThreads) +
                               bytes.in_flight(plan.chosen.stored_bytes) +

@@ -91,7 +91,8 @@ TEST_F(HostileDirectory, AnIndexThatNamesTooMuchOrTooLittleIsNoticed) {
   changed = text;
   const std::size_t map = changed.find("\"model.embed_tokens");
   changed.insert(map, "\"phantom\": \"" + shard(1).filename().string() + "\", ");
-  EXPECT_HOLDS(error_with_index(changed), "tensor 'phantom' in '");
+  write_text(index, changed);
+  EXPECT_NO_THROW(load());  // nobody needs it, so that transformers reads the model, too
 }
 
 TEST_F(HostileDirectory, NoDirectoryIsNamed) {

@@ -127,7 +127,6 @@ TEST_F(RewardFile, WhatIsNoNumberIsToldApartFromAnException) {
   const std::pair<const char*, const char*> cases[] = {
       {"    return 'much'\n", "str: 'much'"},
       {"    return '1'\n", "str: '1'"},
-      {"    return None\n", "NoneType: None"},
       {"    return float('nan')\n", "nan, which is not a finite number"},
       {"    return {'points': 1}\n", "a dict without 'score': {'points': 1}"},
   };
@@ -136,6 +135,7 @@ TEST_F(RewardFile, WhatIsNoNumberIsToldApartFromAnException) {
     EXPECT_EQ(error.got, got);
     EXPECT_EQ(error.expected, "compute_score to return a number, or a dict with a number under 'score'");
   }
+  EXPECT_FALSE(scores(*reward("    return None\n"), {"teal"}).front().score);  // not judged
 }
 
 TEST_F(RewardFile, AFileThatCannotServeIsAnErrorAtOnce) {
