@@ -411,11 +411,12 @@ def agent(tmp_path_factory):
 
 
 def trajectories(agent, history):
-    """The second prompt repeats the first turn as `history(prompt, said)` says. The first turn was sampled in bytes."""
+    """The second prompt repeats the first turn as `history(prompt, said, answer)` says. The first turn was sampled in bytes.
+    The trajectories differ from their first token on: a random model gives a common beginning no chance."""
     _, ids, byte_by_byte = agent
     out = []
     for at, answer in enumerate(("seven is the answer", "the tool says that")):
-        prompt, said, tool = ids("ask the tool"), byte_by_byte(f"think {at}. ") + byte_by_byte(answer), ids(" tool says seven")
+        prompt, said, tool = ids("ask the tool"), byte_by_byte(f"{at} thinks. ") + byte_by_byte(answer), ids(" tool says seven")
         out.append({"group": "g", "trajectory": at, "turn": 0, "prompt_ids": prompt, "response_ids": said, "reward": float(at)})
         out.append({"group": "g", "trajectory": at, "turn": 1, "prompt_ids": history(prompt, said, answer) + tool, "response_ids": ids("that is it"), "reward": float(at)})
     return out
@@ -423,7 +424,7 @@ def trajectories(agent, history):
 
 def test_histories_are_told_apart_by_their_text(agent, espalier, tmp_path):
     directory, ids, byte_by_byte = agent
-    again = trajectories(agent, lambda prompt, said, answer: prompt + ids(f"think {'st'.index(answer[0])}. " + answer))
+    again = trajectories(agent, lambda prompt, said, answer: prompt + ids(f"{'st'.index(answer[0])} thinks. " + answer))
     dropped = trajectories(agent, lambda prompt, said, answer: prompt + byte_by_byte(answer))
     healthy = trajectories(agent, lambda prompt, said, answer: prompt + said)
     for dump, fault in ((again, "retokenized_turns"), (dropped, "changed_history")):

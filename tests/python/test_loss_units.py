@@ -120,7 +120,7 @@ def turns():
         yield kind, "seq-mean-token-mean", unit, ("once", "average")[number % 2], PLANS[number % 5]
 
 
-@pytest.mark.parametrize("kind, mode, unit, rule, plan", turns())
+@pytest.mark.parametrize("kind, mode, unit, rule, plan", list(turns()))
 def test_gradients_are_those_of_the_formulas_in_every_plan(espalier, case, tmp_path, kind, mode, unit, rule, plan):
     directory, model, made, path = case
     exact = plain_gradients(model, made, kind, mode, unit, rule)
@@ -162,7 +162,7 @@ def test_branches_train_their_common_tokens_once_and_have_one_vote(espalier, cas
     assert "3 sampled tokens are common to branches" in run.stderr and "--shared-tokens once" in run.stderr
     seen = espalier("inspect", path, "--json").json
     assert seen["repeated_tokens"] == {"branches": 3, "trajectory": 0, "rollouts": 0} and not seen["anomalies"]
-    refused = espalier("train", "--model", directory, "--rollouts", path, "--adv-estimator", "reinforce_plus_plus", expect=4)
+    refused = espalier("train", "--model", directory, "--rollouts", path, "--adv-estimator", "reinforce_plus_plus", "--out", tmp_path / "trained", expect=4)
     assert "branches" in refused.stderr and "group.jsonl:1" in refused.stderr
 
 

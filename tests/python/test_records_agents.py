@@ -128,10 +128,11 @@ def test_skyrl_images_are_refused_by_name(skyrl_dump, tmp_path):
 
 
 def verl_dump(path, foreign, objects):
+    """verl-agent's reward manager gives the reward to the last token of the response."""
     prompts, responses = [t[2] for t in TURNS], [t[3] for t in TURNS]
     attention = torch.cat([left_padded([[1] * len(p) for p in prompts], 0), right_padded([[1] * len(r) for r in responses], 0)], 1)
     batch = {"prompts": left_padded(prompts), "responses": right_padded(responses), "attention_mask": attention,
-             "response_mask": right_padded([t[4] for t in TURNS], 0), "token_level_scores": right_padded([[t[5], *[0] * (len(t[3]) - 1)] for t in TURNS], 0)}
+             "response_mask": right_padded([t[4] for t in TURNS], 0), "token_level_scores": right_padded([[*[0] * (len(t[3]) - 1), t[5]] for t in TURNS], 0)}
     kind = foreign("verl.protocol", "DataProto", __getstate__=lambda self: (saved(batch), objects, {}))
     path.write_bytes(pickle.dumps(kind()))
 

@@ -37,7 +37,7 @@ def test_generate_leaves_the_reward_out(form, espalier, text_model, tmp_path):
     assert all("reward" not in r for r in records if r not in judged)
     assert done.json["reward"] == pytest.approx(sum(r["reward"] for r in judged) / len(judged))
     assert f"{len(records) - len(judged)} of {len(records)} responses were not judged" in done.stderr
-    trained = espalier("train", "--model", text_model, "--rollouts", out)
+    trained = espalier("train", "--model", text_model, "--rollouts", out, "--out", tmp_path / "trained")
     assert f"{len(records) - len(judged)} of {len(records)} records have neither reward nor advantage" in trained.stderr
 
 
@@ -83,4 +83,5 @@ def test_advantages_are_trl_s(scale, espalier, model_of, tmp_path):
 
 def test_a_file_without_any_reward_is_refused(espalier, model_of, tmp_path):
     path = write_records([{"prompt_ids": [1], "response_ids": [2], "reward": None}] * 2, tmp_path / "r.jsonl")
-    assert "reward or advantage" in espalier("train", "--model", model_of("qwen3_tied"), "--rollouts", path, expect=3).stderr
+    refused = espalier("train", "--model", model_of("qwen3_tied"), "--rollouts", path, "--out", tmp_path / "trained", expect=3)
+    assert "reward or advantage" in refused.stderr

@@ -156,7 +156,9 @@ class ChatTemplate:
         _, answered, behind = whole.partition(_ANSWER)
         if not answered:
             raise ServiceError("render", "the template omits the assistant's answer", place=place)
-        return behind.removeprefix(last)
+        without_space = behind.lstrip()  # some templates put a space before the token that ends an answer
+        end = behind if behind.startswith(last) or not without_space.startswith(last) else without_space
+        return end.removeprefix(last)
 
     def _behind(self, answer, said, last, arguments, place):
         """continuation() of an answer that is a message. None if the template refuses it, or renders it differently once messages follow."""
