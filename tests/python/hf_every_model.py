@@ -37,6 +37,7 @@ SMALL = dict(
 )
 HYBRID = dict(layer_types=["linear_attention", "full_attention"])
 QSA = dict(HYBRID, indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=8, indexer_compress_ratio=2)
+REUSED = dict(num_kv_shared_layers=2, num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2)
 MLA = dict(num_key_value_heads=4)
 DOTS = dict(MLA, swa_num_attention_heads=4, swa_num_key_value_heads=4, swa_q_lora_rank=16, swa_kv_lora_rank=16, swa_head_dim=16,
             swa_qk_nope_head_dim=8, swa_v_head_dim=12)
@@ -47,8 +48,7 @@ CHANGES = {
     "bailing_hybrid": {**HYBRID, **MLA}, "kimi_linear": {**HYBRID, **MLA}, "dots3_note": DOTS, "dots3_note_text": DOTS,
     "cohere_compass_text": dict(rope_parameters={kind: dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1])
                                                 for kind in ("full_attention", "sliding_attention")}), "dbrx": dict(attn_config=dict(rope_theta=1e4, kv_n_heads=2, clip_qkv=8)), "blt": dict(encoder_hash_byte_group_vocab=97),
-    "gemma3n_text": dict(num_kv_shared_layers=2, num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2,
-                         activation_sparsity_pattern=[.95, 0., .95, 0.]),
+    "gemma3n_text": dict(REUSED, activation_sparsity_pattern=[.95, 0., .95, 0.]), "gemma4_text": REUSED,
     "deepseek_v4": dict(compress_rates=dict(compressed_sparse_attention=4, heavily_compressed_attention=8)),
     "minimax_m3_vl_text": dict(layer_types=["full_attention", "minimax_m3_sparse"], index_block_size=4, index_topk_blocks=2, dense_intermediate_size=48),
     "mpt": dict(attn_config=dict(attn_pdrop=0)), "xmod": dict(languages=["en_XX"], default_language="en_XX"),

@@ -307,7 +307,8 @@ def backward(loss):
 
 
 def call_model(model, ids, positions, phase, outputs, **more):
-    """Calls the model with rows [1, T]. Returns the logits [O, V] of rows `outputs`, and the model's output."""
+    """Calls the model with rows [1, T]. Returns the logits [O, V] of rows `outputs`, and the model's output. `outputs` is a tensor: for a number,
+    models whose last layers read other layers' keys (Gemma 4) run these layers for the last rows alone."""
     result = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=outputs, espalier=phase, **more)
     logits = result.logits[0]
     return logits if logits.shape[0] == len(outputs) else logits[outputs], result

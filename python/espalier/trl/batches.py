@@ -25,7 +25,8 @@ from espalier.trl.sharing import Sharing
 from espalier.trl.tree import Tree
 
 _OF_HEAD = {"fused_lm_head", "labels", "shift_labels", "num_items_in_batch"}  # arguments of TRL's fused head that the backbone does not get
-_PASSED_ON = {"output_router_logits", "return_dict", "margin", "logits_to_keep"}  # TRL's heads read the last two, no layer does
+_PASSED_ON = {"output_router_logits", "return_dict", "margin"}  # TRL's heads read the last one, no layer does
+_ROWS_OF_HEAD = "logits_to_keep"  # heads, and TRL behind a backbone, take the last rows themselves; Gemma 4's backbone would run its last layers for these alone
 
 
 class SharedBatches(Sharing):
@@ -80,11 +81,12 @@ class SharedBatches(Sharing):
         if batch is False:  # a second forward of this pass: ranks have exchanged in the first one
             return forward(*args, **kwargs)
         tree, more = batch or (None, None)
+        every_row = functools.partial(forward, *args, **_without_rows_of_head(kwargs))
         if self._comparison is not None:
-            return self._comparison(tree, lambda: forward(*args, **kwargs), lambda: self._shared(base, forward, tree, more))
+            return self._comparison(tree, every_row, lambda: self._shared(base, forward, tree, more))
         together, problem, out = self._together(base), None, None
         try:
-            self._verify(base, tree and (lambda: self._compare_backbone(base, forward, args, kwargs, tree, more)))
+            self._verify(base, tree and (lambda: self._compare_backbone(base, forward, every_row, tree, more)))
             out = self._shared(base, forward, tree, more, tree.labelled and tree.labelled.rows) if tree else forward(*args, **kwargs)
         except Unsupported as reason:
             problem = reason
@@ -107,10 +109,10 @@ class SharedBatches(Sharing):
         with self._our_layers(base):
             return _run(base, forward, tree, more, rows)
 
-    def _compare_backbone(self, base, forward, args, kwargs, tree, more):
-        """Compares with TRL's padded call: hidden states, and router logits, of every token that is not padding."""
+    def _compare_backbone(self, base, forward, every_row, tree, more):
+        """Compares with `every_row()`, TRL's padded call: hidden states, and router logits, of every token that is not padding."""
         try:
-            self.verification = verification.compare(base, lambda: _read(forward(*args, **kwargs), tree), lambda: _read(self._shared(base, forward, tree, more), tree))
+            self.verification = verification.compare(base, lambda: _read(every_row(), tree), lambda: _read(self._shared(base, forward, tree, more), tree))
         finally:
             self._give_layers_back(base)  # other models' backward passes are still to come
 
@@ -140,8 +142,8 @@ class SharedBatches(Sharing):
         backward reaches every layer's output, without which FSDP's hooks do not fire."""
         base, found, refused = base_model(model), [], []
         ids, mask, more = batch or (torch.zeros(1, 1, dtype=torch.long, device=ranks.device_of(model)), None, {})
-        if "logits_to_keep" in inspect.signature(type(base).forward).parameters:
-            more = {**more, "logits_to_keep": 1}
+        if _ROWS_OF_HEAD in inspect.signature(type(base).forward).parameters:
+            more = {**more, _ROWS_OF_HEAD: 1}
 
         def backbone(tree, plain, ours):
             problem, out = None, None
@@ -170,7 +172,7 @@ class SharedBatches(Sharing):
 
     def _batch(self, base, args, kwargs, labels=None):
         """(tree, keyword arguments to pass on), or None: the backbone is not called with a plain padded batch, or nothing is shared."""
-        given = {name: value for name, value in kwargs.items() if value is not None and value is not False}
+        given = {name: value for name, value in _without_rows_of_head(kwargs).items() if value is not None and value is not False}
         if len(args) == 1 and "input_ids" not in given:
             given["input_ids"] = args[0]
         ids, mask = given.pop("input_ids", None), given.pop("attention_mask", None)
@@ -197,6 +199,10 @@ class SharedBatches(Sharing):
             self._kept.setdefault(key, (ids, mask, {name: value for name, value in given.items() if name == "output_router_logits"}))
             return None
         return tree, given
+
+
+def _without_rows_of_head(kwargs):
+    return {name: value for name, value in kwargs.items() if name != _ROWS_OF_HEAD}
 
 
 def _read(out, tree):

@@ -17,6 +17,7 @@ from espalier.rows.trunk import RowSet
 from espalier.hf.checks import base_model
 from espalier.hf.images import ShardedTower, Tower, takes as takes_images
 from espalier.hf.routers import RowSums, experts_per_token, load_balancing, logits_of
+from espalier.hf.step import call_model
 from espalier.rows.transfer import to_device
 from espalier.trl import images, verification
 from espalier.trl.sharing import Sharing
@@ -181,9 +182,10 @@ class SharedPrompts(Sharing):
             with self.accelerator.autocast():
                 seen, more = pictures.of_prompt(row, count) if pictures else ((), {})
             phase = Phase([RowSet(0, (), [(0, count, count)])], count, captures=trunk, mutual=seen)
+            last = torch.full((1,), count - 1, device=ids.device)
             with self.accelerator.autocast(), phase.forward(), _router_logits(model, routed) as router:
-                out = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=1, espalier=phase, **more, **router.wanted)
-            return out.logits, router.sums() if routed else None
+                logits, _ = call_model(model, ids, positions, phase, last, **more, **router.wanted)
+            return logits, router.sums() if routed else None
 
         return Prompt(call, count, pictures, pictures.images.which[row] if pictures else None)
 
