@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, masking_uti
 
 from espalier.errors import Unsupported
 from espalier.hf import implementation, indexed
+from espalier.hf.checkpoints import Place
 from espalier.hf.checks import attention_layers
 from espalier.hf.implementation import NAME
 from espalier.hf.visibility import GIVEN_BY_THE_LAYER, kind_of, rule_of
@@ -34,7 +35,7 @@ class Phase:
 
     def __init__(self, sets, longest, captures=None, regime=None, mutual=()):
         self.sets, self.longest, self.captures, self.regime, self.mutual = sets, longest, captures, regime, mutual
-        self.capturing, self.checkpointed, self.seen, self.mask = False, False, collections.Counter(), None
+        self.capturing, self.place, self.seen, self.mask = False, None, collections.Counter(), None
         self.rules, self.masks = {}, set()  # of this call: each layer's Rule, and the windows and chunks of the masks that the model asked for
         self.running, self.problem = False, None  # whether the call runs, and the first `Unsupported` of its layers
 
@@ -54,8 +55,7 @@ class Phase:
         """Context manager for a call of the model: its attention layers run in this phase, and transformers builds no masks. If `captures` is a
         Trunk, it stores keys and values. Raises `Unsupported` if an attention layer cannot run in a phase, or if one of `model` did not see the phase
         exactly once. The call runs to its end before the error is raised: other ranks wait for its later layers if FSDP shards the model."""
-        self.capturing = self.captures is not None
-        self.checkpointed = model is not None and any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+        self.capturing, self.place = self.captures is not None, Place()
         for found in (self.seen, self.rules, self.masks):
             found.clear()
         before = _current.set(self)
@@ -78,6 +78,17 @@ class Phase:
         if not self.running:
             raise reason
         self.problem = self.problem or reason
+
+    def check_place(self, where, since=None):
+        """Refuses a checkpoint around `where` that loses the graph, or the phase of its second run. `since`: the Place where `where` was last told the
+        phase, the call's beginning if it is None."""
+        if not self.running:
+            return
+        try:
+            self.place.check_graph(where)
+            (since or self.place).check_encloses(where)
+        except Unsupported as reason:
+            self.refuse(reason)
 
     def _check_seen(self, layers):
         missing = sorted(set(layers) - set(self.seen))
@@ -113,6 +124,7 @@ def _mask(*args, **kwargs):
     phase = _current.get()
     if phase is None:
         return implementation.mask(*args, **kwargs)
+    phase.check_place("attention mask")
     if kwargs.get("use_vmap"):  # how transformers marks functions that a model adds to a mask
         phase.refuse(Unsupported("attention mask", "causal masks, with a window or in chunks", "or_mask_function or and_mask_function of the model's own"))
     if not torch.compiler.is_compiling():
@@ -142,9 +154,7 @@ def _checked(module, query, key, value, mask, phase, by_context, scaling, dropou
     where = f"attention layer {module.layer_idx}"
     if by_context:
         told_by_context.add(module)
-    if by_context and phase.checkpointed:
-        raise Unsupported(where, "keyword arguments of the model's call, where layers are checkpointed", "a layer that drops them",
-                          "model.gradient_checkpointing_disable()")
+    phase.check_place(where, since=None if by_context else Place())
     if mask is not None and mask is not phase.mask:
         raise Unsupported(where, "causal attention without a mask of the model's own", f"a mask of shape {tuple(mask.shape)}")
     if kwargs.get("is_causal") is False:

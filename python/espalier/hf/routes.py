@@ -19,6 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from espalier.errors import Error, Unsupported
+from espalier.hf.checkpoints import Place
 from espalier.hf.checks import base_model, decoder_config, decoder_layers
 from espalier.rows.transfer import queued
 
@@ -109,14 +110,17 @@ class CallRoutes:
 
     def __init__(self, chosen, layers, experts):
         self.chosen, self.experts, self.column = chosen, experts, {layer: column for column, layer in enumerate(layers)}
-        self.seen = collections.Counter()
+        self.seen, self.place, self.problem = collections.Counter(), None, None
 
-    def choose(self, layer, scores, free):
-        """topk's (values, indices) with the recorded indices. Returns `free`, topk's own result, unchanged if `scores` are not a router's."""
+    def choose(self, layer, scores, free, told):
+        """topk's (values, indices) with the recorded indices. Returns `free`, topk's own result, unchanged if `scores` are not a router's. `told`: the Place
+        where the layer got this record."""
         rows, _, chosen = self.chosen.shape
         if scores.shape != (rows, self.experts) or free.indices.shape[1] != chosen or layer not in self.column:
             return free
         self.seen[layer] += 1
+        if self.place is not None:
+            self._check_place(layer, told)
         recorded = self.chosen[:, self.column[layer]].long()
         indices = torch.where(recorded >= 0, recorded, free.indices)
         return torch.return_types.topk((scores.gather(1, indices), indices))
@@ -125,22 +129,38 @@ class CallRoutes:
     def forward(self):
         """Context manager for a call of the model. Raises `Unsupported` unless every layer with experts chooses exactly once."""
         self.seen.clear()
-        yield
+        self.place, self.problem = Place(), None
+        try:
+            yield
+        finally:
+            self.place = None
+        if self.problem is not None:
+            raise self.problem
         for layer in self.column:
             if self.seen[layer] != 1:
                 raise Unsupported(FIELD, f"one choice of {self.chosen.shape[2]} of {self.experts} experts in layer {layer}", str(self.seen[layer]),
                                   "Leave the field out; the layer chooses experts in another way, or drops keyword arguments")
 
 
+    def _check_place(self, layer, told):
+        """Keeps the first `Unsupported` for the end of the call: other ranks wait for its later layers if FSDP shards the model."""
+        where = f"layer {layer} with recorded experts"
+        try:
+            self.place.check_graph(where)
+            told.check_encloses(where)
+        except Unsupported as reason:
+            self.problem = self.problem or reason
+
+
 class _Choosing(TorchFunctionMode):
-    def __init__(self, routes, layer):
+    def __init__(self, routes, layer, given):
         super().__init__()
-        self.routes, self.layer = routes, layer
+        self.routes, self.layer, self.given = routes, layer, given
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         if self.routes is not None and function in (torch.topk, torch.Tensor.topk):
-            return self.routes.choose(self.layer, args[0] if args else kwargs["input"], out)
+            return self.routes.choose(self.layer, args[0] if args else kwargs["input"], out, self.given.place)
         return out
 
 
@@ -154,7 +174,7 @@ def installed(model, on=True):
     with _lock:
         held = _replaced.setdefault(id(base), [0, ()])
         if held[0] == 0:
-            held[1] = [_replace_forward(index, layer) for index, layer in enumerate(decoder_layers(base))]
+            held[1] = [_replace_forward(index, getattr(layer, "_checkpoint_wrapped_module", layer)) for index, layer in enumerate(decoder_layers(base))]
         held[0] += 1
     try:
         yield
@@ -174,12 +194,13 @@ def _replace_forward(index, layer):
     given = threading.local()
 
     def under(routes, function, *args, **kwargs):
-        before, given.routes = getattr(given, "routes", None), routes
+        before = getattr(given, "routes", None), getattr(given, "place", None)
+        given.routes, given.place = routes, Place()
         try:
-            with _Choosing(routes, index) if routes is not before else contextlib.nullcontext():
+            with _Choosing(routes, index, given) if routes is not before[0] else contextlib.nullcontext():
                 return function(*args, **kwargs)
         finally:
-            given.routes = before
+            given.routes, given.place = before
 
     @functools.wraps(plain)
     def forward(*args, **kwargs):

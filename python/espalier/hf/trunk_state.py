@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from espalier.errors import Error
 from espalier.hf import attention, indexed, ranks, rotary
+from espalier.hf.checkpoints import Place
 from espalier.hf.checks import attention_layers, base_model, decoder_layers
 from espalier.hf.mixers import mixers
 
@@ -45,7 +46,7 @@ def by_layers(model):
 @contextlib.contextmanager
 def layers_checkpointed(model):
     """Context manager: within it, every decoder layer is a checkpoint."""
-    undo = [_checkpoint(layer) for layer in decoder_layers(base_model(model))]
+    undo = [_checkpoint(layer, Place()) for layer in decoder_layers(base_model(model))]
     try:
         yield
     finally:
@@ -53,9 +54,14 @@ def layers_checkpointed(model):
             action()
 
 
-def _checkpoint(layer):
+def _checkpoint(layer, place):
     plain, before = layer.forward, layer.__dict__.get("forward")
-    layer.forward = functools.partial(checkpoint, plain, use_reentrant=False, preserve_rng_state=False, context_fn=_contexts)
+    ours = functools.partial(checkpoint, plain, use_reentrant=False, preserve_rng_state=False, context_fn=_contexts)
+
+    def forward(*args, **kwargs):
+        return ours(*args, **kwargs) if place.encloses() else plain(*args, **kwargs)  # the user's checkpoint around the layer runs it again without ours
+
+    layer.forward = forward
 
     def undo():
         if before is None:

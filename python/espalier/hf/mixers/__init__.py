@@ -15,6 +15,7 @@ import weakref
 
 import torch
 
+from espalier.hf.checkpoints import Place
 from espalier.hf.mixers import convolution, mamba, positions, scans
 from espalier.hf.mixers.segments import Segments
 
@@ -48,31 +49,31 @@ class _Active(threading.local):
     inside the backward, with the phase of its first run."""
 
     def __init__(self):
-        self.phases, self.checkpoints = [None], []
+        self.told, self.checkpoints = [(None, None)], []  # phases, and the Places where they were told
 
     @property
     def phase(self):
-        return self.phases[-1]
+        return self.told[-1][0]
 
     def enter(self, module, args, kwargs):
-        self.phases.append(kwargs.get("espalier", self.phase))
+        self.told.append((kwargs.get("espalier", self.phase), Place()))
         own = vars(module).get("_gradient_checkpointing_func") if self.phase is not None else None
         self.checkpoints.append(own)
         if own is not None:
             module._gradient_checkpointing_func = lambda layer, *args, **more: own(functools.partial(self.under, self.phase, layer), *args, **more)
 
     def leave(self, module, *_):
-        self.phases.pop()
+        self.told.pop()
         own = self.checkpoints.pop()
         if own is not None:
             module._gradient_checkpointing_func = own
 
     def under(self, phase, layer, *args, **kwargs):
-        self.phases.append(phase)
+        self.told.append((phase, Place()))
         try:
             return layer(*args, **kwargs)
         finally:
-            self.phases.pop()
+            self.told.pop()
 
 
 _active: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by model: what one installation checkpointed, the next may run again
@@ -136,8 +137,10 @@ def _forward(name, module, active):
 
     @functools.wraps(plain)
     def forward(*args, **kwargs):
-        if active.phase is None:
+        phase, place = active.told[-1]
+        if phase is None:
             return plain(*args, **kwargs)
+        phase.check_place(name, since=place)
         calls.clear()
         return copy(module, *args, **kwargs)
 
