@@ -16,7 +16,7 @@ GENERATOR = $$(if command -v ninja >/dev/null; then echo Ninja; else echo "Unix 
 # On a machine with a GPU's driver the CUDA library is a part of the program.
 CUDA_TARGET := $(if $(wildcard /dev/nvidiactl),espalier_cuda)
 
-.PHONY: all setup setup-tests configure configure-each t fast test sweep record faults cuda demo bench wheel check gpu-check gpu-bundle docs debug asan tsan clang clean help
+.PHONY: all setup setup-tests configure configure-each t fast test sweep sweep-transformers record faults cuda demo bench wheel check gpu-check gpu-bundle docs debug asan tsan clang clean help
 .DEFAULT_GOAL := all
 
 all: setup configure  ## set-up and optimised build: build/espalier
@@ -56,6 +56,9 @@ test: setup-tests configure  ## the tests that need no accelerator, C++ and Pyth
 
 sweep:  ## every case of every test, under every instruction set, deliberate faults and emulated devices included
 	@$(MAKE) --no-print-directory test SWEEPS=all
+
+sweep-transformers:  ## the sweep over all causal language models with the newest release of transformers
+	@tools/newest_transformers.sh
 
 record: configure-each  ## writes down which tests reach which file, and their seconds: tests/recording
 	@cmake --build $(each) --parallel $(JOBS) --target all sweep_tests espalier_entered_functions

@@ -4,8 +4,12 @@
 family needs besides: a layer of each kind, sizes that fit each other.
 """
 
+import json
+from pathlib import Path
+
 import torch
 import transformers
+from packaging.version import Version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -43,11 +47,11 @@ DOTS = dict(MLA, swa_num_attention_heads=4, swa_num_key_value_heads=4, swa_q_lor
             swa_qk_nope_head_dim=8, swa_v_head_dim=12)
 VISION = dict(image_size=16, patch_size=8, num_channels=3)
 CHANGES = {
-    "axk1": MLA, "axk2": MLA, "deepseek_v2": MLA, "deepseek_v3": MLA, "deepseek_v32": MLA, "glm4_moe_lite": MLA, "glm_moe_dsa": MLA,
+    "axk1": MLA, "axk2": MLA, "sarvam_mla": MLA, "deepseek_v2": MLA, "deepseek_v3": MLA, "deepseek_v32": MLA, "glm4_moe_lite": MLA, "glm_moe_dsa": MLA,
     "longcat_flash": MLA, "minicpm3": MLA, "youtu": MLA,
     "bailing_hybrid": {**HYBRID, **MLA}, "kimi_linear": {**HYBRID, **MLA}, "dots3_note": DOTS, "dots3_note_text": DOTS,
     "cohere_compass_text": dict(rope_parameters={kind: dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1])
-                                                for kind in ("full_attention", "sliding_attention")}), "dbrx": dict(attn_config=dict(rope_theta=1e4, kv_n_heads=2, clip_qkv=8)), "blt": dict(encoder_hash_byte_group_vocab=97),
+                                                for kind in ("full_attention", "sliding_attention")}), "dbrx": dict(attn_config=dict(rope_theta=1e4, kv_n_heads=2, clip_qkv=8)), "blt": dict(encoder_hash_byte_group_vocab=97, encoder_config=dict(hidden_size_global=32), decoder_config=dict(hidden_size_global=32)),
     "gemma3n_text": dict(REUSED, activation_sparsity_pattern=[.95, 0., .95, 0.]), "gemma4_text": REUSED,
     "deepseek_v4": dict(compress_rates=dict(compressed_sparse_attention=4, heavily_compressed_attention=8)),
     "minimax_m3_vl_text": dict(layer_types=["full_attention", "minimax_m3_sparse"], index_block_size=4, index_topk_blocks=2, dense_intermediate_size=48),
@@ -66,6 +70,20 @@ CHANGES = {
     "zamba2": dict(num_hidden_layers=4, layers_block_type=["linear_attention", "hybrid"] * 2),
     "zaya": dict(num_experts_per_tok=1), "reformer": dict(is_decoder=True, axial_pos_embds=False),
 }
+
+
+TABLE = Path(__file__).with_name("hf_sweep.json")
+
+
+def tables():
+    """{release of transformers: {"exact", or the reason of a refusal: model types}}, the oldest release first."""
+    return dict(sorted(json.loads(TABLE.read_text()).items(), key=lambda item: Version(item[0])))
+
+
+def table():
+    """That of the installed release, or of the newest one that is known."""
+    known = tables()
+    return known.get(transformers.__version__, list(known.values())[-1])
 
 
 def _shrunk(config, **more):

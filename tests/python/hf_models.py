@@ -61,6 +61,8 @@ class Wide(TorchFunctionMode):
             args, kwargs = tuple(wide(x) for x in args), {k: wide(x) for k, x in kwargs.items()}
         if function in (torch.softmax, torch.nn.functional.softmax, torch.Tensor.softmax, torch.linalg.vector_norm) and args[0].dtype == torch.float64:
             kwargs = {k: wide(x) for k, x in kwargs.items()}
+        if function is torch.zeros_like and args[0].dtype == torch.float64:
+            kwargs = {k: wide(x) for k, x in kwargs.items()}
         if function is torch.nn.functional.grid_sample:  # of float32 places
             args = (args[0], args[1].to(args[0].dtype), *args[2:])
         return function(*args, **kwargs)

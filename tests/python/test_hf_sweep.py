@@ -1,7 +1,8 @@
 """Every class of transformers' mapping for causal language models, built tiny: exact in float64, or refused by name for a reason of the
 table. Nothing else, and what is exact today may not be refused tomorrow.
 
-`python tests/python/test_hf_sweep.py --write` writes the table (hf_sweep.json, and the one of docs/python.md) from what it finds.
+The table (hf_sweep.json) has the tested releases of transformers (espalier/hf/versions.py). `make sweep-transformers` runs this file with the newest
+release. `python tests/python/test_hf_sweep.py --write` writes the installed release's part of the table, and docs/python.md, from what it finds.
 """
 
 import json
@@ -11,12 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.version import Version
 
 import hf_every_model as tiny
-from hf_every_model import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+from hf_every_model import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES, TABLE, table, tables
 
 espalier = pytest.importorskip("espalier")
-TABLE = Path(__file__).with_name("hf_sweep.json")
+INSTALLED = tiny.transformers.__version__
 DOCS = Path(__file__).parents[2] / "docs/python.md"
 
 # How a refusal reads, and what the documentation says of it.
@@ -25,9 +27,8 @@ REASONS = {
     "arguments": ("a forward that takes no position ids or keyword arguments", "got fixed arguments"),
     "positions": ("positions counted by the model itself", "counts its own"),
     "encoder": ("an encoder-decoder", "got an encoder-decoder"),
-    "several": ("several attentions in a layer", "expected one attention per layer"),
+    "several": ("several attentions in a layer, or layers that run several times", "expected one attention per layer"),
     "mask": ("a mask made by the model itself, or keys of another layer", "mask of the model's own|keys of the call's own rows"),
-    "inputs": ("a forward that needs more than token ids", "takes input_ids and returns logits"),
     "sparse": ("keys that are chosen or compressed over the whole call", "chooses or compresses"),
     "state": ("a state that passes along the sequence in the model's own way", "state does not pass|a state that espalier passes on|a state from every"),
     "bias": ("an attention bias other than for positions", "position_bias"),
@@ -59,15 +60,12 @@ def outcome(name, in_bfloat16=False, **changes):
 
 
 def reason_of(text):
-    return next((reason for reason, (_, pattern) in REASONS.items() if re.search(pattern, text)), text)
+    """A refusal that quotes an error of the model's own call says nothing true about the model: it has no reason."""
+    return next((reason for reason, (_, pattern) in REASONS.items() if re.search(pattern, text) and not re.search(r"got \w+(Error|Exception): ", text)), text)
 
 
-def table():
-    return json.loads(TABLE.read_text())
-
-
-def expected():
-    return {name: reason for reason, names in table().items() for name in names}
+def expected(of_release=None):
+    return {name: reason for reason, names in (of_release or table()).items() for name in names}
 
 
 @pytest.mark.parametrize("name", sorted(set(CLASSES) - set(UNBUILT)))
@@ -128,13 +126,39 @@ def test_the_table_is_whole():
     names = expected()
     assert set(names) | set(UNBUILT) == set(CLASSES), sorted((set(names) | set(UNBUILT)) ^ set(CLASSES))
     assert set(table()) <= {"exact", *REASONS}
-    assert DOCS.read_text().split("<!-- hf_sweep -->\n")[1].split("<!-- end -->")[0] == documented(table())
+    assert DOCS.read_text().split("<!-- hf_sweep -->\n")[1].split("<!-- end -->")[0] == documented(tables())
 
 
-def documented(found):
-    rows = [f"| exact | {len(found['exact'])} | {', '.join(found['exact'])} |"]
-    rows += [f"| {REASONS[reason][0]} | {len(found[reason])} | {', '.join(found[reason])} |" for reason in REASONS if reason in found]
-    return "\n".join([f"| transformers {tiny.transformers.__version__} | model types | which |", "| --- | ---: | --- |", *rows]) + "\n"
+def test_the_tested_range_is_that_of_the_table():
+    from espalier.hf import versions
+    assert versions.TESTED == (list(tables())[0], list(tables())[-1])
+
+
+def test_a_newer_minor_version_is_noted(caplog):
+    from espalier.hf import versions
+    major, minor = Version(versions.TESTED[1]).release[:2]
+    for release in (versions.TESTED[0], f"{major}.{minor}.9"):
+        versions.note_if_newer(release)
+    assert not caplog.records
+    for release in (f"{major}.{minor + 1}.0", f"{major}.{minor + 1}.0.dev0", f"{major + 1}.0.0"):
+        versions.note_if_newer(release)
+        assert release in caplog.records[-1].getMessage() and versions.TESTED[1] in caplog.records[-1].getMessage()
+
+
+def documented(known):
+    """The newest release's table, and in which model types older ones differ."""
+    newest = list(known)[-1]
+    found, now = known[newest], expected(known[newest])
+    words = lambda reason: "exact" if reason == "exact" else REASONS[reason][0]
+    rows = [f"| {words(reason)} | {len(found[reason])} | {', '.join(found[reason])} |" for reason in ["exact", *REASONS] if reason in found]
+    for release in list(known)[-2::-1]:
+        then = expected(known[release])
+        other = {}
+        for name in sorted(set(now) | set(then)):
+            if now.get(name) != then.get(name):
+                other.setdefault(words(then[name]) if name in then else "not there yet", []).append(name)
+        rows += [f"| in {release}: {reason} | {len(names)} | {', '.join(names)} |" for reason, names in other.items()]
+    return "\n".join([f"| transformers {newest} | model types | which |", "| --- | ---: | --- |", *rows]) + "\n"
 
 
 def write():
@@ -145,9 +169,10 @@ def write():
         except Exception as problem:  # named at the end, with everything else written
             found.setdefault(f"{type(problem).__name__}: {problem}", []).append(name)
     unknown = set(found) - {"exact", *REASONS}
-    TABLE.write_text(json.dumps({reason: found[reason] for reason in ["exact", *REASONS] if reason in found}, indent=1) + "\n")
+    known = {**tables(), INSTALLED: {reason: found[reason] for reason in ["exact", *REASONS] if reason in found}}
+    TABLE.write_text(json.dumps(known, indent=1) + "\n")
     before, rest = DOCS.read_text().split("<!-- hf_sweep -->\n")
-    DOCS.write_text(before + "<!-- hf_sweep -->\n" + documented(table()) + "<!-- end -->" + rest.split("<!-- end -->", 1)[1])
+    DOCS.write_text(before + "<!-- hf_sweep -->\n" + documented(tables()) + "<!-- end -->" + rest.split("<!-- end -->", 1)[1])
     sys.exit("\n".join(f"{found[text]}: a reason without a row: {text}" for text in sorted(unknown)))
 
 

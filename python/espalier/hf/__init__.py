@@ -22,7 +22,7 @@ import torch
 
 from espalier.errors import Error, Unsupported
 from espalier.hf import arguments, attention, choice, dense, images, implementation, ranks, rotary, routes, sets as coupled, verification
-from espalier.hf import memory_estimate, trunk_state as states
+from espalier.hf import memory_estimate, trunk_state as states, versions
 from espalier.hf.checks import attention_layers, base_model, check, decoder_config, unwrapped
 from espalier.hf.memory_estimate import Estimate
 from espalier.hf.rollouts import Rollouts
@@ -32,6 +32,8 @@ from espalier.rows import arguments as checked, measure
 from espalier.rows.attention import kernels_for
 from espalier.rows.verdict import failed_elsewhere
 from espalier.rows.waves import Result, Scores, Wave
+
+versions.note_if_newer()
 
 __all__ = ["Estimate", "Result", "Scores", "Wave", "check", "estimate", "logprobs", "phased_step", "score"]
 

@@ -14,9 +14,10 @@ import inspect
 import torch
 
 from espalier.errors import Unsupported
+from espalier.hf.versions import cache_argument
 from espalier.rows.trunk import trunks_of
 
-_ARGUMENTS = {"self", "hidden_states", "q_resid", "position_embeddings", "attention_mask", "position_ids", "past_key_values"}
+_ARGUMENTS = {"self", "hidden_states", "q_resid", "position_embeddings", "attention_mask", "position_ids"}  # and the cache
 KIND = "indexed_attention"
 
 _configs: dict = {}  # number of running steps, by the id of the model's config
@@ -29,7 +30,7 @@ def indexers(base):
 
 def _is_indexer(module):
     forward = inspect.unwrap(type(module).forward)
-    return "update_indexer" in getattr(getattr(forward, "__code__", None), "co_names", ()) and set(inspect.signature(forward).parameters) == _ARGUMENTS
+    return "update_indexer" in getattr(getattr(forward, "__code__", None), "co_names", ()) and set(inspect.signature(forward).parameters) == {*_ARGUMENTS, cache_argument(module)}
 
 
 def serves(attention):
@@ -71,7 +72,10 @@ def needs_mask(config):
 
 def _with_keys(current, module, args, kwargs):
     phase = current()
-    return None if phase is None else (args, {**kwargs, "past_key_values": _Keys(phase)})
+    if phase is None:
+        return None
+    phase.check_place("an indexer")
+    return args, {**kwargs, cache_argument(module): _Keys(phase)}
 
 
 class _Keys:

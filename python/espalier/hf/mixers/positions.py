@@ -6,6 +6,7 @@ how far its depth is ahead of its number; keys and values pass it unchanged.
 
 import numpy as np
 
+from espalier.hf.versions import cache_argument
 from espalier.rows.transfer import to_device
 
 
@@ -19,7 +20,7 @@ def tell_depths(module, args, kwargs):
     if phase is None:
         return None
     device = (args[0] if args else kwargs["hidden_states"]).device
-    return args, {**kwargs, "past_key_values": _Ahead(phase, device)}
+    return args, {**kwargs, cache_argument(module): _Ahead(phase, device)}
 
 
 class _Ahead:
@@ -30,5 +31,5 @@ class _Ahead:
     def get_seq_length(self, layer_idx=0):
         return self.rows
 
-    def update(self, key, value, *_):
+    def update(self, key, value, *_, **__):
         return key, value
