@@ -15,7 +15,7 @@ dist.init_process_group("gloo", init_method=f"file://{FOLDER}/store", rank=RANK,
 import espalier.hf as hf  # noqa: E402
 from espalier.errors import Unsupported  # noqa: E402
 from hf_models import all_float64, gradients, loss_of, worst  # noqa: E402
-from test_hf_images import batch, make, plain_call, plain_step  # noqa: E402
+from test_hf_images import batch, make, plain_call, plain_step, tool_batch  # noqa: E402
 
 
 def layers_of(model):
@@ -66,8 +66,8 @@ def dense(family, batches):
 def main():
     found = {}
     for family in sys.argv[3:]:
-        whole = batch(family)
-        cases = {"images on both": (whole[:5], whole[3:]), "images on one": (whole[:7], whole[7:])}
+        whole, seen = batch(family), tool_batch(family)
+        cases = {"images on both": (whole[:5], whole[3:]), "images on one": (whole[:7], whole[7:]), "images in responses": (seen[:4], seen[3:])}
         for name, wrap in {"fsdp2": fsdp2, "fsdp1": fsdp1, "fsdp1 own parameters": lambda m: fsdp1(m, use_orig_params=True)}.items():
             for case, batches in cases.items():
                 own = batches[RANK]

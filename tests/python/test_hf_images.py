@@ -1,5 +1,5 @@
-"""Images in prompts, in float64: log-probs, loss and every gradient, the vision tower's too, against the unmodified model's own calls, one
-rollout a call with its images. The tower runs once for each prompt with images."""
+"""Images in prompts and responses, in float64: log-probs, loss and every gradient, the vision tower's too, against the unmodified model's own calls,
+one rollout a call with its images. The tower runs once for each different image."""
 
 import pytest
 import torch
@@ -7,7 +7,9 @@ import transformers
 
 import espalier.hf
 from espalier.errors import Error, Unsupported
-from hf_models import COMMON, PlainWave, all_float64, gradients, loss_of, shared_step, worst
+from espalier.hf.images import Images
+from espalier.hf.towers import Tower
+from hf_models import COMMON, PlainWave, all_float64, checkpointed, gradients, loss_of, shared_step, worst
 from rank_processes import written_by_ranks
 
 IMAGE, PATCH = 90, 3 * 2 * 4 * 4
@@ -99,13 +101,59 @@ def batch(family):
     return out + [dict(prompt_ids=text, response_ids=draw.tokens(n)) for n in (5, 3)]
 
 
+def tool_batch(family):
+    """Screenshots in responses: siblings with equal ones, others, equal tokens around another one, several; below a prompt with an image and one of
+    text. One response ends in an image."""
+    draw = Draw(family, seed=1)
+    prompt, of_prompt = draw.prompt([(1, 4, 6)]), draw.images([(1, 4, 6)])
+    a, b, c = (draw.images([grid]) for grid in ((1, 4, 4), (1, 8, 4), (1, 4, 4)))
+    seen = lambda grid: [92] + [IMAGE] * (grid[1] * grid[2] // 4 if draw.by_grid else 16) + [93]
+    of_a, of_b = seen((1, 4, 4)), seen((1, 8, 4))
+    act = draw.tokens(3)
+    both = lambda *parts: {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    of = lambda response, *parts: dict(prompt_ids=prompt, response_ids=response, images=both(of_prompt, *parts))
+    out = [of(act + of_a + draw.tokens(4), a), of(act + of_a + draw.tokens(2), both(a)), of(act + of_a + draw.tokens(3), c),
+           of(draw.tokens(2) + of_a + draw.tokens(3) + of_b + draw.tokens(2), a, b), of(draw.tokens(5))]
+    text = draw.tokens(11)
+    of = lambda response, *parts: dict(prompt_ids=text, response_ids=response, images=both(*parts))
+    out += [of(act + of_b + draw.tokens(5), b), of(act + of_b + draw.tokens(3) + of_a[:-1], b, c), dict(prompt_ids=text, response_ids=draw.tokens(6))]
+    return out
+
+
+def images_of(record):
+    """(pixels, number of tokens) of each image of a rollout."""
+    given = record.get("images")
+    if given is None:
+        return []
+    grids = given.get("image_grid_thw")
+    if grids is None:
+        return [(pixels, 16) for pixels in given["pixel_values"]]
+    return [(pixels, len(pixels) // 4) for pixels in given["pixel_values"].split(grids.prod(-1).tolist())]
+
+
+def unique_rows(rollouts):
+    """The number of different beginnings of rollouts, with their images."""
+    seen = set()
+    for record in rollouts:
+        images = iter([f"{pixels.tolist()}" for pixels, count in images_of(record) for _ in range(count)])
+        path = ()
+        for token in record["prompt_ids"] + record["response_ids"]:
+            path = hash((path, token, next(images) if token == IMAGE and "images" in record else ""))
+            seen.add(path)
+    return len(seen)
+
+
 def plain_call(model, record):
     """The model's own logits of the response, with what its processor would give."""
-    ids = torch.tensor([record["prompt_ids"] + record["response_ids"][:-1]])
-    name = "token_type_ids" if type(model).__name__.removesuffix("ForConditionalGeneration") in MUTUAL else "mm_token_type_ids"
+    ids = torch.tensor([record["prompt_ids"] + record["response_ids"]])
+    name = "token_type_ids" if mutual(model) else "mm_token_type_ids"
     kinds = {name: (ids == IMAGE).int()} if name == "token_type_ids" or hasattr(model.model, "get_rope_index") else {}
     more = {**record["images"], **kinds} if "images" in record else {}
-    return model(input_ids=ids, use_cache=False, **more).logits[0, len(record["prompt_ids"]) - 1:]
+    return model(input_ids=ids, use_cache=False, **more).logits[0, len(record["prompt_ids"]) - 1:-1]
+
+
+def mutual(model):
+    return type(model).__name__.removesuffix("ForConditionalGeneration") in MUTUAL
 
 
 def plain_step(model, rollouts, loss):
@@ -120,14 +168,24 @@ def plain_step(model, rollouts, loss):
     return total
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[(family, place) for family in FAMILIES for place in ("prompts", "responses")], ids="-".join)
 def case(request):
     """(model, rollouts, loss, the plain step's loss and gradients)."""
-    model, rollouts = make(request.param), batch(request.param)
+    family, place = request.param
+    model, rollouts = make(family), batch(family) if place == "prompts" else tool_batch(family)
     loss = loss_of(rollouts)
     with all_float64():
         total = plain_step(model, rollouts, loss)
     return model, rollouts, loss, total, gradients(model)
+
+
+def same_gradients(found, wanted):
+    assert any("visual" in name or "vision" in name for name in wanted)
+    whole = sum(g.square().sum() for g in wanted.values()) ** .5
+    for name in [name for name in wanted if wanted[name].norm() < 1e-12 * whole]:  # a key's bias without rotary positions: exactly nothing
+        assert found.pop(name).norm() < 1e-12 * whole and name.endswith("k_proj.bias")
+        wanted = {other: g for other, g in wanted.items() if other != name}
+    assert worst(found, wanted)[0] <= ALLOWED, worst(found, wanted)
 
 
 HOW = {"packed": {}, "kept": dict(wave_tokens=30), "recomputed": dict(trunk_state="recompute", wave_tokens=30), "images cut by trunks": dict(wave_tokens=11),
@@ -138,18 +196,25 @@ HOW = {"packed": {}, "kept": dict(wave_tokens=30), "recomputed": dict(trunk_stat
 def test_a_step_is_the_models_own(case, how):
     model, rollouts, loss, total, wanted = case
     options = {"schedule": "shared", **HOW[how]}
-    if type(model).__name__.removesuffix("ForConditionalGeneration") in MUTUAL and "wave_tokens" in options:
-        options["wave_tokens"] = 60  # no trunk may cut an image
+    if mutual(model) and "wave_tokens" in options:
+        options["wave_tokens"] = 80  # no trunk may cut an image
     with all_float64():
         result = espalier.hf.phased_step(model, rollouts, loss, **options)
-    found = gradients(model)
-    assert any("visual" in name or "vision" in name for name in wanted)
-    whole = sum(g.square().sum() for g in wanted.values()) ** .5
-    for name in [name for name in wanted if wanted[name].norm() < 1e-12 * whole]:  # a key's bias without rotary positions: exactly nothing
-        assert found.pop(name).norm() < 1e-12 * whole and name.endswith("k_proj.bias")
-        wanted = {other: g for other, g in wanted.items() if other != name}
-    assert worst(found, wanted)[0] <= ALLOWED and abs(result.loss - total) <= ALLOWED * abs(total), worst(found, wanted)
+    same_gradients(gradients(model), wanted)
+    assert abs(result.loss - total) <= ALLOWED * abs(total)
     assert how == "dense" or result.rows < .75 * result.rows_without_sharing
+    assert how != "packed" or result.rows == unique_rows(rollouts)
+
+
+@pytest.mark.parametrize("family", ["Qwen2_5_VL", "Qwen3VL", "Gemma3"])
+def test_a_step_with_checkpointed_layers(family):
+    model, rollouts = make(family), tool_batch(family)
+    loss = loss_of(rollouts)
+    with all_float64():
+        plain_step(model, rollouts, loss)
+        wanted = gradients(model)
+        espalier.hf.phased_step(checkpointed(model), rollouts, loss, schedule="shared", wave_tokens=80)
+    same_gradients(gradients(model), wanted)
 
 
 def test_scores_are_the_models_own(case):
@@ -160,15 +225,19 @@ def test_scores_are_the_models_own(case):
             assert (found - wanted).abs().max() <= ALLOWED
 
 
-def test_the_tower_runs_once_for_each_prompt_with_images(case):
+def test_the_tower_runs_each_image_once(case):
+    """Images that always follow each other run in one call."""
     model, rollouts, loss, *_ = case
     tower, calls = getattr(model.model, "visual", None) or model.model.vision_tower, []
     espalier.hf.logprobs(model, rollouts[:1])  # the model's images are checked once
-    handle = tower.register_forward_hook(lambda *_: calls.append(1))
+    rows = lambda args, kwargs: len(args[0] if args else kwargs["pixel_values"])
+    handle = tower.register_forward_pre_hook(lambda _, args, kwargs: calls.append(rows(args, kwargs)), with_kwargs=True)
     shared_step(model, rollouts, loss)
     handle.remove()
     gradients(model)
-    assert len(calls) == 3
+    different = {str(pixels.tolist()): len(pixels) if pixels.dim() == 2 else 1 for record in rollouts for pixels, _ in images_of(record)}
+    of_responses = any(IMAGE in record["response_ids"] for record in rollouts)
+    assert sum(calls) == sum(different.values()) and len(calls) == (len(different) if of_responses else 3), calls
 
 
 @pytest.mark.parametrize("family", ["Qwen2_5_VL", "Qwen3VL"])
@@ -176,7 +245,7 @@ def test_ranks_that_share_a_model_call_its_tower_equally_often(family, tmp_path)
     """FSDP2 and FSDP1: the mean of both ranks' dense gradients, where they have different numbers of images, or one has none."""
     for rank in written_by_ranks("hf_image_ranks.py", tmp_path, 2, [family], 600):
         cases = rank[family]
-        assert "images in a sharded model" in cases.pop("dense") and len(cases) == 6
+        assert "images in a sharded model" in cases.pop("dense") and len(cases) == 9
         for name, case in cases.items():
             assert case["gradient"][0] <= ALLOWED and case["log_probs"] <= ALLOWED, (name, case)
 
@@ -207,7 +276,6 @@ def test_an_image_that_a_trunk_would_cut_is_refused_before_anything_runs(family)
 @pytest.mark.parametrize("family", MUTUAL)
 def test_image_rows_that_do_not_see_each_other_are_refused(family, monkeypatch):
     """The check of a model's first images finds rows that see less than the model's own."""
-    from espalier.hf.images import Images
     monkeypatch.setattr(Images, "blocks", lambda self, rollout, begin, end: [])
     rollouts = Draw(family).group([(1, 4, 4)], (4, 6))
     with pytest.raises(Unsupported, match="rounding explains"):
@@ -216,18 +284,68 @@ def test_image_rows_that_do_not_see_each_other_are_refused(family, monkeypatch):
 
 def test_positions_that_forget_the_image_are_refused(monkeypatch):
     """The check of a model's first images finds rows whose positions are not the model's own."""
-    from espalier.hf.images import Images
     monkeypatch.setattr(Images, "positions", lambda self, rollout, begin, end: torch.arange(begin, end).expand(3, -1).numpy())
     rollouts = Draw("Qwen2_5_VL").group([(1, 4, 6)], (4, 6))
     with pytest.raises(Unsupported, match="rounding explains"):
         espalier.hf.phased_step(make("Qwen2_5_VL"), rollouts, lambda wave: wave.logprobs.sum())
 
 
+def one_step_further(positions):
+    def wrong(self, rollout, begin, end):
+        """Positions of the response count from the wrong place."""
+        out = positions(self, rollout, begin, end).copy()
+        out[:, max(len(self.prompts[rollout]) - begin, 0):] += 1
+        return out
+
+    return wrong
+
+
+def of_a_sibling(rows):
+    """Image 1 and image 2 have equally many tokens."""
+    def wrong(self, rollout, begin, end):
+        other = {self.place[1][0]: self.place[2][0], self.place[2][0]: self.place[1][0]}
+        return [(other.get(index, index), *row) for index, *row in rows(self, rollout, begin, end)]
+
+    return wrong
+
+
+def counted_twice(finish):
+    def wrong(self, indices):
+        pairs = finish(self, indices)
+        return [x if place % 2 == 0 else 2 * x for place, x in enumerate(pairs)]
+
+    return wrong
+
+
+@pytest.mark.parametrize("kind, name, fault", [(Images, "positions", one_step_further), (Images, "rows", of_a_sibling), (Tower, "finish", counted_twice)],
+                         ids=["positions", "a sibling's image", "an image twice"])
+def test_verify_finds_a_fault_behind_the_fork(kind, name, fault, monkeypatch):
+    model, rollouts = make("Qwen2_5_VL"), tool_batch("Qwen2_5_VL")[:4]
+    espalier.hf.logprobs(model, rollouts)  # the check of a model's first images passes
+    monkeypatch.setattr(kind, name, fault(getattr(kind, name)))
+    with pytest.raises(Error, match="dense step's gradient"):
+        espalier.hf.phased_step(model, rollouts, loss_of(rollouts), schedule="shared", verify=True)
+
+
+def test_images_of_recorded_experts():
+    """Rows with equal images and other recorded experts are different rows; targets are the tokens."""
+    family = "Qwen3VLMoe"
+    model, rollouts = make(family), tool_batch(family)[:4]
+    wanted = espalier.hf.logprobs(model, rollouts)
+    free = [dict(r, routed_experts=None) for r in rollouts]
+    chosen = [[[0, 1], [1, 2], [2, 3]]] * len(rollouts[0]["prompt_ids"] + rollouts[0]["response_ids"])
+    free[0]["routed_experts"] = chosen
+    found = espalier.hf.score(model, free)
+    assert all((a - b).abs().max() < 1e-10 for a, b in zip(found.logprobs[1:], wanted[1:])) and (found.logprobs[0] - wanted[0]).abs().max() > 1e-3
+    alone = espalier.hf.score(model, free[:1])
+    assert (found.logprobs[0] - alone.logprobs[0]).abs().max() < 1e-10
+
+
 @pytest.mark.parametrize("change, message", [
-    (lambda r: r["prompt_ids"].pop(12), "features for the prompt's|tokens: 5, features: 6"),
-    (lambda r: r["response_ids"].append(IMAGE), "no image token"), (lambda r: r["images"].update(pixel_values_videos=1), "get_image_features"),
-    (lambda r: r.update(prompt_ids=[4, 5, 6]), "image tokens"),
-], ids=["a placeholder less", "in a response", "a video", "no placeholder"])
+    (lambda r: r["prompt_ids"].pop(12), "features for 5 image tokens|tokens: 5, features: 6"),
+    (lambda r: r["response_ids"].append(IMAGE), "features for 7 image tokens.*6 of the vision tower|tokens: 7, features: 6"), (lambda r: r["images"].update(pixel_values_videos=1), "videos .pixel_values_videos"),
+    (lambda r: r["images"].update(input_features=1), "audio .input_features"), (lambda r: r.update(prompt_ids=[4, 5, 6]), "image tokens"),
+], ids=["a placeholder less", "one more in the response", "a video", "audio", "no placeholder"])
 def test_hostile_input(change, message):
     model, rollouts = make("Qwen2_5_VL"), Draw("Qwen2_5_VL").group([(1, 4, 6)], (4,))
     change(rollouts[0])

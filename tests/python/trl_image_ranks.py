@@ -21,7 +21,7 @@ from espalier.errors import Unsupported  # noqa: E402
 from espalier.hf import ranks  # noqa: E402
 from espalier.trl import rollouts as ours_of_rollouts  # noqa: E402
 from hf_models import all_float64  # noqa: E402
-from test_hf_images import batch, make  # noqa: E402
+from test_hf_images import batch, make, tool_batch  # noqa: E402
 from test_trl_images import micro_batch, trainer_of, window  # noqa: E402
 from test_trl_trainer import load_example  # noqa: E402
 from test_trl_verify import verifying  # noqa: E402
@@ -41,6 +41,7 @@ WITH_IMAGES = [[[[0, 3, 5, 1], [4, 2, 6, 7]], [[7, 8, 0, 1], [3, 4, 3]]],
 ONE_WITHOUT = [[[[0, 3, 5, 1], [7, 8]], [[7, 8, 7], [3, 4]]],
                [[[8, 7, 8, 7], [5, 6]], [[3, 5, 6], [4, 4]]]]
 AGAIN = [[[[0, 3, 5, 1], [0, 2, 4]], [[3, 4], [4, 3]]], [[[0, 1, 2, 8], [8, 2, 0]], [[5, 6], [6, 5]]]]  # no new prompt in second micro-batches
+IN_RESPONSES = [[[[0, 3, 5], [4, 1]], [[5, 7], [2, 6]]], [[[0, 1, 2], [5, 7]], [[3, 5], [6, 4]]]]  # of `tool_batch`, where 4 and 7 have none there
 notes, number = [], iter(range(100))
 
 
@@ -54,7 +55,7 @@ class Gathered(trl.GRPOTrainer):
 
 def run(trainer_class, places, wrapped):
     """A trainer whose micro-batches are given, after two windows."""
-    drawn = batch(FAMILY)
+    drawn = tool_batch(FAMILY) if places is IN_RESPONSES else batch(FAMILY)
     given = iter([micro_batch(FAMILY, [drawn[i] for i in part], seed) for seed, part in enumerate(sum(places[RANK], []))])
 
     class Given(recorded(trainer_class)):
@@ -119,6 +120,7 @@ def main():
         check(mean_over_ranks(WITH_IMAGES), {name: g.full_tensor() for name, g in ours.grads[0].items()})
     compare(ONE_WITHOUT, (DECODER,))
     compare(AGAIN, (DECODER,))
+    compare(IN_RESPONSES, (DECODER, BLOCKS))
     assert not notes, notes
     ours = compare(WITH_IMAGES, (DECODER,), trainer_class=verifying(shared.GRPOTrainer))
     assert ours.verification.verdict == "pass" and not notes, notes

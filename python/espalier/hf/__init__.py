@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from espalier.errors import Error, Unsupported
-from espalier.hf import arguments, attention, choice, dense, images, implementation, ranks, rotary, routes, sets as coupled, verification
+from espalier.hf import arguments, attention, choice, dense, images, implementation, ranks, rotary, routes, sets as coupled, towers, verification
 from espalier.hf import memory_estimate, trunk_state as states, versions
 from espalier.hf.checks import attention_layers, base_model, check, decoder_config, unwrapped
 from espalier.hf.memory_estimate import Estimate
@@ -45,8 +45,8 @@ def phased_step(model: torch.nn.Module, rollouts: Iterable[Mapping[str, Any]], l
                 verify: bool = False) -> Result:
     """Adds the gradients of the sum of `loss(wave)` over all waves to `.grad`. Every shared prompt runs once, forward and backward.
 
-    `rollouts`: dicts with `prompt_ids` and `response_ids`. Optional: `images`, the dict that the model's processor returned for the prompt
-    (`pixel_values`, `image_grid_thw`, ...; images.py), `routed_experts`, the experts that the inference engine chose, which are used
+    `rollouts`: dicts with `prompt_ids` and `response_ids`. Optional: `images`, the dict that the model's processor returned for all images
+    of prompt and response (`pixel_values`, `image_grid_thw`, ...; images.py), `routed_experts`, the experts that the inference engine chose, which are used
     again (routes.py), and `kept_ids`, the tokens that top-p and top-k left to the sampler, over which log-probs and entropies then are.
     `loss(wave)` returns a scalar. A wave holds whole responses. At most `wave_tokens` rows run at once.
     `trunk_state`: "keep" a prompt's activations until its backward, "recompute" them layer by layer, or on a GPU "offload" them to pinned
@@ -124,7 +124,7 @@ def phased_step(model: torch.nn.Module, rollouts: Iterable[Mapping[str, Any]], l
 def estimate(model: torch.nn.Module, rollouts: Iterable[Mapping[str, Any]], *, wave_tokens: int = 4096, entropies: bool = False) -> Estimate:
     """Predicts the bytes that `phased_step` adds with each `trunk_state`, from small steps of the same model. Gradients do not change.
 
-    `entropies`: whether `loss` reads `wave.entropies`. Not for prompts with images, recorded experts, or models that FSDP shards.
+    `entropies`: whether `loss` reads `wave.entropies`. Not for rollouts with images, recorded experts, or models that FSDP shards.
     """
     arguments.model(model)
     arguments.gradients_wanted(model)
@@ -221,16 +221,16 @@ def _towers(model, executors):
     if not (ranks.sharded(model) and images.takes(model)):
         return None
     own = [(e.tower, index) for e in executors if e.tower is not None for index in range(len(e.tower.images.inputs))]
-    towers = images.ShardedTower(model, own, any(e.loss is not None for e in executors))
-    return towers if towers.calls else None
+    found = towers.ShardedTower(model, own, any(e.loss is not None for e in executors))
+    return found if found.calls else None
 
 
-def _run(model, executors, towers=None):
-    if towers is not None:
-        towers.begin()
-    ranks.run(model, [step for executor in executors for step in executor.program(towers is not None)], ranks.device_of(model))
-    if towers is not None:
-        towers.finish()
+def _run(model, executors, sharded_tower=None):
+    if sharded_tower is not None:
+        sharded_tower.begin()
+    ranks.run(model, [step for executor in executors for step in executor.program(sharded_tower is not None)], ranks.device_of(model))
+    if sharded_tower is not None:
+        sharded_tower.finish()
     return executors
 
 

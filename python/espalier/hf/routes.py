@@ -77,8 +77,8 @@ class Routes:
         return out
 
     def _name(self, prepared):
-        """Ids from `first` on represent pairs (token, record); a token without a record keeps its own id. `prepared.keys` may hold ids of images."""
-        tokens = [np.concatenate([key, response]) for key, response in zip(prepared.keys, prepared.responses)]
+        """Ids from `first` on represent pairs (token, record); a token without a record keeps its own id. `prepared.keys` and `response_keys` may hold ids of images."""
+        tokens = [np.concatenate([key, response]) for key, response in zip(prepared.keys, prepared.response_keys)]
         every, records = np.concatenate(tokens), np.concatenate(self.of_rollout).reshape(sum(map(len, tokens)), -1)
         recorded = (records >= 0).any(1)
         self.first = int(every.max()) + 1

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from espalier.errors import Error
-from espalier.hf import images, ranks, routes, trunk_state as states
+from espalier.hf import ranks, routes, towers, trunk_state as states
 from espalier.hf.attention import Phase
 from espalier.hf.checks import check_captured, check_live
 from espalier.rows.head import TokenStatistics
@@ -65,7 +65,7 @@ class Executor:
         self.offloads, self.by_layers = trunk_state == "offload", trunk_state == "recompute" and states.by_layers(model)
         self.device = ranks.device_of(model)
         self.regime = int(rollouts.lengths.max())
-        self.tower = images.Tower(rollouts.images, loss is not None) if rollouts.images is not None else None
+        self.tower = towers.Tower(rollouts.images, loss is not None) if rollouts.images is not None else None
         self.open, self.losses, self.rows, self.waves, self.pending = [], Total(), 0, 0, None
 
     @property
@@ -75,7 +75,7 @@ class Executor:
 
     def program(self, with_towers=False):
         """The step as a list of (letter, action): "F" for a forward, "B" for a backward, "" for work without a call of the model. Ranks that share
-        layers run equal sequences of letters (ranks.py). `with_towers`: the caller runs the vision tower after the program (images.ShardedTower)."""
+        layers run equal sequences of letters (ranks.py). `with_towers`: the caller runs the vision tower after the program (towers.ShardedTower)."""
         out, above = [], []
         gradients = self.loss is not None
         last = {} if with_towers else self._last_with_images()
@@ -137,7 +137,7 @@ class Executor:
         return logits, (place, targets, sets), self._router_term(result, item), more_arrays
 
     def _targets(self, edges):
-        return edges[:, 1] if self.rollouts.routes is None else self.rollouts.routes.targets(edges[:, 1])
+        return self.rollouts.targets(edges[:, 1])
 
     def _record(self, item):
         """The recorded experts of an item's rows, or None."""
@@ -157,11 +157,10 @@ class Executor:
         return int(self.rollouts.places(np.array([rollout]))[0])
 
     def _image_rows(self, item):
-        """[(index of the prompt's images, rows of their features)] of an item's image tokens, in order."""
+        """[(index of the tower's inputs, begin, end of rows of their features)] of an item's image tokens, in order."""
         if self.tower is None:
             return []
-        found = [self.rollouts.images.rows(self._place(r), begin, end) for r, begin, end, *_ in item.segments.tolist()]
-        return [(which, rows) for which, rows in found if which is not None and len(rows)]
+        return [part for r, begin, end, *_ in item.segments.tolist() for part in self.rollouts.images.rows(self._place(r), begin, end)]
 
     def _image_blocks(self, item):
         """[(begin, end)] of an item's rows that see each other."""
@@ -171,7 +170,7 @@ class Executor:
         return [(b + shift, e + shift) for shift, blocks in found for b, e in blocks]
 
     def _last_with_images(self):
-        """{item: indices of the images whose rows no later item has}. A trunk counts as later than all items below it."""
+        """{item: indices of the tower's inputs whose rows no later item has}. A trunk counts as later than all items below it."""
         if self.tower is None:
             return {}
         ends = list(range(len(self.plan.items)))
@@ -181,7 +180,7 @@ class Executor:
                 ends[parent] = max(ends[parent], ends[index])
         last = {}
         for index in sorted(range(len(ends)), key=lambda index: (ends[index], -index)):
-            last.update({which: index for which, _ in self._image_rows(self.plan.items[index])})
+            last.update({which: index for which, *_ in self._image_rows(self.plan.items[index])})
         return {index: [which for which, at in last.items() if at == index] for index in set(last.values())}
 
     def finish_images(self, which):

@@ -50,7 +50,7 @@ def refuse_media(where, fields):
     for name, value in fields.items():
         if str(name).startswith(_MEDIA) and holds_something(value) and not (str(name).endswith(_TYPES) and _all_zero(value)):
             raise UnsupportedRecords(f"{where}: {name}", "tokens only", "images or other media",
-                                     "Records hold text tokens. espalier.hf and espalier.trl train prompts with images in Python")
+                                     "Records hold text tokens. espalier.hf and espalier.trl train rollouts with images in Python")
 
 
 def _all_zero(value):

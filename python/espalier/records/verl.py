@@ -84,7 +84,7 @@ def _check_positions(path, positions):
     for sample in positions.tolist():
         if any(axis != sample[-1] for axis in sample[-3:]):
             raise UnsupportedRecords(f"{path}: position_ids", "positions of text", "positions of images (the axes differ)",
-                                     "espalier.hf and espalier.trl train prompts with images in Python")
+                                     "espalier.hf and espalier.trl train rollouts with images in Python")
 
 
 def record_of(place, row, extra, temperature, step, notes):

@@ -74,7 +74,7 @@ class Rollouts:
     def with_images(self, images: Any) -> Self:
         """These rollouts with their Images, or None."""
         if images is not None:
-            self.images, self.keys = images, images.keys
+            self.images, self.keys, self.response_keys = images, images.keys, images.response_keys
         return self
 
     def with_routes(self, routes: Any) -> Self:
@@ -82,6 +82,12 @@ class Rollouts:
         if routes is not None:
             self.routes, self.keys, self.response_keys = routes, routes.keys, routes.response_keys
         return self
+
+    def targets(self, ids: np.ndarray) -> np.ndarray:
+        """The tokens that the planner's ids represent."""
+        for named in (self.routes, self.images):
+            ids = ids if named is None else named.targets(ids)
+        return ids
 
     def planned(self, shape: Mapping[str, int], like: torch.Tensor, *, wave_tokens: int, trunk_state: str, gradients: bool) -> native.Plan:
         """The plan of a step on a model of this shape (espalier_shape), whose parameters have the type and device of `like`."""

@@ -1,4 +1,5 @@
-"""Splits TRL's image fields, which are flattened over the rows of a batch, into the images of each row (espalier.hf.images)."""
+"""Splits TRL's image fields, which are flattened over the rows of a batch, into the images of each row (espalier.hf.images): those of its prompt, then
+those that tools and environments returned."""
 
 import torch
 
@@ -7,7 +8,7 @@ from espalier.hf import images
 from espalier.hf.checks import decoder_config
 from espalier.hf.rollouts import Rollouts
 
-_MADE_ANEW = {"token_type_ids", "mm_token_type_ids"}  # computed from the prompt's tokens instead
+_MADE_ANEW = {"token_type_ids", "mm_token_type_ids"}  # computed from the tokens instead
 _SAY_WHERE = _MADE_ANEW | {"num_images"}  # all zero without images
 _KNOWN = {"pixel_values", "image_grid_thw", "image_sizes"} | _SAY_WHERE
 
@@ -18,7 +19,7 @@ def of(model, rows, fields):
     if given.get("pixel_values") is None:
         return None, sorted(name for name, value in given.items() if name not in _SAY_WHERE or torch.as_tensor(value).any())
     if not set(given) <= _KNOWN:
-        return None, sorted(given)
+        return None, sorted(set(given) - _KNOWN)
     count = rows.shape[0]
     records = [dict(prompt_ids=rows.prompt(i), response_ids=rows.response(i), images=own) for i, own in enumerate(_by_row(given, count))]
     for record in records:
@@ -26,9 +27,14 @@ def of(model, rows, fields):
             del record["images"]
     prepared = Rollouts(records, decoder_config(model).vocab_size)
     prepared = prepared.with_images(images.of(model, prepared))
-    if prepared.images is not None and any(int(prompt[-1]) == prepared.images.token for prompt in prepared.prompts):
-        raise Unsupported("this batch", "prompts that do not end in an image", "an image's last token")
-    return (prepared if prepared.images is not None else None), []
+    if prepared.images is None:
+        return None, []
+    if prepared.images.mutual and any(len(part) and int(part[-1]) == prepared.images.token for part in prepared.prompts + prepared.responses):
+        raise Unsupported("this batch", "prompts and responses that do not end in an image, whose rows see each other", "an image's last token")
+    for name in sorted(_MADE_ANEW & set(given) & prepared.images.forward_takes):
+        if given[name].shape != rows.ids.shape or bool((((given[name] != 0) != (rows.ids == prepared.images.token)) & (rows.mask != 0)).any()):
+            raise Unsupported("this batch", f"{name} that mark its image tokens, and no others", "others")
+    return prepared, []
 
 
 def _by_row(given, count):

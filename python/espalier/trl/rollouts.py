@@ -15,9 +15,10 @@ from espalier.hf import check_images, ranks
 from espalier.hf.attention import Phase
 from espalier.rows.trunk import RowSet
 from espalier.hf.checks import base_model
-from espalier.hf.images import ShardedTower, Tower, takes as takes_images
+from espalier.hf.images import takes as takes_images
 from espalier.hf.routers import RowSums, experts_per_token, load_balancing, logits_of
 from espalier.hf.step import call_model
+from espalier.hf.towers import ShardedTower, Tower
 from espalier.rows.transfer import to_device
 from espalier.trl import images, verification
 from espalier.trl.sharing import Sharing
@@ -133,9 +134,11 @@ class SharedPrompts(Sharing):
         pass cannot be shared, under FSDP on all ranks if it is so on one."""
         rows.pictures = pictures and _Pictures(pictures.images, torch.is_grad_enabled())
         window, together = self._window if torch.is_grad_enabled() else Window(), self._together(model)
+        if rows.pictures and shares:
+            window.pictures.append(rows.pictures)
         with self._our_layers(model) if shares else contextlib.nullcontext():
             new = self._new_prompts(model, rows, window, routed) if shares else {}
-            wrong = self._run_towers(model, rows.pictures, new, window) if rows.towers_together else None
+            wrong = self._run_towers(model, rows, shares, window) if rows.towers_together else None
             problem, out = window.forward(model, {} if wrong else new, lambda: self._stand_in(model)) or wrong, None
             self.shared_rows["run"] += sum(prompt.trunk.rows for prompt in new.values())
             try:
@@ -151,16 +154,17 @@ class SharedPrompts(Sharing):
                 raise problem
         return out
 
-    def _run_towers(self, model, pictures, new, window):
-        """Under FSDP, before the new prompts: the vision tower for those with images, on all ranks. Returns an `Unsupported` or None."""
-        own = sorted({prompt.which for prompt in new.values() if prompt.which is not None})
-        towers = ShardedTower(model, [(pictures.tower, index) for index in own], torch.is_grad_enabled(), self.accelerator.autocast)
+    def _run_towers(self, model, rows, shares, window):
+        """Under FSDP, before the new prompts: the vision tower for their images and those of the responses, on all ranks. Returns an `Unsupported` or
+        None."""
+        own = rows.pictures.of_prompts | rows.pictures.of_responses(rows) if rows.pictures and shares else set()
+        towers = ShardedTower(model, [(rows.pictures.tower, index) for index in sorted(own)], torch.is_grad_enabled(), self.accelerator.autocast)
         if towers.calls:
             window.towers.append(towers)
             try:
                 towers.begin()
             except Error as wrong:
-                return Unsupported("this batch", "images whose features are those of the prompt's image tokens", str(wrong))
+                return Unsupported("this batch", "images whose features are those of its image tokens", str(wrong))
         return None
 
     def _new_prompts(self, model, rows, window, routed):
@@ -177,17 +181,19 @@ class SharedPrompts(Sharing):
         ids, pictures = rows.prompt(row)[None, :-1], rows.pictures
         count = ids.shape[1]
         positions = rows.positions(row, 0, count)[..., None, :]
+        if pictures:
+            pictures.of_prompts.update(index for index, *_ in pictures.images.rows(row, 0, count))
 
         def call(trunk):
             with self.accelerator.autocast():
-                seen, more = pictures.of_prompt(row, count) if pictures else ((), {})
+                seen, more = pictures.of_tokens([(row, 0, count)]) if pictures else ((), {})
             phase = Phase([RowSet(0, (), [(0, count, count)])], count, captures=trunk, mutual=seen)
             last = torch.full((1,), count - 1, device=ids.device)
             with self.accelerator.autocast(), phase.forward(), _router_logits(model, routed) as router:
                 logits, _ = call_model(model, ids, positions, phase, last, **more, **router.wanted)
             return logits, router.sums() if routed else None
 
-        return Prompt(call, count, pictures, pictures.images.which[row] if pictures else None)
+        return Prompt(call, count)
 
     def _stand_in(self, model, **head):
         """A call of one token, whose output nothing reads. `head`: arguments of TRL's fused head, for a call in place of a part of the batch: FSDP2 tells
@@ -225,7 +231,7 @@ class SharedPrompts(Sharing):
         """Runs all members in one call of the model. Returns (row, position) of each response token [T, 2], its log-prob and its entropy [T], and the
         router's loss. With a router's loss, the rows of the last tokens also run, because the loss counts them."""
         device = rows.ids.device
-        ids, positions, labels, place, scored, sets, at, longest = [], [], [], [], [], [], 0, 0
+        ids, positions, labels, place, scored, sets, parts, at, longest = [], [], [], [], [], [], [], 0, 0
         above = collections.Counter()
         last = 1 if routed else 0
         for row in members:
@@ -236,6 +242,7 @@ class SharedPrompts(Sharing):
             ids += [prompt[-1:], response[:length - 1]]
             labels += [response, response.new_full((last,), -100)]
             positions.append(rows.positions(row, depth, depth + length))
+            parts.append((row, depth, depth + length))
             place.append(torch.stack([torch.full((n,), row, device=device), torch.arange(n, device=device)], 1))
             scored.append(torch.arange(at, at + n, device=device))
             trunks = ()
@@ -251,10 +258,12 @@ class SharedPrompts(Sharing):
         if not members:
             return torch.zeros(0, 2, dtype=torch.long, device=device), *torch.zeros(2, 0, device=device), None
         self.shared_rows["run"] += at
-        phase = Phase(sets, longest)
+        with self.accelerator.autocast():
+            seen, more = rows.pictures.of_tokens(parts) if rows.pictures else ((), {})
+        phase = Phase(sets, longest, mutual=seen)
         with self.accelerator.autocast(), phase.forward(), _router_logits(model, routed) as router:
             out = model(input_ids=torch.cat(ids)[None], position_ids=torch.cat(positions, -1)[..., None, :], shift_labels=torch.cat(labels)[None],
-                        fused_lm_head=True, espalier=phase, **router.wanted)
+                        fused_lm_head=True, espalier=phase, **more, **router.wanted)
         aux_loss = None
         if routed:
             own = router.sums()
@@ -271,6 +280,8 @@ class SharedPrompts(Sharing):
             raise
 
     def _step_done(self, model):
+        if not ranks.sharded(model):
+            self._window.release()
         if self.accelerator.sync_gradients:
             self._finish_window(model)
 
@@ -283,7 +294,7 @@ class SharedPrompts(Sharing):
 
     def _prompts_backward(self, model):
         window, self._window = self._window, Window()
-        if window.calls:
+        if window.calls or window.pictures or window.towers:
             with self._our_layers(model):
                 problem = window.backward(model)
             if ranks.alternating(model):
@@ -291,20 +302,28 @@ class SharedPrompts(Sharing):
 
 
 class _Pictures:
-    """The images of a micro-batch's prompts, and the vision tower's features of the prompts whose trunks this micro-batch made."""
+    """The images of a micro-batch, and the vision tower's features of those that its calls read. `of_prompts`: indices of the tower's inputs that its
+    new prompts read, until the window's end."""
 
     def __init__(self, of_rows, gradients):
-        self.images, self.tower = of_rows, Tower(of_rows, gradients)
+        self.images, self.tower, self.of_prompts = of_rows, Tower(of_rows, gradients), set()
 
-    def of_prompt(self, row, length):
-        """([(begin, end)] of rows that see each other, keyword arguments for a call with the prompt's first `length` rows)."""
-        which, features = self.images.rows(row, 0, length)
-        more = {"mm_encoder_outputs": self.tower.of_rows([(which, features)])} if len(features) else {}
-        return self.images.blocks(row, 0, length), more
+    def of_tokens(self, parts):
+        """([(begin, end)] of rows that see each other, keyword arguments for a call). `parts`: (row of the batch, begin, end) of the call's tokens."""
+        blocks, at = [], 0
+        for row, begin, end in parts:
+            blocks += [(b - begin + at, e - begin + at) for b, e in self.images.blocks(row, begin, end)]
+            at += end - begin
+        found = [part for row, begin, end in parts for part in self.images.rows(row, begin, end)]
+        return blocks, {"mm_encoder_outputs": self.tower.of_rows(found)} if found else {}
 
-    def gathered(self):
-        """The same as `Prompt.gathered`, after the backward of all prompts."""
-        return self.tower.finish(list(self.tower.open))
+    def of_responses(self, rows):
+        """Indices of the tower's inputs with tokens in the calls of the batch's responses."""
+        return {index for row in rows.order for index, *_ in self.images.rows(row, len(rows.prompt(row)) - 1, len(rows.prompt(row)) + int(rows.live[row]))}
+
+    def gathered(self, prompts_too):
+        """The same as `Prompt.gathered`, after the backward of the responses or, with `prompts_too`, of all prompts."""
+        return self.tower.finish([index for index in self.tower.open if prompts_too or index not in self.of_prompts])
 
 
 class _router_logits:
@@ -334,7 +353,7 @@ class _Rows:
     def __init__(self, input_ids, attention_mask, logits_to_keep):
         self.split = input_ids.shape[1] - logits_to_keep
         self.shape = (len(input_ids), logits_to_keep)
-        self.ids = input_ids
+        self.ids, self.mask = input_ids, attention_mask
         self.host, mask = torch.stack([input_ids, attention_mask.to(input_ids.dtype)]).cpu().numpy()  # the only time that the host waits
         mask = mask != 0
         prompts, responses = mask[:, :self.split], mask[:, self.split:]
@@ -348,10 +367,9 @@ class _Rows:
         self.towers_together = False  # FSDP shards the model, and a rank's batch has images
 
     def key(self, row):
-        """A key that is equal for rows with equal prompts and images."""
-        of_rows = self.pictures and self.pictures.images
-        which = of_rows and of_rows.which[row]
-        return tuple(self.host[row, self.first[row]:self.split].tolist()), None if which is None else of_rows.names[which]
+        """A key that is equal for rows whose prompts have equal tokens and images."""
+        prompt = self.host[row, self.first[row]:self.split]
+        return tuple(prompt.tolist()), self.pictures and self.pictures.images.names_of(row, 0, len(prompt))
 
     def positions(self, row, begin, end):
         """The position ids of tokens [begin, end) of a row: [T], or [3, T] with M-RoPE."""

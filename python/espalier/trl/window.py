@@ -2,7 +2,8 @@
 
 If FSDP shards the model, every call of it is a collective. A rank with fewer prompts then makes stand-in calls, so that all ranks have equally many
 calls open. FSDP1 also needs the backward directly after a forward with a graph: there a prompt runs without gradients first, and again at the end.
-The vision tower runs so under both (hf/images.py, ShardedTower).
+The vision tower runs so under both (hf/towers.py, ShardedTower). Otherwise
+the tower's graph of a prompt's images stays until the window's end, and that of a response's images until its micro-batch's backward.
 """
 
 import contextlib
@@ -18,10 +19,10 @@ from espalier.hf.step import Seed, backward
 
 class Prompt:
     """`call(trunk)` calls the model for the prompt's rows and returns its logits and, with a router's loss, the RowSums of its rows, else None. In
-    every micro-batch `leaf` takes the place of these sums. `which`: the index of its images among those of `pictures`, or None."""
+    every micro-batch `leaf` takes the place of these sums."""
 
-    def __init__(self, call, rows, pictures=None, which=None):
-        self.call, self.trunk, self.pictures, self.which = call, Trunk(rows), pictures, which
+    def __init__(self, call, rows):
+        self.call, self.trunk = call, Trunk(rows)
         self.logits = self.router = self.leaf = None
 
     def run(self, model, trains):
@@ -45,7 +46,7 @@ class StandIn:
     """A call of one token, on a rank without a prompt of its own where another rank has one."""
 
     def __init__(self, call):
-        self.call, self.logits, self.pictures = call, None, None
+        self.call, self.logits = call, None
 
     def run(self, model, trains):
         self.logits = self.call()
@@ -55,11 +56,11 @@ class StandIn:
 
 
 class Window:
-    """`prompts`: by key. `calls`: Prompts and StandIns in the order of their forwards. `towers`: of a sharded model, the ShardedTowers (hf/images.py)
-    whose features they read."""
+    """`prompts`: by key. `calls`: Prompts and StandIns in the order of their forwards. `pictures`: the images of its micro-batches (rollouts.py).
+    `towers`: of a sharded model, the ShardedTowers (hf/towers.py) that compute their features."""
 
     def __init__(self):
-        self.prompts, self.calls, self.towers = {}, [], []
+        self.prompts, self.calls, self.pictures, self.towers = {}, [], [], []
 
     def forward(self, model, new, stand_in):
         """Runs `new`, a dict of Prompts. Under FSDP all ranks call this together. Returns the first `Unsupported` of a prompt, or None: the other calls
@@ -83,12 +84,12 @@ class Window:
 
     def mark(self):
         """The state to which `reset` returns."""
-        return set(self.prompts), len(self.calls), len(self.towers)
+        return set(self.prompts), len(self.calls), len(self.pictures), len(self.towers)
 
     def reset(self, mark):
-        known, calls, towers = mark
+        known, calls, pictures, towers = mark
         self.prompts = {key: prompt for key, prompt in self.prompts.items() if key in known}
-        self.calls, self.towers = self.calls[:calls], self.towers[:towers]
+        self.calls, self.pictures, self.towers = self.calls[:calls], self.pictures[:pictures], self.towers[:towers]
 
     def backward(self, model):
         """Runs the backward of all calls, then of the images. Returns the first `Unsupported` of a prompt that ran again, or None."""
@@ -107,8 +108,14 @@ class Window:
             call.logits = None
         for tower in self.towers:
             tower.finish()
-        for pictures in {id(call.pictures): call.pictures for call in self.calls if call.pictures and not together}.values():
-            pairs = pictures.gathered()
+        if not together:
+            self.release(prompts_too=True)
+        return problem
+
+    def release(self, prompts_too=False):
+        """Runs the vision tower's backward for images that no later call reads: those of responses alone or, with `prompts_too`, all."""
+        for pictures in self.pictures:
+            pairs = pictures.gathered(prompts_too)
             if pairs:
                 backward(Seed.apply(*pairs))
-        return problem
+        self.pictures = [pictures for pictures in self.pictures if pictures.tower.open]
