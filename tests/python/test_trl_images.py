@@ -11,9 +11,12 @@ trl = pytest.importorskip("trl")
 pytest.importorskip("datasets")
 shared = pytest.importorskip("espalier.trl")
 from datasets import Dataset  # noqa: E402
+from tokenizers import Tokenizer, models  # noqa: E402
+from transformers import PreTrainedTokenizerFast, ProcessorMixin  # noqa: E402
 from hf_models import all_float64, gradients, worst  # noqa: E402
 from test_hf_images import FAMILIES, IMAGE, MUTUAL, batch, images_of, make, tool_batch  # noqa: E402
 from test_trl_trainer import load_example  # noqa: E402
+from trl_recording import recorded  # noqa: E402
 
 ALLOWED = 1e-10
 BATCHED = [family for family in FAMILIES if family != "Llava"]  # whose processor pads images of a batch to one size
@@ -68,6 +71,19 @@ def window(trainer, micro_batches):
     return losses, gradients(trainer.model)
 
 
+def same(found, wanted):
+    whole = sum(g.square().sum() for g in wanted.values()) ** .5
+    small = {name for name in wanted if wanted[name].norm() < 1e-12 * whole}
+    assert all(found[name].norm() < 1e-12 * whole for name in small & set(found))
+    found, wanted = ({name: g for name, g in of.items() if name not in small} for of in (found, wanted))
+    # TRL's head sums its weight's gradient in float32, here over less than 64 rows.
+    head = {"lm_head.weight" if "lm_head.weight" in wanted else "model.language_model.embed_tokens.weight"}
+    for names, allowed in ((head, 64 ** .5 * torch.finfo(torch.float32).eps / 2), (set(wanted) - head, ALLOWED)):
+        error = worst({n: found[n] for n in names}, {n: wanted[n] for n in names})
+        assert error[0] <= allowed, error
+    assert any("visual" in name or "vision" in name for name in wanted)
+
+
 # Groups torn over both micro-batches. In Gemma 3, whose image rows see each other, no response may end in an image.
 ORDERS = {"prompts": ([0, 3, 5, 1, 4], [7, 2, 6, 8]), "responses": ([0, 3, 5, 4], [7, 1, 6, 2])}
 
@@ -87,16 +103,7 @@ def test_a_window_is_trl_s_own(family, place, tmp_path, caplog):
     (plain_losses, wanted), (losses, found) = results
     assert not [record.getMessage() for record in caplog.records if "not shared" in record.getMessage()]
     assert max(abs(a - b) for a, b in zip(losses, plain_losses)) <= ALLOWED * max(map(abs, plain_losses))
-    whole = sum(g.square().sum() for g in wanted.values()) ** .5
-    small = {name for name in wanted if wanted[name].norm() < 1e-12 * whole}
-    assert all(found[name].norm() < 1e-12 * whole for name in small & set(found))
-    found, wanted = ({name: g for name, g in of.items() if name not in small} for of in (found, wanted))
-    # TRL's head sums its weight's gradient in float32, here over less than 64 rows.
-    head = {"lm_head.weight" if "lm_head.weight" in wanted else "model.language_model.embed_tokens.weight"}
-    for names, allowed in ((head, 64 ** .5 * torch.finfo(torch.float32).eps / 2), (set(wanted) - head, ALLOWED)):
-        error = worst({n: found[n] for n in names}, {n: wanted[n] for n in names})
-        assert error[0] <= allowed, error
-    assert any("visual" in name or "vision" in name for name in wanted)
+    same(found, wanted)
     unique = {(tuple(r["prompt_ids"]), str([x.tolist() for x, _ in images_of(r)[:r["prompt_ids"].count(92)]])) for r in rollouts}
     last = 1 if trainer.aux_loss_enabled else 0  # the router's loss counts the rows of last tokens, too
     rows = sum(len(prompt) - 1 for prompt, _ in unique) + sum(len(r["response_ids"]) + last for r in rollouts)
@@ -169,3 +176,60 @@ def test_fields_of_another_family_run_trl_s_own_path(tmp_path, caplog):
         except TypeError:
             pass  # the model has no such argument
     assert any("pixel_attention_mask" in record.getMessage() for record in caplog.records) and trainer.shared_rows["run"] == 0
+
+
+class Screens(ProcessorMixin):
+    """A processor whose images are pairs (pixel values, grid)."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+    def batch_decode(self, *args, **kwargs):
+        return self.tokenizer.batch_decode(*args, **kwargs)
+
+    def image_processor(self, images, return_tensors):
+        return dict(pixel_values=torch.cat([pixels for pixels, _ in images]), image_grid_thw=torch.cat([grid for _, grid in images]))
+
+
+def look():
+    """A tool that returns a screenshot."""
+
+
+def run_with_a_tool(kind, family, folder, rollouts):
+    """Two steps of TRL's own loop. Everything but generation is TRL's: images of tools behind those of prompts, token types, log-probs, loss."""
+    def pairs(record):
+        own = record.get("images")
+        return [] if own is None else list(zip(own["pixel_values"].split(own["image_grid_thw"].prod(-1).tolist()), own["image_grid_thw"].split(1)))
+
+    class Given(recorded(kind)):
+
+        def _generate(self, prompts):
+            masks = [[int(token not in (IMAGE, 92, 93)) for token in r["response_ids"]] for r in rollouts]
+            images = [pairs(r) for r in rollouts]
+            return ([r["prompt_ids"] for r in rollouts], [r["response_ids"] for r in rollouts], masks, ["" for _ in rollouts], None, {}, images,
+                    [own[r["prompt_ids"].count(92):] for own, r in zip(images, rollouts)])
+
+    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{f"w{i}": i for i in range(3, 96)}}
+    words["<|image_pad|>"] = words.pop(f"w{IMAGE}")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<unk>")), pad_token="<pad>", eos_token="<eos>",
+                                        unk_token="<unk>")
+    config = trl.GRPOConfig(output_dir=str(folder), use_cpu=True, bf16=False, report_to=[], save_strategy="no", per_device_train_batch_size=4,
+                            num_generations=8, gradient_accumulation_steps=2, max_completion_length=40, loss_type="grpo", max_steps=2, seed=7,
+                            gradient_checkpointing=False, num_iterations=2, disable_tqdm=True)
+    trainer = Given(model=make(family), reward_funcs=lambda completion_ids, **_: [sum(ids) % 7 for ids in completion_ids], args=config,
+                    processing_class=Screens(tokenizer), train_dataset=Dataset.from_dict({"prompt": ["w3 w4"] * 8}))
+    trainer.tools = [look]
+    trainer.train()
+    return trainer
+
+
+def test_screenshots_of_tools_in_trl_s_own_loop(tmp_path, caplog):
+    """Old log-probs are computed before the first update."""
+    family = "Qwen2_5_VL"
+    rollouts = tool_batch(family)
+    with all_float64():
+        plain, ours = (run_with_a_tool(kind, family, tmp_path, rollouts) for kind in (trl.GRPOTrainer, shared.GRPOTrainer))
+    assert not [record.getMessage() for record in caplog.records if "not shared" in record.getMessage()]
+    assert ours.shared_rows["run"] < .8 * ours.shared_rows["without_sharing"]
+    same(ours.grads[0], plain.grads[0])
+    assert len(ours.losses) == len(plain.losses) == 4 and all(abs(a - b) <= ALLOWED for a, b in zip(ours.losses[:2], plain.losses[:2]))
