@@ -68,12 +68,12 @@ def test_recorded_experts_are_replayed(tmp_path, world):
 
 
 @pytest.mark.parametrize("world", [1, 2], ids=["one rank", "two ranks"])
-def test_images_of_prompts_are_shared(tmp_path, world):
-    """Qwen2.5-VL and Qwen3-VL under FSDP2 and FSDP1, against verl's own engine, the vision tower's gradients too. Position ids that are not
-    the model's own run verl's path."""
+def test_images_are_shared(tmp_path, world):
+    """Qwen2.5-VL and Qwen3-VL under FSDP2 and FSDP1, against verl's own engine, the vision tower's gradients too: images of prompts and screenshots in
+    responses. Position ids that are not the model's own run verl's path."""
     for place, rank in enumerate(written("verl_images.py", tmp_path, world)):
         notes = rank.pop("notes")
-        assert len(rank) == 4 and len(notes) == (place == 0) and all("get_rope_index" in note for note in notes)
+        assert len(rank) == 8 and len(notes) == (place == 0) and all("get_rope_index" in note for note in notes)
         for name, case in rank.items():
             assert case["gradient"][0] <= FLOAT64 and case["loss"] <= FLOAT64 and case["metrics"] <= FLOAT64, (name, case)
             assert case["log_probs"] <= FLOAT64 and case["rows"][0] < .75 * case["rows"][1] and not case["notes"], (name, case)

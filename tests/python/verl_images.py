@@ -1,15 +1,16 @@
-"""One rank of verl's real engine with images in prompts: verl_images.py FOLDER RANK WORLD. Writes what differs to FOLDER/RANK.json."""
+"""One rank of verl's real engine with images in prompts, and in responses as agent loops have them: verl_images.py FOLDER RANK WORLD. Writes what differs to FOLDER/RANK.json."""
 
 import copy
 import functools
 import importlib
+import itertools
 import json
 
 import verl_ranks
 from verl_ranks import FOLDER, RANK, WIDE, WORLD, actor, dist, torch, tu, update, verl_actor, worst
 
 import transformers  # noqa: E402
-from test_hf_images import FAMILIES, IMAGE, Draw  # noqa: E402
+from test_hf_images import FAMILIES, IMAGE, Draw, tool_batch  # noqa: E402
 from hf_models import all_float64  # noqa: E402
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding  # noqa: E402
 from espalier.errors import Unsupported  # noqa: E402,F401
@@ -26,8 +27,10 @@ def write_model(family):
     getattr(transformers, family + "ForConditionalGeneration")(config).save_pretrained(FOLDER / family)
 
 
-def records(family):
-    """Groups of four: an image, two, equal tokens below another image; torn over ranks."""
+def records(family, place):
+    """Groups of four: an image, two, equal tokens below another image; or screenshots in responses, and none. Torn over ranks."""
+    if place == "responses":
+        return [dict(row, images=row.get("images", {})) for row in tool_batch(family)]
     draw = Draw(family)
     out = draw.group([(1, 4, 6)], (7, 5, 9, 4)) + draw.group([(1, 4, 4), (1, 8, 4)], (4, 6, 8, 3))
     other = draw.images([(1, 4, 6)])
@@ -36,9 +39,14 @@ def records(family):
     return [out[i] for i in order]
 
 
-def mini_batch(model, family, dtype=torch.float64, positions=True, **settings):
-    """As verl's agent loop hands it over: position ids are those of the text, then of the model's get_rope_index over prompt and response."""
-    rows = records(family)
+def as_verl_hands_it_over(images):
+    return {} if not images else dict(images, images_seqlens=images["image_grid_thw"][:, 1:].prod(-1))
+
+
+def mini_batch(model, family, place="prompts", dtype=torch.float64, positions=True, **settings):
+    """As verl's agent loop hands it over: position ids are those of the text, then of the model's get_rope_index over prompt and response; a count of
+    patches beside the processor's tensors; what a tool returned has no loss."""
+    rows = records(family, place)
     p, r = (max(len(row[field]) for row in rows) for field in ("prompt_ids", "response_ids"))
     prompts, responses = torch.zeros(len(rows), p, dtype=torch.long), torch.zeros(len(rows), r, dtype=torch.long)
     mask, place = torch.zeros(len(rows), p + r, dtype=torch.long), torch.zeros(len(rows), 4, p + r, dtype=torch.long)
@@ -48,14 +56,14 @@ def mini_batch(model, family, dtype=torch.float64, positions=True, **settings):
         used = slice(p - len(prompt), p + len(response))
         mask[i, used] = 1
         ids = torch.cat([prompt, response])[None]
-        seen, _ = model.get_rope_index(ids, mm_token_type_ids=(ids == IMAGE).int(), image_grid_thw=row["images"]["image_grid_thw"])
+        seen, _ = model.get_rope_index(ids, mm_token_type_ids=(ids == IMAGE).int(), image_grid_thw=row["images"].get("image_grid_thw"))
         place[i, :, used] = torch.cat([torch.arange(ids.shape[1])[None], seen[:, 0]]) + (0 if positions else i)
     generator = torch.Generator().manual_seed(6)
     numbers = lambda: torch.randn(len(rows), r, generator=generator, dtype=torch.float64).to(dtype)  # noqa: E731
     data = tu.get_tensordict(dict(
         input_ids=torch.cat([prompts, responses], 1), attention_mask=mask, position_ids=place, prompts=prompts, responses=responses,
-        response_mask=mask[:, p:].clone(), advantages=numbers()[:, :1].repeat(1, r), old_log_probs=-4.5 + .3 * numbers(),
-        ref_log_prob=-4.5 + .3 * numbers(), multi_modal_inputs=[dict(row["images"]) for row in rows]), non_tensor_dict={})
+        response_mask=mask[:, p:] * (responses != IMAGE), advantages=numbers()[:, :1].repeat(1, r), old_log_probs=-4.5 + .3 * numbers(),
+        ref_log_prob=-4.5 + .3 * numbers(), multi_modal_inputs=[as_verl_hands_it_over(row["images"]) for row in rows]), non_tensor_dict={})
     data = left_right_2_no_padding(data)
     tu.assign_non_tensor(data, **{"temperature": 1.0, "global_batch_size": len(rows), "calculate_entropy": True, "use_dynamic_bsz": True,
                                   "max_token_len_per_gpu": 90, "use_remove_padding": False, **settings})
@@ -84,16 +92,16 @@ def main():
     with all_float64():
         for family in CASES:
             own = getattr(transformers, family + "ForConditionalGeneration").from_pretrained(FOLDER / family).model
-            for strategy in ("fsdp2", "fsdp"):
+            for strategy, place in itertools.product(("fsdp2", "fsdp"), ("prompts", "responses")):
                 pair = engines(family, strategy=strategy, **WIDE)
                 (wanted_loss, wanted_sums, wanted, _), (found_loss, found_sums, found, metrics) = (
-                    update(engine, mini_batch(own, family), loss) for engine in pair)
+                    update(engine, mini_batch(own, family, place), loss) for engine in pair)
                 values = []
                 for engine in pair:
-                    data = mini_batch(own, family)
+                    data = mini_batch(own, family, place)
                     with engine.eval_mode():
                         values.append(no_padding_2_padding(engine.infer_batch(data)["model_output"]["log_probs"], data))
-                results[f"{family} {strategy}"] = dict(
+                results[f"{family} {strategy} {place}"] = dict(
                     gradient=worst(found, wanted), loss=abs(found_loss - wanted_loss) / abs(wanted_loss),
                     metrics=max(abs(found_sums[name] - value) / abs(value) for name, value in wanted_sums.items()),
                     rows=[int(metrics[f"espalier/rows_{kind}"].aggregate()) for kind in ("run", "without_sharing")],

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from verl.utils import tensordict_utils as tu
 
+_COUNTS = {"images_seqlens"}  # of patches, which verl's agent loop adds for its estimate of operations
+
 
 class MiniBatch:
     """A rank's rows. Row i of `input_ids` (jagged) is prompt i, then response i, without padding."""
@@ -20,9 +22,9 @@ class MiniBatch:
             raise ValueError("an empty prompt or response")
 
     def images(self) -> list[dict[str, Any] | None]:
-        """Each row's `multi_modal_inputs` without None values, or None for a row without images."""
+        """Each row's `multi_modal_inputs` without None values and verl's own counts, or None for a row without images."""
         rows = [getattr(row, "data", row) for row in self.data.get("multi_modal_inputs", [])]
-        return [{name: x for name, x in (row or {}).items() if x is not None} or None for row in rows] or [None] * len(self.lengths)
+        return [{name: x for name, x in (row or {}).items() if x is not None and name not in _COUNTS} or None for row in rows] or [None] * len(self.lengths)
 
     def rollouts(self, replayed: bool = False) -> list[dict[str, Any]]:
         """The rows as rollouts, with their images and, if `replayed`, their recorded experts. verl writes zeros where nothing was recorded."""
