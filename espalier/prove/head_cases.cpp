@@ -95,8 +95,7 @@ SetCase sets_of(std::int64_t rows, std::int64_t V, bool with_empty) {
     row.push_back(static_cast<std::int32_t>(b));
     temperature.push_back(b % 2 == 0 ? 1.0 : 0.7 + 0.1 * static_cast<double>(b));
     set_begin.push_back(static_cast<std::int32_t>(column.size()));
-    for (std::int64_t v = b % 3 % V; step > 0 && v < V; v += step)
-      column.push_back(static_cast<std::int32_t>(v));
+    for (std::int64_t v = b % 3 % V; step > 0 && v < V; v += step) column.push_back(static_cast<std::int32_t>(v));
     const auto kept = static_cast<std::int64_t>(column.size()) - set_begin.back();
     set_end.push_back(step == 0 ? -1 : static_cast<std::int32_t>(column.size()));
     for (std::int64_t e = 0; e < 2; ++e) {
