@@ -46,7 +46,7 @@ Fields Fields::of_body(const std::string& body) {
   return Fields(std::move(json));
 }
 
-const Json& Fields::member(const char* name) const {
+const Json& Fields::member(const char* name) const& {
   static const Json kNull;
   const auto found = json_.find(name);
   return found == json_.end() ? kNull : *found;

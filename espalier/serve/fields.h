@@ -30,8 +30,9 @@ class Fields {
   std::int64_t integer(const char* name, std::int64_t least, std::int64_t most, std::int64_t otherwise) const;
   double number(const char* name, double otherwise) const;  // finite
   bool flag(const char* name, bool otherwise) const;
-  Json object(const char* name) const;         // {} where it is not given
-  const Json& member(const char* name) const;  // null where it is not given
+  Json object(const char* name) const;               // {} where it is not given
+  const Json& member(const char* name) const&;       // null where it is not given
+  const Json& member(const char* name) && = delete;  // it would die with the object
 
  private:
   Json json_;

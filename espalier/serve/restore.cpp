@@ -71,7 +71,7 @@ void Service::save_state(const std::string& run, std::int64_t number) {
   const double end = seconds_since_1970();
   saved_[run] = {end, end - begin, 0};
   server_.post([this, alive = alive_, run, number] {
-    if (*alive) took_state(run, number);
+    if (*alive) untaken_states_[run] = number;
   });
 }
 
@@ -213,12 +213,18 @@ void Service::restore() {
   minute_ = server_.after(kMinute, [this] { look_after(); });
 }
 
-// The run's last saved state, or its beginning, and behind it the requests that came since.
+// The run's last saved state, or its beginning, and behind it the requests that came since. A state is of use only if
+// the journal has the results of all its requests: clients still ask for them.
 void Service::restore_run(TrainingRun& run, const std::optional<CheckpointName>& source, bool optimizer) {
   const fs::path folder = folder_of_run(run.id);
-  const std::vector<std::int64_t> states = saved_states(folder);
+  std::vector<std::int64_t> states = saved_states(folder);
   RunJournal& journal = journal_of(run.id);
   const RunJournal::Past past = journal.read();
+  for (const auto& [number, request] : past.requests)
+    while (!past.results.contains(number) && !states.empty() && states.back() >= number) {
+      remove_folder(states_of(folder) / std::to_string(states.back()));
+      states.pop_back();
+    }
   joined_before_[run.id] = past.joined;
   for (const auto& [number, result] : past.results) {
     futures_.open(run.future(number));

@@ -26,7 +26,8 @@ std::vector<std::int64_t> read_integers(const Json& json, const std::string& whe
 }
 
 std::vector<std::int32_t> read_prompt(const Fields& request, const BaseModel& model) {
-  const Json& chunks = Fields(request.object("prompt")).member("chunks");
+  const Fields prompt(request.object("prompt"));
+  const Json& chunks = prompt.member("chunks");
   if (!chunks.is_array()) throw InputError({"prompt", "a list of chunks", chunks.type_name(), ""});
   std::vector<std::int32_t> out;
   for (const Json& chunk : chunks) {

@@ -229,11 +229,16 @@ void Service::end_request(const std::string& run_id, std::int64_t number, std::i
   queued_bytes_ -= bytes;
   const std::string future = text_of(run_id, '#', number);
   const TrainingRun* run = runs_.find(run_id);
-  if (result.body && !futures_.is_done(future) && number > 0 && run != nullptr && !run->ended) {
-    try {
+  const bool lives = run != nullptr && !run->ended;
+  try {
+    if (result.body && !futures_.is_done(future) && number > 0 && lives)
       journal_of(run_id).add_result(number, result, joined);
-    } catch (const Error&) {  // a restarted server computes it again
+    // Not before: a state stands for all of its requests, whose results clients may still ask for.
+    if (const auto state = untaken_states_.find(run_id); state != untaken_states_.end() && state->second == number) {
+      untaken_states_.erase(state);
+      if (lives) took_state(run_id, number);
     }
+  } catch (const Error&) {  // a full disk: a restarted server computes it again
   }
   answers_.failed_futures += result.failed ? 1 : 0;
   if (result.body) futures_.finish(future, result);

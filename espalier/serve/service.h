@@ -206,6 +206,8 @@ class Service {
     std::int64_t steps = 0;      // since
   };
   std::map<std::string, SavedState> saved_;  // by run; the engine's thread's own
+  std::map<std::string, std::int64_t>
+      untaken_states_;  // by run: written, while the result of their last request is not
   std::shared_ptr<void> minute_;
   double started_ = seconds_since_1970();
   EngineCounts engine_counts_;

@@ -212,8 +212,9 @@ def server(program, model_of, tmp_path_factory):
     from serve_process import Server, without_proxies
     without_proxies()
     os.environ["TINKER_API_KEY"] = "tml-local"
-    made = Server(program, {"tiny/qwen3": model_of("qwen3_tied"), "tiny/llama": model_of("llama_untied")},
-                  "--dtype", "float64", "--state", tmp_path_factory.mktemp("state") / "state")
+    state = tmp_path_factory.mktemp("state") / "state"
+    made = Server(program, {"tiny/qwen3": model_of("qwen3_tied"), "tiny/llama": model_of("llama_untied")}, "--dtype", "float64", "--state", state)
+    made.state = state
     yield made
     made.end()
 

@@ -1,5 +1,6 @@
 """Clients of `espalier serve` in tests: data as recipes send them, requests by hand, and the same adapter computed densely in float64."""
 
+import inspect
 import urllib.request
 
 import numpy as np
@@ -28,7 +29,7 @@ def draw_datum(generator, prompt, length, loss, columns=0):
 
     if columns:
         targets = torch.tensor(generator.integers(1, VOCABULARY, (rows, columns)))
-        weights = torch.tensor(generator.normal(size=(rows, columns)) * (generator.random((rows, columns)) < 0.4)).float()
+        weights = torch.tensor(generator.normal(size=(rows, columns)) * (generator.random((rows, columns)) < 0.1)).float()
         inputs = {"target_tokens": targets, "weights": weights}
     else:
         inputs = {"target_tokens": np.array([0] * before + list(answer), np.int64)}
@@ -48,11 +49,26 @@ def draw_group(seed, loss, n=3, columns=0):
     return [draw_datum(generator, prompt, int(generator.integers(3, 8)), loss, columns) for _ in range(n)]
 
 
-def external_weights(service, training, name="weights"):
-    """The adapter as the server writes it for other programs."""
-    path = training.save_weights_external(name).result().path
-    urls = service.create_rest_client().get_external_weights_urls(path).result().urls
-    return {name: values for name, values in load(urllib.request.urlopen(urls["adapter_model.safetensors"]).read()).items() if ".lora_" in name}
+def takes(function, argument):
+    """Whether this version of the SDK has an argument."""
+    return argument in inspect.signature(function).parameters
+
+
+def ready(client):
+    """A client of the SDK, which newer versions give as a future."""
+    return client.result() if hasattr(client, "result") else client
+
+
+def external_weights(server, training, name="weights"):
+    """The adapter as the server writes it for other programs; for an SDK that cannot ask for that, as it is in the server's folder."""
+    if hasattr(training, "save_weights_external"):
+        run, kind, name = training.save_weights_external(name).result().path.removeprefix("tinker://").split("/")
+        urls = server.get(f"/api/v1/training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls")[1]["urls"]
+        tensors = load(urllib.request.urlopen(urls["adapter_model.safetensors"]).read())
+    else:
+        path = training.save_weights_for_sampler(name).result().path.removeprefix("tinker://")
+        tensors = load((server.state / "runs" / path / "adapter_model.safetensors").read_bytes())
+    return {name: values for name, values in tensors.items() if ".lora_" in name}
 
 
 class Dense:

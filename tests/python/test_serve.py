@@ -8,7 +8,7 @@ from make_model import VOCABULARY
 
 tinker = pytest.importorskip("tinker", reason="the SDK is not installed (tools/requirements-tests.txt)")
 pytest.importorskip("peft")
-from serve_client import NAME, RANK, ByHand, Dense, dense_loss, draw_group  # noqa: E402
+from serve_client import NAME, RANK, ByHand, Dense, dense_loss, draw_group, ready  # noqa: E402
 
 CLOSE = dict(rtol=1e-6, atol=1e-6)  # the wire rounds log-probs and inputs to float32
 
@@ -16,7 +16,7 @@ CLOSE = dict(rtol=1e-6, atol=1e-6)  # the wire rounds log-probs and inputs to fl
 def test_answers_what_clients_ask_first(service, server):
     models = service.get_server_capabilities().supported_models
     assert [(m.model_name, m.max_context_length) for m in models] == [(NAME, 512), ("tiny/llama", 512)]
-    training = service.create_lora_training_client(base_model=NAME, rank=RANK).result()
+    training = ready(service.create_lora_training_client(base_model=NAME, rank=RANK))
     info = training.get_info()
     assert info.model_data.model_name == NAME and info.lora_rank == RANK
     assert server.get("/api/v1/healthz") == (200, {"status": "ok"})
@@ -25,7 +25,7 @@ def test_answers_what_clients_ask_first(service, server):
 @pytest.mark.parametrize("loss", ["cross_entropy", "importance_sampling"])
 def test_losses_and_logprobs_of_the_base_model(service, model_of, loss):
     # B is zero at first: the adapter changes nothing, and log-probs are the base model's.
-    training = service.create_lora_training_client(base_model=NAME, rank=RANK, seed=3).result()
+    training = ready(service.create_lora_training_client(base_model=NAME, rank=RANK, seed=3))
     data = draw_group(5, loss)
     dense = Dense(model_of("qwen3_tied"))
     answer = training.forward_backward(data, loss).result()
@@ -49,7 +49,7 @@ SMALL_STEP = dict(learning_rate=1e2, beta1=0.0, beta2=0.0, eps=1e9)  # the chang
 
 
 def test_a_step_follows_the_gradient_of_all_calls_since_the_last(service):
-    whole, parts = (service.create_lora_training_client(base_model=NAME, rank=RANK, seed=7).result() for _ in range(2))
+    whole, parts = (ready(service.create_lora_training_client(base_model=NAME, rank=RANK, seed=7)) for _ in range(2))
     data = draw_group(6, "cross_entropy", n=4)
     for training in (whole, parts):  # away from B = 0, where A has no gradient
         training.forward_backward(data, "cross_entropy").result()
@@ -77,13 +77,15 @@ DATA = [([5, 9, 2, 40], {"target_tokens": [9, 2, 40, 3]}), ([5, 9, 2, 41, 6], {"
 
 def test_requests_run_in_the_order_of_their_numbers(server):
     early, ordered = ByHand(server), ByHand(server)
-    # The step and the second gradient arrive before the first gradient.
-    futures = [early.optim_step(3, learning_rate=1e-2), early.forward_backward(2, DATA[1:]), early.forward_backward(4, DATA, forward_only=True)]
-    futures.append(early.forward_backward(1, DATA[:1]))
-    for step in (ordered.forward_backward(1, DATA[:1]), ordered.forward_backward(2, DATA[1:]), ordered.optim_step(3, learning_rate=1e-2)):
-        ordered.metrics(step[1]["request_id"])
-    last = ordered.forward_backward(4, DATA, forward_only=True)
-    assert early.metrics(futures[2][1]["request_id"]) == ordered.metrics(last[1]["request_id"])
+
+    def requests(model):
+        return {1: lambda: model.forward_backward(1, DATA[:1]), 2: lambda: model.optim_step(2, learning_rate=1e-2), 3: lambda: model.forward_backward(3, DATA[1:]),
+                4: lambda: model.optim_step(4, learning_rate=3e-2), 5: lambda: model.forward_backward(5, DATA, forward_only=True)}
+
+    # No two gradients follow each other, so that none are joined: every bit is that of the order.
+    futures = {number: requests(early)[number]()[1]["request_id"] for number in (4, 3, 5, 2, 1)}
+    for number, send in requests(ordered).items():
+        assert ordered.metrics(send()[1]["request_id"]) == early.metrics(futures[number])
 
 
 def test_a_retry_is_the_same_request(server):

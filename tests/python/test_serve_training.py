@@ -6,9 +6,9 @@ import torch
 
 tinker = pytest.importorskip("tinker", reason="the SDK is not installed (tools/requirements-tests.txt)")
 pytest.importorskip("peft")
-from serve_client import NAME, RANK, Dense, draw_group, external_weights  # noqa: E402
+from serve_client import NAME, RANK, Dense, draw_group, external_weights, ready, takes  # noqa: E402
 
-# With these the weights move by 1e-3 of the gradient: m = g, sqrt(v) = |g|, which 1e9 swallows to 1e-9.
+# With these a weight moves by lr g / (|g| + eps), about 1e-3 g, from which g follows.
 SMALL_STEP = dict(learning_rate=1e6, beta1=0.0, beta2=0.0, eps=1e9)
 EXACT = 1e-10  # relative: float64 on both sides, some hundred operations
 CONFIGS = {"ppo": {"clip_low_threshold": 0.7, "clip_high_threshold": 1.1}, "cispo": {"clip_high_threshold": 2.5}, "dro": {"beta": 0.1}, "gspo": None}
@@ -17,7 +17,7 @@ CONFIGS = {"ppo": {"clip_low_threshold": 0.7, "clip_high_threshold": 1.1}, "cisp
 @pytest.fixture
 def training(service):
     """A model whose B is not zero, so that A has a gradient."""
-    made = service.create_lora_training_client(base_model=NAME, rank=RANK, seed=5).result()
+    made = ready(service.create_lora_training_client(base_model=NAME, rank=RANK, seed=5))
     made.forward_backward(draw_group(1, "cross_entropy"), "cross_entropy").result()
     made.optim_step(tinker.AdamParams(learning_rate=2e-2)).result()
     return made
@@ -28,61 +28,62 @@ def relative_error(found, wanted):
     return (difference / torch.sqrt(sum((values ** 2).sum() for values in wanted.values()))).item()
 
 
-def gradient_of(service, training, call):
+def gradient_of(server, training, call):
     """What the calls added to the gradient, seen in the weights after a small step."""
-    before = external_weights(service, training, "before")
+    before = external_weights(server, training, "before")
     answers = call()
     training.optim_step(tinker.AdamParams(**SMALL_STEP)).result()
-    after = external_weights(service, training, "after")
-    # float64 weights of 0.1 have steps of 1e-17, the change is 1e-3 of a gradient near 1.
-    return before, {name: (before[name] - after[name]) * 1e3 for name in before}, answers
+    after = external_weights(server, training, "after")
+    # Weights below 1 are rounded to 1e-16, so g to 1e-13: far below EXACT of gradients whose norm is above 1.
+    moves = {name: before[name] - after[name] for name in before}
+    return before, {name: move * SMALL_STEP["eps"] / (SMALL_STEP["learning_rate"] - move.abs()) for name, move in moves.items()}, answers
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "importance_sampling", *CONFIGS])
-def test_gradients_are_those_of_a_dense_computation(service, training, model_of, loss):
+def test_gradients_are_those_of_a_dense_computation(server, training, model_of, loss):
     data, config = draw_group(3, loss, n=4), CONFIGS.get(loss)
-    before, found, answer = gradient_of(service, training, lambda: training.forward_backward(data, loss, config).result())
+    before, found, answer = gradient_of(server, training, lambda: training.forward_backward(data, loss, config).result())
     total, wanted = Dense(model_of("qwen3_tied"), before).gradients(data, loss, config)
     assert abs(answer.metrics["loss:sum"] - total) < EXACT * abs(total)
-    assert relative_error(found, wanted) < 1e-8  # the step's own rounding: 1e-17 / 1e-3 / 1e-6
+    assert relative_error(found, wanted) < EXACT
     if loss in ("ppo", "cispo", "gspo"):
         assert 0 < answer.metrics["clip_fraction:mean"] < 1
 
 
-def test_bounds_may_be_given_for_each_target(service, training, model_of):
+def test_bounds_may_be_given_for_each_target(server, training, model_of):
     data = draw_group(4, "ppo")
     generator = np.random.default_rng(2)
     for datum in data:
         for key, low in (("clip_low_threshold", 0.1), ("clip_high_threshold", 1.0)):
             numbers = low + 0.8 * generator.random(datum.model_input.length)
             datum.loss_fn_inputs[key] = tinker.TensorData.from_numpy(numbers.astype(np.float32))
-    before, found, answer = gradient_of(service, training, lambda: training.forward_backward(data, "ppo").result())
+    before, found, answer = gradient_of(server, training, lambda: training.forward_backward(data, "ppo").result())
     total, wanted = Dense(model_of("qwen3_tied"), before).gradients(data, "ppo")
     assert abs(answer.metrics["loss:sum"] - total) < EXACT * abs(total)
-    assert relative_error(found, wanted) < 1e-8
+    assert relative_error(found, wanted) < EXACT
 
 
-def test_rows_may_have_several_targets_dense_and_sparse(service, training, model_of):
-    data = draw_group(6, "cross_entropy", columns=3) + draw_group(6, "cross_entropy")
+def test_rows_may_have_several_targets_dense_and_sparse(server, training, model_of):
+    data = draw_group(6, "cross_entropy", columns=8) + draw_group(6, "cross_entropy")
     assert any(datum.loss_fn_inputs["weights"].sparse_crow_indices is not None for datum in data)
-    before, found, answer = gradient_of(service, training, lambda: training.forward_backward(data, "cross_entropy").result())
+    before, found, answer = gradient_of(server, training, lambda: training.forward_backward(data, "cross_entropy").result())
     dense = Dense(model_of("qwen3_tied"), before)
     total, wanted = dense.gradients(data, "cross_entropy")
     assert abs(answer.metrics["loss:sum"] - total) < EXACT * abs(total)
-    assert relative_error(found, wanted) < 1e-8
+    assert relative_error(found, wanted) < EXACT
     for datum, output in zip(data, answer.loss_fn_outputs):
         logprobs = output["logprobs"].to_torch()
         assert logprobs.shape == dense.logprobs(datum).shape
         torch.testing.assert_close(logprobs.double(), dense.logprobs(datum).detach(), rtol=1e-6, atol=1e-6)
 
 
-def test_custom_losses_take_two_passes(service, training, model_of):
+def test_custom_losses_take_two_passes(server, training, model_of):
     data = draw_group(7, "cross_entropy")
 
     def loss(data, logprobs):
         return (logprobs[0].sum() - logprobs[1].sum()) ** 2 / 50 - torch.logsumexp(logprobs[2], 0), {"first": logprobs[0][0].item()}
 
-    before, found, answer = gradient_of(service, training, lambda: training.forward_backward_custom(data, loss).result())
+    before, found, answer = gradient_of(server, training, lambda: training.forward_backward_custom(data, loss).result())
     dense = Dense(model_of("qwen3_tied"), before)
     total, _ = loss(data, [dense.logprobs(datum) for datum in data])
     wanted = dict(zip(dense.parameters, torch.autograd.grad(total, list(dense.parameters.values()))))
@@ -90,11 +91,11 @@ def test_custom_losses_take_two_passes(service, training, model_of):
     assert answer.metrics["first"] == pytest.approx(dense.logprobs(data[0])[0].item(), abs=1e-5)
 
 
-def test_steps_are_torchs_adamw_with_settings_of_their_own(service, training, model_of):
-    dense = Dense(model_of("qwen3_tied"), external_weights(service, training, "start"))
+def test_steps_are_torchs_adamw_with_settings_of_their_own(server, service, training, model_of):
+    dense = Dense(model_of("qwen3_tied"), external_weights(server, training, "start"))
     # The first step of the fixture is in the server's moments, so they begin anew from a checkpoint.
     path = training.save_state("start").result().path
-    training = service.create_training_client_from_state(path).result()
+    training = ready(service.create_training_client_from_state(path))
     parameters = list(dense.parameters.values())
     optimizer = torch.optim.AdamW(parameters, lr=1)
     for step, (lr, betas, eps, decay, clip) in enumerate([(1e-2, (0.9, 0.95), 1e-12, 0, 0), (3e-3, (0.8, 0.99), 1e-8, 0.1, 1.0), (2e-2, (0.5, 0.9), 1e-6, 0.3, 1e3)]):
@@ -109,12 +110,13 @@ def test_steps_are_torchs_adamw_with_settings_of_their_own(service, training, mo
         assert norm == pytest.approx(found.item(), rel=1e-9)
         optimizer.param_groups[0].update(lr=lr, betas=betas, eps=eps, weight_decay=decay)
         optimizer.step()
-    end = external_weights(service, training, "end")
+    end = external_weights(server, training, "end")
     assert relative_error(end, {name: p.detach() for name, p in dense.parameters.items()}) < EXACT
 
 
 def test_a_checkpoint_continues_with_and_without_its_optimizer(service, training):
-    path = training.save_state("here", user_metadata={"a": "b"}).result().path
+    more = dict(user_metadata={"a": "b"}) if takes(training.save_state, "user_metadata") else {}
+    path = training.save_state("here", **more).result().path
     data = draw_group(8, "cross_entropy")
 
     def go_on(client):
@@ -122,8 +124,8 @@ def test_a_checkpoint_continues_with_and_without_its_optimizer(service, training
         client.optim_step(tinker.AdamParams(learning_rate=1e-2)).result()
         return client.forward(data, "cross_entropy").result().metrics["loss:sum"]
 
-    with_moments = service.create_training_client_from_state_with_optimizer(path).result()
-    without = service.create_training_client_from_state(path).result()
+    with_moments = ready(service.create_training_client_from_state_with_optimizer(path))
+    without = ready(service.create_training_client_from_state(path))
     assert with_moments.get_info().lora_rank == RANK
     ends = [go_on(client) for client in (training, with_moments, without)]
     assert ends[0] == ends[1] != ends[2]
@@ -136,23 +138,23 @@ def test_a_checkpoint_continues_with_and_without_its_optimizer(service, training
     rest.set_checkpoint_ttl_from_tinker_path(path, 7200).result()
     rest.delete_checkpoint_from_tinker_path(path).result()
     with pytest.raises(Exception, match="no checkpoint"):
-        service.create_training_client_from_state(path).result()
+        ready(service.create_training_client_from_state(path))
 
 
-def test_ranks_above_a_side_of_a_matrix_train(service, model_of):
-    training = service.create_lora_training_client(base_model=NAME, rank=64, seed=2).result()
+def test_ranks_above_a_side_of_a_matrix_train(server, service, model_of):
+    training = ready(service.create_lora_training_client(base_model=NAME, rank=64, seed=2))
     data = draw_group(9, "cross_entropy")
     for _ in range(2):
         training.forward_backward(data, "cross_entropy").result()
         training.optim_step(tinker.AdamParams(learning_rate=1e-3)).result()
-    dense = Dense(model_of("qwen3_tied"), external_weights(service, training), rank=64)
+    dense = Dense(model_of("qwen3_tied"), external_weights(server, training), rank=64)
     total, _ = dense.gradients(data, "cross_entropy")
     assert abs(training.forward(data, "cross_entropy").result().metrics["loss:sum"] - total) < EXACT * abs(total)
 
 
 def test_models_of_different_ranks_train_beside_each_other(service):
     def train(ranks):
-        clients = [service.create_lora_training_client(base_model=NAME, rank=rank, seed=rank).result() for rank in ranks]
+        clients = [ready(service.create_lora_training_client(base_model=NAME, rank=rank, seed=rank)) for rank in ranks]
         for step in range(3):
             futures = [(client.forward_backward(draw_group(rank + step, "cross_entropy"), "cross_entropy"), client.optim_step(tinker.AdamParams(learning_rate=1e-2)))
                        for client, rank in zip(clients, ranks)]

@@ -1,7 +1,7 @@
 // Requests and answers of training as bytes: what is read back, and what is refused without a crash.
 #include <gtest/gtest.h>
 
-#include "espalier/base/random.h"
+#include "damage.h"
 #include "espalier/serve/tensor_message.h"
 #include "espalier/serve/training_messages.h"
 
@@ -132,20 +132,7 @@ TEST(TrainingMessages, DamagedBytesNeverLeaveTheirBounds) {
   };
   for (std::size_t end = 0; end <= whole.size(); ++end) read_any(whole.substr(0, end));
   Random random(5);
-  for (int round = 0; round < 20000; ++round) {
-    std::string bytes = whole;
-    for (std::int64_t changes = random.integer(1, 4); changes > 0; --changes) {
-      const auto at = static_cast<std::size_t>(random.integer(0, static_cast<std::int64_t>(bytes.size()) - 1));
-      if (random.chance(0.3))
-        bytes.erase(at, static_cast<std::size_t>(random.integer(1, 5)));
-      else if (random.chance(0.3))
-        bytes.insert(at, 1, static_cast<char>(random.integer(0, 255)));
-      else
-        bytes[at] = static_cast<char>(random.integer(0, 255));
-      if (bytes.empty()) bytes = "x";
-    }
-    read_any(bytes);
-  }
+  for (int round = 0; round < 20000; ++round) read_any(damaged(whole, random));
 }
 
 TEST(TrainingMessages, AnswersAreRecordsOfEqualShape) {
