@@ -81,15 +81,18 @@ void check_required(const Verb& verb, const Options& options) {
 // Binds the device of the run. Planning needs none: it may ask about machines that are not there.
 void bind_device_of(const Verb& verb, const Options& options, const RunRanks& ranks) {
   if (verb.letter == 'p') return;
-  const bool flash = options.attention == AttentionKernels::flash, cudnn = options.attention == AttentionKernels::cudnn;
+  const bool flash = options.attention == AttentionKernels::flash, cudnn = options.attention == AttentionKernels::cudnn,
+             hopper = options.attention == AttentionKernels::hopper;
   if (options.device == DeviceType::cpu) {
-    if (cudnn)
-      throw OptionError({"--attention cudnn", "--device cuda", "--device cpu", "use --attention own or flash there"});
+    if (cudnn || hopper)
+      throw OptionError({std::string("--attention ") + (cudnn ? "cudnn" : "hopper"), "--device cuda", "--device cpu",
+                         "use --attention own or flash there"});
     if (flash) bind_device(flash_cpu_device());
     return;
   }
   const AttentionBy attention = flash                                              ? AttentionBy::flash
                                 : cudnn                                            ? AttentionBy::cudnn
+                                : hopper                                           ? AttentionBy::hopper
                                 : options.attention == AttentionKernels::automatic ? AttentionBy::automatic
                                                                                    : AttentionBy::own;
   bind_device(open_cuda_device({.index = ranks.local_rank(),

@@ -41,7 +41,8 @@ TINY = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_atten
             max_position_embeddings=512)
 SANITIZED = ("add_attention_backward", "add_norm_backward")  # operations, each a stage; attention's runs the forward as well
 TOOLKIT = ("/usr/local/cuda/lib64", "/usr/local/cuda/targets/x86_64-linux/lib")  # where a torch without packages of NVIDIA has its libraries
-KERNELS = ("own", "flash", "cudnn")
+LIBRARIES = ("flash", "cudnn")  # they can sum gradients in any order
+KERNELS = ("own", *LIBRARIES, "hopper")
 NCU = [word for section in ("SpeedOfLight", "Occupancy", "LaunchStats", "WarpStateStats", "SchedulerStats", "InstructionStats", "ComputeWorkloadAnalysis",
                             "MemoryWorkloadAnalysis") for word in ("--section", section)]
 NOT_THERE = 8  # exit code of the program: no such device or backend
@@ -80,7 +81,9 @@ def stages(device):
                      [program, "verify", *on, "--dtype", dtype, *model, *rollouts, "--json"]) for dtype in ("float64", "float32", "bfloat16")]
     any_order = ("--deterministic", "off", "--dtype", "bfloat16")
     listed += [Stage(f"verify-{kernels}-any-order", f"a whole step, shared against dense, attention {kernels}, gradients summed in any order",
-                     [program, "verify", *on, "--attention", kernels, *any_order, *model, *rollouts, "--json"]) for kernels in KERNELS[1:]]
+                     [program, "verify", *on, "--attention", kernels, *any_order, *model, *rollouts, "--json"]) for kernels in LIBRARIES]
+    listed.append(Stage("verify-hopper", "a whole step, shared against dense, attention hopper",
+                        [program, "verify", *on, "--attention", "hopper", "--dtype", "bfloat16", *model, *rollouts, "--json"]))
     listed += [Stage(f"sanitizer-{operation.split('_')[1]}", f"accesses of the kernels of {operation} under compute-sanitizer",
                      ["compute-sanitizer", "--error-exitcode", "6", program, "selftest", *on, "--attention", "own", "--only", operation], json=False,
                      needs="compute-sanitizer") for operation in SANITIZED]
@@ -97,7 +100,7 @@ def stages(device):
     listed += [Stage(f"llama-{kernels}", f"layers of Llama-3-8B, {splits}, N = {n}: dense against shared, attention {kernels}",
                      [*wide_bench, "--attention", kernels, "--dtype", "bfloat16"], limit=90) for kernels in KERNELS]
     listed += [Stage(f"llama-{kernels}-any-order", f"the same with attention {kernels}, gradients summed in any order",
-                     [*wide_bench, "--attention", kernels, *any_order], limit=90) for kernels in KERNELS[1:]]
+                     [*wide_bench, "--attention", kernels, *any_order], limit=90) for kernels in LIBRARIES]
     listed += [
         Stage("ncu", "kernels of the attention under ncu",
               ["ncu", "--kernel-name", "regex:tiles_kernel", "--launch-count", "3", *NCU, program, "bench", *on, "--attention", "own", "--dtype",

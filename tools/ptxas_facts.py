@@ -6,6 +6,8 @@
                     memory, stack and spills of any of them, by ptxas
     loop            for each kernel with matrix instructions what a tile costs a warp, by nvdisasm (tools/sass_loops.py)
 
+Kernels of hopper/ are compiled for sm_90a alone, and multiply by warpgroups (HGMMA).
+
     tools/ptxas_facts.py [--build build]            compares; make check runs it. Exit 1 where they differ
     tools/ptxas_facts.py [--build build] --write    writes the table, after `make cuda`
 
@@ -21,7 +23,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from sass_loops import main_loops
+from sass_loops import main_loops, products
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "espalier/ops/cuda"
@@ -29,7 +31,7 @@ TABLE = SOURCES / "ptxas.txt"
 HEAD = (
     "# Written by tools/ptxas_facts.py --write.\n"
     "# registers: kernel, architecture: instances, most registers, bytes of static shared memory, of stack, of spills\n"
-    "# loop: kernel, architecture: HMMA and instructions of a tile, instructions / HMMA, LDSM, LDS, LDG, LDGSTS, LDL + STL\n"
+    "# loop: kernel, architecture: matrix instructions (HMMA; sm_90a: HGMMA) and all instructions of a tile, their ratio, LDSM, LDS, LDG, LDGSTS, LDL + STL\n"
 )
 ENTRY = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
 FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -54,6 +56,15 @@ def demangled(names):
     return dict(zip(names, done.stdout.splitlines()))
 
 
+def kernel_sources():
+    return sorted([*SOURCES.glob("*.cu"), *SOURCES.glob("hopper/*.cu")])
+
+
+def log_of(kernel, folder):
+    """Of nvcc's run for a kernel's source."""
+    return folder / (kernel.relative_to(SOURCES).with_suffix("").as_posix().replace("/", "_") + ".ptxas")
+
+
 def digest_of(source):
     """Of the code of a file and of what it includes from SOURCES, without comments and blanks."""
     seen, waiting, digest = set(), [source], hashlib.sha256()
@@ -69,7 +80,7 @@ def digest_of(source):
 
 
 def lines_of_sources():
-    return [f"source {path.name}: {digest_of(path)}" for path in sorted(SOURCES.glob("*.cu"))]
+    return [f"source {path.relative_to(SOURCES).as_posix()}: {digest_of(path)}" for path in kernel_sources()]
 
 
 def lines_of_registers(logs):
@@ -97,12 +108,12 @@ def lines_of_loops(cubins, tool):
     lines = []
     for cubin in cubins:
         text = subprocess.run([tool, "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
-        architecture = re.search(r"\.target\s+(sm_\d+)", text)[1]
+        architecture = re.search(r"\.target\s+(sm_\d+a?)", text)[1]
         loops = main_loops(text)
         names = demangled(list(loops))
         for name, counts in loops.items():
             kernel = "".join(KERNEL.search(names[name]).groups(default="")).replace(" ", "")
-            most, all_of_them = counts["HMMA"], sum(counts.values())
+            most, all_of_them = products(counts), sum(counts.values())
             local = counts["LDL"] + counts["STL"]
             loads = [counts[each] for each in ("LDSM", "LDS", "LDG", "LDGSTS")] + [local]
             lines.append(f"loop {kernel}, {architecture}: {most}, {all_of_them}, {all_of_them / most:.1f}, {', '.join(map(str, loads))}")
@@ -131,8 +142,7 @@ def main():
     arguments = parser.parse_args()
     compiler, tool = nvcc(), nvdisasm()
     folder = ROOT / arguments.build / "library/ops/cuda"
-    kernels = sorted(SOURCES.glob("*.cu"))
-    logs = [folder / f"{kernel.stem}.ptxas" for kernel in kernels]
+    logs = [log_of(kernel, folder) for kernel in kernel_sources()]
     built = all(is_of_these_sources(log) for log in logs)
     had = TABLE.read_text(encoding="utf-8").splitlines() if TABLE.exists() else []
     has = lines_of_sources()

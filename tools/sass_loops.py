@@ -1,8 +1,8 @@
 """The main loops of kernels in nvdisasm's text: what a tile costs a warp.
 
 A kernel is a graph of blocks: instructions up to a label or a branch. Its main loop is the strongly connected part with
-the most matrix instructions (HMMA). Without the edges into its first block the loop is cut open, and every way from
-that block back to it is a round. Rounds differ by branches, so one is chosen: the most HMMA, then the most copies to
+the most matrix instructions (HMMA, or HGMMA where warpgroups multiply). Without the edges into its first block the loop is cut open, and every way from
+that block back to it is a round. Rounds differ by branches, so one is chosen: the most of these, then the most copies to
 shared memory (LDGSTS), then the fewest instructions. That is a tile whose rows all see all keys, while the next tile is
 fetched. A loop whose products are loops themselves (heads above 128 elements) has no count: how often those run is not
 in the text.
@@ -15,6 +15,7 @@ SECTION = re.compile(r"^\.text\.(\S+):$")
 LABEL = re.compile(r"^(\.L_x_\d+):$")
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:\{\s*)?(@!?U?P\w+\s+)?([A-Z][\w.]*)(.*?);?\s*(?:\}|/\*.*)?$")
 TARGET = re.compile(r"`\((\.L_x_\d+)\)")
+MATRIX = ("HMMA", "HGMMA")
 ENDS = ("BRA", "EXIT", "RET", "BRX", "JMP")
 
 
@@ -54,6 +55,10 @@ def blocks_of(lines):
     return blocks
 
 
+def products(counts):
+    return sum(counts[name] for name in MATRIX)
+
+
 def connected(nodes, edges):
     """The strongly connected parts of a graph that hold a cycle (Tarjan), each a set of nodes."""
     index, low, stack, parts = {}, {}, [], []
@@ -91,12 +96,12 @@ def best_round(blocks, part):
     first = min(node for node in part if any(node in blocks[other].next for other in range(len(blocks)) if other not in part))
     inside = {node: [to for to in blocks[node].next if to in part and to != first] for node in part}
     for inner in connected(sorted(part), inside.__getitem__):
-        if any(blocks[node].counts["HMMA"] for node in inner):
+        if any(products(blocks[node].counts) for node in inner):
             return None
     done = {}
 
     def value(counts):
-        return counts["HMMA"], counts["LDGSTS"], -sum(counts.values())
+        return products(counts), counts["LDGSTS"], -sum(counts.values())
 
     def from_node(node, above):
         """The best way from here to the end of the round; a loop inside is passed through, not repeated."""
@@ -112,7 +117,7 @@ def best_round(blocks, part):
 
 
 def main_loops(text):
-    """{mangled kernel: instructions of a round of its main loop by name}, of kernels with HMMA in a loop."""
+    """{mangled kernel: instructions of a round of its main loop by name}, of kernels with matrix instructions in a loop."""
     kernels, lines = {}, None
     for line in text.splitlines():
         if match := SECTION.match(line):
@@ -125,8 +130,8 @@ def main_loops(text):
     for name, of_kernel in kernels.items():
         blocks = blocks_of(of_kernel)
         parts = connected(range(len(blocks)), lambda node, blocks=blocks: blocks[node].next)
-        part = max(parts, key=lambda part: sum(blocks[node].counts["HMMA"] for node in part), default=None)
-        if part and any(blocks[node].counts["HMMA"] for node in part):
+        part = max(parts, key=lambda part: sum(products(blocks[node].counts) for node in part), default=None)
+        if part and any(products(blocks[node].counts) for node in part):
             counts = best_round(blocks, part)
             if counts:
                 found[name] = counts

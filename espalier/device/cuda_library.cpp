@@ -17,7 +17,7 @@ OpenedGpu& gpu_of_process() {
 }  // namespace
 
 const char* name_of(AttentionBy attention) {
-  constexpr const char* kNames[] = {"auto", "own", "flash", "cudnn"};
+  constexpr const char* kNames[] = {"auto", "own", "flash", "cudnn", "hopper"};
   return kNames[static_cast<int>(attention)];
 }
 

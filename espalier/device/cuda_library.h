@@ -9,9 +9,10 @@
 
 namespace espalier {
 
-// The attention kernels: `own` (of the library), `flash` (ATen's FlashAttention-2) or `cudnn` (graphs of cuDNN);
-// `automatic`: the fastest that was measured, else cudnn on Hopper, flash on other GPUs, own without these.
-enum class AttentionBy { automatic, own, flash, cudnn };
+// The attention kernels: `own` (of the library), `flash` (ATen's FlashAttention-2), `cudnn` (graphs of cuDNN) or
+// `hopper` (of the library, for compute capability 9.0); `automatic`: the fastest that was measured, else cudnn on
+// Hopper, flash on other GPUs, own without these.
+enum class AttentionBy { automatic, own, flash, cudnn, hopper };
 const char* name_of(AttentionBy attention);
 
 struct GpuChoice {

@@ -50,11 +50,16 @@ AttentionKernels kernels_on(const Gpu& gpu, AttentionKernels asked) {
   if (asked == AttentionKernels::cudnn && gpu.attention_cudnn == 0)
     throw OptionError(
         {"--attention", text_of("own or flash on an ", gpu.title), "cudnn, which needs Hopper", "leave it out"});
+  if (asked == AttentionKernels::hopper && gpu.attention_cudnn == 0)
+    throw OptionError(
+        {"--attention", text_of("own or flash on an ", gpu.title), "hopper, kernels of another GPU", "leave it out"});
   if (asked != AttentionKernels::automatic) return asked;
   return gpu.attention_cudnn > gpu.attention_flash ? AttentionKernels::cudnn : AttentionKernels::flash;
 }
 
 double attention_rate(const Gpu& gpu, AttentionKernels kernels) {
+  // The kernels for Hopper have not been measured; they are taken to be no slower than the own ones.
+  if (kernels == AttentionKernels::hopper) return gpu.attention_own;
   return kernels == AttentionKernels::own     ? gpu.attention_own
          : kernels == AttentionKernels::flash ? gpu.attention_flash
                                               : gpu.attention_cudnn;

@@ -12,10 +12,11 @@
 namespace espalier {
 namespace {
 
-constexpr std::array<std::pair<AttentionBy, AttentionKernels>, 3> kKernels = {
+constexpr std::array<std::pair<AttentionBy, AttentionKernels>, 4> kKernels = {
     {{AttentionBy::own, AttentionKernels::own},
      {AttentionBy::flash, AttentionKernels::flash},
-     {AttentionBy::cudnn, AttentionKernels::cudnn}}};
+     {AttentionBy::cudnn, AttentionKernels::cudnn},
+     {AttentionBy::hopper, AttentionKernels::hopper}}};
 
 std::filesystem::path file_of(const OpenedGpu& gpu, DType dtype) {
   return cache_file(

@@ -10,6 +10,8 @@
 #include <mutex>
 #include <new>
 
+#include "tests/cuda/beside.h"
+
 namespace espalier::emulation {
 namespace {
 
@@ -53,6 +55,8 @@ struct Known {
 std::array<Known, 256> known;
 
 const Moment* now = nullptr;
+Beside* watching = nullptr;  // accesses to [watched_begin, watched_end)
+std::uintptr_t watched_begin = 0, watched_end = 0;
 std::uint32_t launch_begin = 0, first_block = 0;  // of the room that is looked at: what came before is no matter
 
 const Room* room_of(std::uintptr_t at) {
@@ -137,6 +141,8 @@ std::string text_of(const char* what, const Moment& thread, std::uintptr_t code)
 void look_at(const void* address, std::size_t bytes, bool writes, const void* code_of) {
   if (now == nullptr) return;
   const auto at = reinterpret_cast<std::uintptr_t>(address), code = reinterpret_cast<std::uintptr_t>(code_of);
+  if (watching != nullptr && at >= watched_begin && at < watched_end)
+    return watching->access(address, bytes, writes, code_of);
   const Room* const room = room_of(at);
   if (room == nullptr) return;
   if (at < room->array || at + bytes > room->array_end) outside(*room, at, bytes, writes, code);
@@ -186,6 +192,12 @@ void accesses_of(const Moment* thread, std::uint32_t first) {
   now = thread;
   launch_begin = first;
 }
+
+void watch_accesses(Beside* beside, const void* begin, std::size_t bytes) {
+  watching = beside;
+  watched_begin = reinterpret_cast<std::uintptr_t>(begin), watched_end = watched_begin + bytes;
+}
+std::string place_of_code(const void* code) { return place_of(reinterpret_cast<std::uintptr_t>(code)); }
 
 void access(const void* at, std::size_t bytes, bool writes, const void* code) { look_at(at, bytes, writes, code); }
 

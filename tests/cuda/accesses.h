@@ -32,6 +32,9 @@ void renew_array(const void* room, std::uint32_t block);
 void accesses_of(const Moment* thread, std::uint32_t first_block);
 // One of the thread's, by the instruction before `code`. Does not return where it is a fault.
 void access(const void* at, std::size_t bytes, bool writes, const void* code);
+// Accesses to a range of memory are told to the work beside a block instead; null: no longer.
+class Beside;
+void watch_accesses(Beside* beside, const void* begin, std::size_t bytes);
 // What ends the thread with a fault; `what` of emulation.cpp.
 [[noreturn]] void end_of_thread(const std::string& what);
 

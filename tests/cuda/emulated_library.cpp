@@ -6,7 +6,9 @@ extern "C" espalier::Device* espalier_open_gpu(const espalier::GpuChoice& choice
                                                std::string* problem) {
   using espalier::AttentionBy;
   const bool own = choice.attention == AttentionBy::own || choice.attention == AttentionBy::automatic;
-  *opened = {"emulated", AttentionBy::own, true};
+  const bool hopper = choice.attention == AttentionBy::hopper;
+  *opened = {"emulated", hopper ? AttentionBy::hopper : AttentionBy::own, true};
+  if (hopper) return &espalier::testing::emulated_hopper_device();
   if (own) return &espalier::testing::emulated_device();
   *problem = choice.attention == AttentionBy::flash ? "no FlashAttention-2 on processors" : "no cuDNN on processors";
   return nullptr;

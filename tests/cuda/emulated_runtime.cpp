@@ -231,6 +231,17 @@ Device& emulated_device() {
   return *device;
 }
 
+Device& emulated_hopper_device() {
+  emulation::take_launches(give_to_compute);
+  static const Operations changed = [] {
+    Operations all = cuda::operations();
+    static_cast<AttentionOperations&>(all) = cuda::hopper_attention_operations();
+    return all;
+  }();
+  static auto* const device = new cuda::CudaDevice(changed, "emulated");  // outlives every tensor
+  return *device;
+}
+
 namespace {
 
 class StreamedDevice : public cuda::CudaDevice {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "tests/cuda/accesses.h"
+#include "tests/cuda/beside.h"
 
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
@@ -75,9 +76,15 @@ espalier_switch_stack:
 )");
 
 namespace espalier::emulation {
+
+std::string place(const Site& site) {
+  const char* const slash = std::strrchr(site.file_name(), '/');
+  return std::string(slash != nullptr ? slash + 1 : site.file_name()) + ":" + std::to_string(site.line());
+}
+
 namespace {
 
-constexpr std::size_t kStackBytes = 64 << 10, kGuardBytes = 4096;
+constexpr std::size_t kStackBytes = 256 << 10, kGuardBytes = 4096;
 Architecture architecture_now = kArchitectures[0];
 
 // What the emulation itself does, on a thread's behalf or its own, is no access of the kernel.
@@ -102,7 +109,9 @@ struct Copy {
 
 std::uint32_t blocks_run = 0;  // of all launches
 
-enum class State { ready, at_barrier, in_warp, ended };
+enum class State { ready, at_barrier, in_warp, waiting, ended };
+
+struct Block;
 
 struct Fiber {
   ThreadView view;
@@ -110,6 +119,9 @@ struct Fiber {
   Site site;
   const char* operation_name = nullptr;
   unsigned warp = 0;
+  Block* block = nullptr;
+  std::function<bool()> until;  // where it waits for work beside the block, and the reason
+  std::string waits_for;
   void* stack_pointer = nullptr;
   std::byte* stack = nullptr;
   void* sanitizer = nullptr;
@@ -183,6 +195,28 @@ class Memory {
   std::size_t bytes_ = 0;
 };
 
+// Dynamic shared memory whose accesses are told to the work beside a block: at a multiple of 1024, with room around it
+// that is none of it.
+class BesideMemory {
+ public:
+  static constexpr std::size_t kAround = 4096;
+  explicit BesideMemory(std::size_t bytes) : bytes_((bytes + kAround - 1) / kAround * kAround + 2 * kAround) {
+    memory_ = static_cast<std::byte*>(std::aligned_alloc(kAround, bytes_));
+    if (memory_ == nullptr) throw std::bad_alloc();
+    std::memset(memory_, 0xff, bytes_);
+  }
+  BesideMemory(const BesideMemory&) = delete;
+  BesideMemory& operator=(const BesideMemory&) = delete;
+  ~BesideMemory() { std::free(memory_); }
+  std::byte* get() const { return memory_ + kAround; }
+  std::byte* room() const { return memory_; }
+  std::size_t room_bytes() const { return bytes_; }
+
+ private:
+  std::size_t bytes_;
+  std::byte* memory_;
+};
+
 struct Block {
   std::vector<Fiber> fibers;
   // What orders accesses to memory: an address for a barrier of the block and the next one, and as many for each warp.
@@ -191,6 +225,10 @@ struct Block {
   std::vector<Operation*> pending;  // of each warp: the one that lanes are arriving at
   std::map<SharedKey, Memory> shared;
   Memory dynamic;
+  std::unique_ptr<BesideMemory> watched;  // in place of `dynamic` where there is work beside the block
+  std::unique_ptr<Beside> beside;
+
+  std::byte* shared_bytes() const { return watched != nullptr ? watched->get() : dynamic.get(); }
 };
 
 // What a launch runs on: the fibers' stacks, each with a page below it that nobody may touch. For ThreadSanitizer each
@@ -216,7 +254,7 @@ class Stacks {
   }
   // After a fault: they have not returned from what they were in.
   void forget_threads() {
-    for (Set& set : sets_) {
+    for (auto& [number, set] : sets_) {
       for (void* const thread : set.threads) __tsan_destroy_fiber(thread);
       set.threads.clear();
     }
@@ -227,10 +265,11 @@ class Stacks {
     std::vector<std::byte*> stacks;
     std::vector<void*> threads;
   };
-  std::array<Set, kSets> sets_;
+  std::map<std::size_t, Set> sets_;
 };
 
 unsigned seed_now = 1;
+std::mt19937 random_of_launch;
 std::uint32_t first_block = 0;  // of the launch
 std::map<std::string, std::int64_t> counters;
 std::int64_t switches = 0;
@@ -300,18 +339,17 @@ void fiber_main() {
 void resume(Fiber& fiber) {
   ++switches;
   fiber_now = &fiber;
+  block_now = fiber.block;
   __sanitizer_start_switch_fiber(&scheduler_sanitizer, fiber.stack, kStackBytes);
   __tsan_switch_to_fiber(fiber.seen_as, kNoOrder);
   accesses_of(&fiber.moment, first_block);
+  if (block_now->beside != nullptr)
+    watch_accesses(block_now->beside.get(), block_now->watched->room(), block_now->watched->room_bytes());
   espalier_switch_stack(&scheduler_stack, fiber.stack_pointer);
   accesses_of(nullptr, first_block);
+  watch_accesses(nullptr, nullptr, 0);
   __sanitizer_finish_switch_fiber(scheduler_sanitizer, nullptr, nullptr);
   fiber_now = nullptr;
-}
-
-std::string place(const Site& site) {
-  const char* const slash = std::strrchr(site.file_name(), '/');
-  return std::string(slash != nullptr ? slash + 1 : site.file_name()) + ":" + std::to_string(site.line());
 }
 
 std::string text_of(const dim3& at) {
@@ -323,11 +361,12 @@ std::string whereabouts(const Block& block) {
   std::map<std::string, std::pair<int, unsigned>> groups;  // place -> threads there, the first of them
   for (unsigned i = 0; i < block.fibers.size(); ++i) {
     const Fiber& fiber = block.fibers[i];
-    const std::string where = fiber.state == State::ended        ? "ended"
-                              : fiber.state == State::at_barrier ? "wait at the barrier of " + place(fiber.site)
-                              : fiber.state == State::in_warp
-                                  ? "wait in " + std::string(fiber.operation_name) + " of " + place(fiber.site)
-                                  : "run";
+    const std::string where =
+        fiber.state == State::ended        ? "ended"
+        : fiber.state == State::at_barrier ? "wait at the barrier of " + place(fiber.site)
+        : fiber.state == State::in_warp    ? "wait in " + std::string(fiber.operation_name) + " of " + place(fiber.site)
+        : fiber.state == State::waiting    ? "wait for " + fiber.waits_for + " at " + place(fiber.site)
+                                           : "run";
     ++groups.try_emplace(where, 0, i).first->second.first;
   }
   std::string text = " in block " + text_of(block.fibers[0].view.block);
@@ -336,7 +375,8 @@ std::string whereabouts(const Block& block) {
   return text;
 }
 
-Fiber fiber_of(const Launch& launch, unsigned block, unsigned thread) {
+// `stacks_of`: the set of stacks that the block runs on.
+Fiber fiber_of(const Launch& launch, Block& of, std::size_t stacks_of, unsigned block, unsigned thread) {
   const dim3 &b = launch.block, &g = launch.grid;
   Fiber fiber;
   fiber.view = {{thread % b.x, thread / b.x % b.y, thread / (b.x * b.y)},
@@ -345,8 +385,9 @@ Fiber fiber_of(const Launch& launch, unsigned block, unsigned thread) {
                 g,
                 thread % 32};
   fiber.warp = thread / 32;
-  fiber.stack = stacks().at(blocks_run % kSets, thread);
-  fiber.seen_as = stacks().seen_as(blocks_run % kSets, thread);
+  fiber.block = &of;
+  fiber.stack = stacks().at(stacks_of, thread);
+  fiber.seen_as = stacks().seen_as(stacks_of, thread);
   fiber.moment = {.block = blocks_run, .thread = static_cast<std::uint16_t>(thread)};
   // As espalier_switch_stack left it: six registers, the address it returns to, and rsp 8 below a multiple of 16.
   void** const top = reinterpret_cast<void**>(fiber.stack + kStackBytes) - 1;
@@ -367,40 +408,99 @@ void open_barrier(Block& block) {
       throw Fault("threads wait at different barriers" + whereabouts(block));
   }
   ++block.barriers;
+  if (block.beside != nullptr) block.beside->at_block_barrier();
   for (Fiber& fiber : block.fibers) fiber.state = State::ready;
 }
 
-std::vector<unsigned> ready_threads(const Block& block, int of_warp) {
-  std::vector<unsigned> ready;
-  for (unsigned t = 0; t < block.fibers.size(); ++t)
-    if (block.fibers[t].state == State::ready && (of_warp < 0 || static_cast<int>(block.fibers[t].warp) == of_warp))
-      ready.push_back(t);
+bool can_run(const Fiber& fiber) {
+  return fiber.state == State::ready || (fiber.state == State::waiting && fiber.until());
+}
+
+// The blocks that are on the GPU together.
+using Blocks = std::vector<std::unique_ptr<Block>>;
+
+struct OneWarp {  // the one that runs ahead
+  const Block* block = nullptr;
+  unsigned warp = 0;
+};
+
+std::vector<Fiber*> ready_threads(const Blocks& blocks, const OneWarp& only) {
+  std::vector<Fiber*> ready;
+  for (const auto& block : blocks) {
+    if (only.block != nullptr && block.get() != only.block) continue;
+    for (Fiber& fiber : block->fibers)
+      if ((only.block == nullptr || fiber.warp == only.warp) && can_run(fiber)) ready.push_back(&fiber);
+  }
   return ready;
 }
 
-void run_block(Block& block, std::mt19937& random) {
+// Does what is in flight beside the blocks: by the seed at once, as late as it can be, or now and then. Returns whether
+// something was done.
+bool move_beside(const Blocks& blocks, bool threads_wait, std::mt19937& random) {
+  const unsigned haste = seed_now % 3;
+  bool moved = false;
+  for (const auto& block : blocks) {
+    if (block->beside == nullptr) continue;
+    if (!threads_wait && haste != 0 && (haste == 1 || random() % 4 != 0)) continue;
+    block_now = block.get();
+    moved = block->beside->move(random) || moved;
+    if (moved && threads_wait) break;
+  }
+  return moved;
+}
+
+// Where no thread can run: opens the barriers that all threads of a block have reached.
+void open_barriers(const Blocks& blocks) {
+  bool opened = false;
+  for (const auto& block : blocks) {
+    const auto all = [&](State state) {
+      return std::all_of(block->fibers.begin(), block->fibers.end(), [&](const Fiber& f) { return f.state == state; });
+    };
+    const bool some_wait = std::any_of(block->fibers.begin(), block->fibers.end(),
+                                       [](const Fiber& f) { return f.state == State::waiting; });
+    block_now = block.get();
+    if (all(State::at_barrier) || (blocks.size() == 1 && !some_wait && !all(State::ended)))
+      open_barrier(*block), opened = true;
+  }
+  if (opened) return;
+  std::string text;
+  for (const auto& block : blocks) text += whereabouts(*block);
+  throw Fault("threads that wait for ever" + text);
+}
+
+void run_blocks(const Blocks& blocks, std::mt19937& random) {
   const bool ahead = seed_now % 2 != 0;
   const auto some_run = [&] {
-    return std::any_of(block.fibers.begin(), block.fibers.end(),
-                       [](const Fiber& fiber) { return fiber.state != State::ended; });
+    return std::any_of(blocks.begin(), blocks.end(), [](const auto& block) {
+      return std::any_of(block->fibers.begin(), block->fibers.end(),
+                         [](const Fiber& fiber) { return fiber.state != State::ended; });
+    });
   };
-  int warp = -1;  // the one that runs ahead
+  OneWarp only;
   while (some_run()) {
-    std::vector<unsigned> ready = ready_threads(block, warp);
-    if (ready.empty() && warp >= 0) ready = ready_threads(block, warp = -1);
+    std::vector<Fiber*> ready = ready_threads(blocks, only);
+    if (ready.empty() && only.block != nullptr) {
+      only = {};
+      ready = ready_threads(blocks, only);
+    }
+    const bool moved = move_beside(blocks, ready.empty(), random);
     if (ready.empty()) {
-      open_barrier(block);
+      if (!moved) open_barriers(blocks);
       continue;
     }
     if (seed_now != 0) std::shuffle(ready.begin(), ready.end(), random);
-    if (ahead && warp < 0) {
-      warp = static_cast<int>(block.fibers[ready[0]].warp);
+    if (ahead && only.block == nullptr) {
+      only = {ready[0]->block, ready[0]->warp};
       continue;
     }
-    for (const unsigned t : ready) {
-      if (block.fibers[t].state == State::ready) resume(block.fibers[t]);
+    for (Fiber* const fiber : ready) {
+      if (can_run(*fiber)) resume(*fiber);
       if (fault) std::rethrow_exception(fault);
     }
+  }
+  for (const auto& block : blocks) {
+    block_now = block.get();
+    if (block->beside != nullptr) block->beside->end();
   }
 }
 
@@ -427,9 +527,9 @@ void set_architecture(const Architecture& architecture) { architecture_now = arc
 const Architecture& architecture() { return architecture_now; }
 
 void take_launches(std::function<void(std::function<void()>)> stream) { launches() = std::move(stream); }
+void give_work(std::function<void()> work) { launches() ? launches()(std::move(work)) : work(); }
 void give(const Launch& launch, std::function<void()> body) {
-  if (!launches()) return run(launch, body);
-  launches()([launch, body = std::move(body)] { run(launch, body); });
+  give_work([launch, body = std::move(body)] { run(launch, body); });
 }
 
 void set_seed(unsigned seed) { seed_now = seed; }
@@ -449,6 +549,11 @@ void fail(const std::string& what, Site site) {
   throw Fault(what + " at " + place(site) + ", block " + text_of(view.block) + " thread " + text_of(view.thread));
 }
 
+void end_here(const std::string& what, Site site) {
+  const ThreadView& view = fiber_now->view;
+  end_of_thread(what + " at " + place(site) + ", block " + text_of(view.block) + " thread " + text_of(view.thread));
+}
+
 void end_of_thread(const std::string& what) {
   fault = std::make_exception_ptr(Fault(what));  // where it is, nothing may be thrown
   to_scheduler();
@@ -466,7 +571,9 @@ void barrier(Site site) {
   __tsan_acquire(order);
 }
 
-const Exchange& exchange(const char* name, unsigned mask, const void* value, std::size_t bytes, Site site) {
+namespace {
+const Exchange& exchange_with(const char* name, unsigned mask, const void* value, std::size_t bytes, Site site,
+                              const std::function<void(const Exchange&)>* last) {
   const Unseen unseen;
   Fiber& fiber = *fiber_now;
   const unsigned bit = 1u << fiber.view.lane;
@@ -485,7 +592,7 @@ const Exchange& exchange(const char* name, unsigned mask, const void* value, std
          site);
   }
   Operation* const operation = fiber.operation = pending;
-  std::memcpy(operation->data.words[fiber.view.lane], value, bytes);
+  if (bytes > 0) std::memcpy(operation->data.words[fiber.view.lane], value, bytes);
   operation->arrived |= bit;
   // Of warp operations __syncwarp alone orders accesses to memory, of all lanes as no kernel asks for some.
   void* const order = std::strcmp(name, "syncwarp") == 0 && mask == ~0u
@@ -494,6 +601,8 @@ const Exchange& exchange(const char* name, unsigned mask, const void* value, std
   if (order != nullptr) __tsan_release(order);
   if (operation->arrived == mask) {
     pending = nullptr;
+    if (last != nullptr) (*last)(operation->data);
+    if (order != nullptr && block_now->beside != nullptr) block_now->beside->at_warp_barrier(fiber.warp);
     const unsigned first = fiber.warp * 32;
     for (unsigned lane = 0; lane < 32; ++lane)
       if ((mask >> lane & 1) != 0 && first + lane < block_now->fibers.size())
@@ -505,6 +614,30 @@ const Exchange& exchange(const char* name, unsigned mask, const void* value, std
   if (order != nullptr) __tsan_acquire(order);
   return operation->data;
 }
+}  // namespace
+
+const Exchange& exchange(const char* name, unsigned mask, const void* value, std::size_t bytes, Site site) {
+  return exchange_with(name, mask, value, bytes, site, nullptr);
+}
+void exchange_and(const char* name, const void* value, std::size_t bytes, Site site,
+                  const std::function<void(const Exchange&)>& all) {
+  exchange_with(name, ~0u, value, bytes, site, &all);
+}
+
+unsigned thread_now() { return static_cast<unsigned>(fiber_now - block_now->fibers.data()); }
+Beside& beside_now() { return *block_now->beside; }
+std::mt19937& random_now() { return random_of_launch; }
+unsigned seed_of_launch() { return seed_now; }
+
+void wait_until(const std::function<bool()>& condition, const std::string& what, Site site) {
+  if (condition()) return;
+  const Unseen unseen;
+  Fiber& fiber = *fiber_now;
+  fiber.until = condition, fiber.waits_for = what, fiber.site = site;
+  fiber.state = State::waiting;
+  to_scheduler();
+  fiber.state = State::ready;
+}
 
 void* shared_object(std::size_t bytes, Site site) {
   const Unseen unseen;
@@ -514,7 +647,7 @@ void* shared_object(std::size_t bytes, Site site) {
   return memory.get();
 }
 
-void* dynamic_shared_bytes() { return block_now->dynamic.get(); }
+void* dynamic_shared_bytes() { return block_now->shared_bytes(); }
 
 void begin_copy(void* to, const void* from, int written, int bytes, Site site) {
   const auto all = static_cast<std::size_t>(written);
@@ -548,33 +681,50 @@ void wait_for_copies(int groups_left) {
   std::erase_if(copies, landed);
 }
 
-void run(const Launch& launch, const std::function<void()>& body) {
+namespace {
+std::unique_ptr<Block> block_of(const Launch& launch, const LaunchBeside* of, unsigned number, unsigned together,
+                                unsigned at) {
+  const unsigned threads = launch.block.x * launch.block.y * launch.block.z;
+  auto block = std::make_unique<Block>();
+  ++blocks_run;
+  const std::size_t stacks_of = together > 1 ? kSets + number : blocks_run % kSets;
+  for (unsigned t = 0; t < threads; ++t) block->fibers.push_back(fiber_of(launch, *block, stacks_of, at, t));
+  block->pending.resize((threads + 31) / 32);
+  block->order.resize(2 + 2 * block->pending.size());
+  if (of != nullptr) {
+    block->watched = std::make_unique<BesideMemory>(launch.shared_bytes);
+    block->beside = of->beside({number, together, threads, block->watched->get(), launch.shared_bytes});
+  } else if (launch.shared_bytes > 0) {
+    block->dynamic = Memory(launch.shared_bytes);
+  }
+  return block;
+}
+
+void run_all(const Launch& launch, const LaunchBeside* of, const std::function<void()>& body) {
   expect_launchable(launch);
   const Unseen unseen;
   count("launches", 1);
-  const unsigned threads = launch.block.x * launch.block.y * launch.block.z;
-  const unsigned blocks = launch.grid.x * launch.grid.y * launch.grid.z;
-  std::mt19937 random(seed_now);
+  const unsigned blocks = launch.grid.x * launch.grid.y * launch.grid.z, together = of != nullptr ? of->together : 1;
+  std::mt19937& random = random_of_launch;
+  random.seed(seed_now);
   std::vector<unsigned> order(blocks);
   for (unsigned i = 0; i < blocks; ++i) order[i] = i;
-  if (seed_now != 0) std::shuffle(order.begin(), order.end(), random);
+  if (seed_now != 0 && together == 1) std::shuffle(order.begin(), order.end(), random);
   body_now = &body;
   first_block = blocks_run + 1;
   fault = nullptr;
   __tsan_release(&launch_begins);
   scheduler_seen_as = __tsan_get_current_fiber();
-  for (const unsigned b : order) {
-    Block block;
-    ++blocks_run;
-    for (unsigned t = 0; t < threads; ++t) block.fibers.push_back(fiber_of(launch, b, t));
-    block.pending.resize((threads + 31) / 32);
-    block.order.resize(2 + 2 * block.pending.size());
-    if (launch.shared_bytes > 0) block.dynamic = Memory(launch.shared_bytes);
-    block_now = &block;
+  for (unsigned next = 0; next < blocks;) {
+    const unsigned count = std::min(together, blocks - next);
+    Blocks all;
+    for (unsigned i = 0; i < count; ++i) all.push_back(block_of(launch, of, i, count, order[next + i]));
+    next += count;
     try {
-      run_block(block, random);
+      run_blocks(all, random);
     } catch (...) {  // what the other threads hold on their stacks is left as it is
-      for (const Fiber& fiber : block.fibers) ASAN_UNPOISON_MEMORY_REGION(fiber.stack, kStackBytes);
+      for (const auto& block : all)
+        for (const Fiber& fiber : block->fibers) ASAN_UNPOISON_MEMORY_REGION(fiber.stack, kStackBytes);
       block_now = nullptr, fault = nullptr;
       free_operations.clear(), all_operations.clear();
       stacks().forget_threads();
@@ -583,6 +733,12 @@ void run(const Launch& launch, const std::function<void()>& body) {
     block_now = nullptr;
   }
   __tsan_acquire(&launch_ends);
+}
+}  // namespace
+
+void run(const Launch& launch, const std::function<void()>& body) { run_all(launch, nullptr, body); }
+void run(const Launch& launch, const LaunchBeside& of, const std::function<void()>& body) {
+  run_all(launch, &of, body);
 }
 
 }  // namespace espalier::emulation

@@ -25,6 +25,7 @@
 #include <set>
 #include <sstream>
 
+#include "tests/cuda/hopper/hopper_checks.h"
 #include "tests/cuda/kernel_checks.h"
 
 namespace espalier::testing {
@@ -101,6 +102,7 @@ void run_trial(const std::vector<KernelCheck>& checks, const Changes& changes, i
 void serve() {
   const Changes changes;
   std::vector<KernelCheck> checks = kernel_checks();
+  for (KernelCheck& check : hopper_checks()) checks.push_back(std::move(check));
   // Other orders of threads show what is a race, which any order shows here.
   std::erase_if(checks, [](const KernelCheck& check) { return check.kind == KernelCheck::Kind::orders; });
   auto* const trial =

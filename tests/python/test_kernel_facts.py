@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
+import make_wgmma  # noqa: E402
 import ptxas_facts  # noqa: E402
 from sass_loops import main_loops  # noqa: E402
 
@@ -57,6 +58,11 @@ def test_a_kernel_without_matrix_instructions_has_no_row():
     assert main_loops(text_of(*(line for line in MASKED_OR_NOT if "HMMA" not in line))) == {}
 
 
+def test_products_of_warpgroups_are_matrix_instructions():
+    lines = [line.replace("HMMA.16816.F32.BF16 R4, R8, R12, R4", "HGMMA.64x176x16.F32.BF16 R24, gdesc[UR8], R24") for line in MASKED_OR_NOT]
+    assert main_loops(text_of(*lines))["k"]["HGMMA"] == 2
+
+
 @pytest.mark.parametrize("header", [False, True])
 def test_digests_follow_the_code_and_not_the_comments(header, tmp_path, monkeypatch):
     monkeypatch.setattr(ptxas_facts, "ROOT", tmp_path)
@@ -91,13 +97,40 @@ def test_a_table_of_other_kernels_is_an_error_where_there_is_an_nvcc(tmp_path, m
 FACTS = [line for line in ptxas_facts.TABLE.read_text().splitlines() if not line.startswith("#")]
 
 
-@pytest.mark.parametrize("line", [line for line in FACTS if line.startswith("loop ")], ids=lambda line: line.split(":")[0])
+LOOPS = [line for line in FACTS if line.startswith("loop ")]
+OF_WARPGROUPS = [line for line in LOOPS if "sm_90a" in line]
+
+
+@pytest.mark.parametrize("line", [line for line in LOOPS if line not in OF_WARPGROUPS], ids=lambda line: line.split(":")[0])
 def test_a_tile_takes_few_instructions_and_no_global_or_local_loads(line):
     """Six instructions a matrix instruction at most, loads of the next tile and the softmax included. Heads of 64 have half the products of heads of
     128 for as many exponentials."""
     most = 7 if "forward_tiles_kernel<64" in line else 6
     matrix, instructions, _, ldmatrix, _, of_global, _, local = map(float, line.split(": ")[1].split(", "))
     assert instructions <= most * matrix and ldmatrix <= matrix and of_global == local == 0
+
+
+@pytest.mark.parametrize("line", OF_WARPGROUPS, ids=lambda line: line.split(":")[0])
+def test_a_tile_of_warpgroups_takes_few_instructions_and_no_loads_beside_numbers(line):
+    """The products of a round are one instruction for 16 rows or columns of a whole warpgroup; most others are the softmax of 64 rows, once for each
+    score of a thread. FlashAttention 3 has 584 instructions for 19 HGMMA of its forward with 176 keys, and 464 for 16 with 128."""
+    matrix, instructions, _, ldmatrix, shared, of_global, _, local = map(float, line.split(": ")[1].split(", "))
+    assert ldmatrix == of_global == local == 0 and shared <= 17
+    assert instructions <= (26 if "backward" in line else 42) * matrix
+    if "forward_kernel<128,128,false>" in line:
+        assert matrix == 19 and instructions <= 1.1 * 584
+
+
+def test_every_instance_for_warpgroups_has_a_loop_and_spills_nothing():
+    """24 registers are kept by the warpgroup that copies: 168 when the block starts, and no stack."""
+    kernels = [line for line in FACTS if line.startswith("registers hopper_")]
+    instances = [list(map(int, line.split(": ")[1].split(", "))) for line in kernels]
+    assert len(kernels) == 3 and all(numbers[1] == 168 and numbers[3] == numbers[4] == 0 for numbers in instances)
+    assert sum(numbers[0] for numbers in instances) == len(OF_WARPGROUPS)
+
+
+def test_the_shapes_of_wgmma_are_those_of_their_script():
+    assert make_wgmma.text() == make_wgmma.FILE.read_text()
 
 
 def constants_of(text, known):
@@ -114,9 +147,9 @@ def constants_of(text, known):
 def launch_bounds():
     """{kernel: most threads of a block}"""
     shared, found = {}, {}
-    for path in sorted(ptxas_facts.SOURCES.glob("*.h")):
+    for path in sorted(ptxas_facts.SOURCES.rglob("*.h")):
         shared = constants_of(path.read_text(), shared)
-    for path in sorted(ptxas_facts.SOURCES.glob("*.cu")):
+    for path in ptxas_facts.kernel_sources():
         text = path.read_text()
         constants = constants_of(text, shared)
         for bounds, kernel in re.findall(r"__global__ void(?: __launch_bounds__\(([^)]*)\))?\s+(\w+)", text):
@@ -143,7 +176,7 @@ def test_every_status_of_cuda_is_checked():
     unchecked = {"cudaGetDeviceCount", "cudaGetErrorString", "cudaGetLastError", "cudaEventQuery", "cudaPointerGetAttributes", "cudaFreeHost",
                  "cudaFreeAsync", "cublasGetStatusString"}
     launches = []
-    for path in sorted(ptxas_facts.SOURCES.iterdir()):
+    for path in sorted(path for path in ptxas_facts.SOURCES.rglob("*") if path.is_file()):
         text = re.sub(r"//[^\n]*", "", path.read_text())
         launches += re.findall(r"<<<.*", text)
         for call in re.finditer(r"\b(cuda|cublas)[A-Z]\w*\(", text):

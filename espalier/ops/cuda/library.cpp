@@ -14,13 +14,13 @@ namespace espalier::cuda {
 namespace {
 
 // Changes `attention` from automatic to what it comes to.
-const Operations& operations_of(AttentionBy& attention, AttentionBy fastest, int index, int capability,
+const Operations& operations_of(AttentionBy& attention, AttentionBy fastest, int index, int capability, int minor,
                                 bool deterministic) {
   if (attention == AttentionBy::automatic) {
     for (AttentionBy each : {fastest, AttentionBy::cudnn, AttentionBy::flash}) {
       if (each == AttentionBy::automatic) continue;
       try {
-        const Operations& found = operations_of(each, each, index, capability, deterministic);
+        const Operations& found = operations_of(each, each, index, capability, minor, deterministic);
         attention = each;
         return found;
       } catch (const DeviceError&) {  // a GPU, a build or a machine without it: the next one serves
@@ -30,9 +30,15 @@ const Operations& operations_of(AttentionBy& attention, AttentionBy fastest, int
   }
   if (attention == AttentionBy::own) return operations();
   static Operations changed = operations();
-  static_cast<AttentionOperations&>(changed) = attention == AttentionBy::flash
-                                                   ? open_flash_attention(index, deterministic)
-                                                   : open_cudnn_attention(index, capability, deterministic);
+  AttentionOperations& changes = changed;
+  if (attention == AttentionBy::flash) changes = open_flash_attention(index, deterministic);
+  if (attention == AttentionBy::cudnn) changes = open_cudnn_attention(index, capability, deterministic);
+  if (attention == AttentionBy::hopper) {
+    if (capability != 9 || minor != 0)  // their code (sm_90a) runs on no other GPU
+      throw DeviceError({"--attention hopper", "a GPU of compute capability 9.0", text_of(capability, ".", minor),
+                         "use --attention own"});
+    changes = hopper_attention_operations();
+  }
   return changed;
 }
 
@@ -58,7 +64,9 @@ Device* open(const GpuChoice& choice, OpenedGpu* opened, std::string* problem) {
   opened->name = properties.name, opened->attention = choice.attention;
   const AttentionBy fastest = choice.fastest ? choice.fastest(opened->name) : AttentionBy::automatic;
   static CudaDevice* const device =  // outlives every tensor
-      new CudaDevice(operations_of(opened->attention, fastest, index, properties.major, choice.deterministic), "cuda");
+      new CudaDevice(
+          operations_of(opened->attention, fastest, index, properties.major, properties.minor, choice.deterministic),
+          "cuda");
   return device;
 }
 

@@ -42,18 +42,9 @@ cudaDataType_t type_of(at::ScalarType dtype) {
   return dtype == at::kDouble ? CUDA_R_64F : dtype == at::kFloat ? CUDA_R_32F : CUDA_R_16BF;
 }
 
-// Functions of the driver, found through the runtime: the library loads where there is no driver.
-template <class Function>
-Function* driver(const char* name) {
-  void* entry = nullptr;
-  cudaDriverEntryPointQueryResult found{};
-  expect_success(cudaGetDriverEntryPointByVersion(name, &entry, 12000, cudaEnableDefault, &found), name);
-  ESPALIER_INTERNAL(found == cudaDriverEntryPointSuccess, name);
-  return reinterpret_cast<Function*>(entry);
-}
 #define ESPALIER_DRIVER(name, ...)                                                  \
   do {                                                                              \
-    static auto* const entry = driver<decltype(name)>(#name);                       \
+    static auto* const entry = driver_function<decltype(name)>(#name);              \
     const CUresult result = entry(__VA_ARGS__);                                     \
     expect_success(result == CUDA_SUCCESS               ? cudaSuccess               \
                    : result == CUDA_ERROR_OUT_OF_MEMORY ? cudaErrorMemoryAllocation \
@@ -67,6 +58,13 @@ cudaEvent_t event_of(Event event) { return work().events.at(static_cast<std::siz
 
 int gpu_index() { return work().index; }
 int capability() { return work().capability; }
+void* driver_entry(const char* name) {
+  void* entry = nullptr;
+  cudaDriverEntryPointQueryResult found{};
+  expect_success(cudaGetDriverEntryPointByVersion(name, &entry, 12000, cudaEnableDefault, &found), name);
+  ESPALIER_INTERNAL(found == cudaDriverEntryPointSuccess, name);
+  return entry;
+}
 cudaStream_t stream_of(Queue queue) { return work().streams.at(static_cast<std::size_t>(queue)); }
 
 void expect_success(cudaError_t status, const char* what) {

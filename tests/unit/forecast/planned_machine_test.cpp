@@ -69,6 +69,12 @@ TEST(PlannedMachine, AttentionHasTheRateOfItsKernels) {
       EXPECT_NEAR(machine.attention_flops_per_second, rate, 1) << name;
       EXPECT_EQ(machine.attention_kernels, kKernels[i]) << name;
     }
+    if (row[8] == 0)
+      EXPECT_THROW(planned_machine(name, DType::bfloat16, AttentionKernels::hopper), OptionError) << name;
+    else
+      EXPECT_NEAR(planned_machine(name, DType::bfloat16, AttentionKernels::hopper).attention_flops_per_second, row[6],
+                  1)
+          << name;
     EXPECT_EQ(planned_machine(name, DType::bfloat16).attention_kernels,
               row[8] > row[7] ? AttentionKernels::cudnn : AttentionKernels::flash);
     EXPECT_EQ(planned_machine(name, DType::float32).attention_kernels, AttentionKernels::own);

@@ -46,6 +46,8 @@ TEST_F(GpuProfile, KernelsAreComparedOnceTwoWereMeasured) {
   EXPECT_EQ(fastest_attention(gpu), AttentionBy::flash);
   keep({gpu, AttentionBy::own}, 4e14);
   EXPECT_EQ(fastest_attention(gpu), AttentionBy::own);
+  keep({gpu, AttentionBy::hopper}, 5e14);
+  EXPECT_EQ(fastest_attention(gpu), AttentionBy::hopper) << "taken where they were measured";
   EXPECT_EQ(fastest_attention("NVIDIA H200"), AttentionBy::automatic) << "another GPU";
 }
 

@@ -1,0 +1,29 @@
+// Shared-prefix attention of bfloat16 for compute capability 9.0: contract in ops/cpu/attention/attention.h. Path rows
+// and own rows are keys of one kernel, so nothing is merged. Tiles come by the copy engine (TMA), products run on
+// warpgroups (wgmma), and one warpgroup of a block copies while the others multiply. Weights and slopes are rounded to
+// bfloat16 as factors of the second products; sums are in float32, in an order that depends on the shape alone.
+#pragma once
+
+#include "espalier/ops/cpu/attention/attention.h"
+
+namespace espalier::cuda::hopper {
+
+// Whether the forward takes a problem: heads of 64, 96, 128, 192 and 256 elements with values of the same size, and of
+// 192 with values of 128; rows at multiples of 16 bytes; a positive scale. A shape's value_dim is given, not 0.
+bool takes_forward(const attention::Shape& shape, const attention::Inputs<bfloat16>& in,
+                   attention::Rows<const bfloat16> out);
+void forward(const attention::Shape& shape, const attention::Inputs<bfloat16>& in, attention::Rows<bfloat16> out,
+             float* lse_HQ);
+
+// Whether the backward takes a problem: that of the forward, with heads of at most 128 elements.
+bool takes_backward(const attention::Shape& shape, const attention::Inputs<bfloat16>& in,
+                    attention::Rows<const bfloat16> grad_out, attention::Rows<const bfloat16> grad_q);
+// Overwrites the gradients of queries, and adds to the others.
+void add_backward(const attention::Shape& shape, const attention::Inputs<bfloat16>& in,
+                  attention::Rows<const bfloat16> out, const float* lse_HQ, attention::Rows<const bfloat16> grad_out,
+                  const attention::Gradients<bfloat16>& grads);
+
+// Whether the copy engine reads these rows.
+bool takes_copies(const attention::Rows<const bfloat16>& rows);
+
+}  // namespace espalier::cuda::hopper

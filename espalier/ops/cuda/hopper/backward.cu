@@ -1,0 +1,45 @@
+// Backward: the numbers of queries, and the order of its kernels.
+#include "espalier/ops/cuda/hopper/backward.h"
+
+#include "espalier/ops/cuda/attention.h"
+#include "espalier/ops/cuda/hopper/tile_facts.h"
+
+namespace espalier::cuda::hopper {
+namespace {
+
+constexpr int kThreads = 256;
+
+// Log-sum-exps in units of ln 2, and delta, in rows of whole tiles.
+__global__ void __launch_bounds__(kThreads)
+    query_numbers_kernel(std::int64_t queries, std::int64_t padded, const float* lse_HQ, const float* delta_HQ,
+                         float* lse_log2, float* delta) {
+  const std::int64_t query = grid_thread(), head = blockIdx.y;
+  if (query >= padded) return;
+  const bool inside = query < queries;
+  lse_log2[head * padded + query] = inside ? lse_HQ[head * queries + query] * kLog2E : INFINITY;
+  delta[head * padded + query] = inside ? delta_HQ[head * queries + query] : 0.f;
+}
+
+}  // namespace
+
+bool takes_backward(const Shape& shape, const attention::Inputs<bfloat16>& in, Rows<const bfloat16> grad_out,
+                    Rows<const bfloat16> grad_q) {
+  return takes_forward(shape, in, grad_q) && shape.head_dim <= 128 && takes_copies(grad_out);
+}
+
+void add_backward(const Shape& shape, const attention::Inputs<bfloat16>& in, Rows<const bfloat16> out,
+                  const float* lse_HQ, Rows<const bfloat16> grad_out, const attention::Gradients<bfloat16>& grads) {
+  if (shape.query_rows == 0) return;
+  const std::int64_t Q = shape.query_rows, H = shape.heads, padded = ceil_div(Q, kPassingQueries) * kPassingQueries;
+  const Scratch<float> of_rows(H * Q), of_tiles(2 * H * padded);
+  attention_delta(shape, out, grad_out, of_rows.get());
+  float *const lse_log2 = of_tiles.get(), *const delta = lse_log2 + H * padded;
+  launch(query_numbers_kernel, {ceil_div(padded, kThreads), H}, kThreads, 0, Q, padded, lse_HQ, of_rows.get(), lse_log2,
+         delta);
+  const QueryNumbers numbers{lse_log2, delta, padded};
+  backward_queries(shape, in, numbers, grad_out, grads.q);
+  add_backward_keys(shape, in, numbers, grad_out, true, grads.path_k, grads.path_v);
+  add_backward_keys(shape, in, numbers, grad_out, false, grads.own_k, grads.own_v);
+}
+
+}  // namespace espalier::cuda::hopper

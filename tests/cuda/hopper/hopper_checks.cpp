@@ -1,0 +1,130 @@
+#include "tests/cuda/hopper/hopper_checks.h"
+
+#include <ATen/ATen.h>
+
+#include <memory>
+
+#include "espalier/base/error.h"
+#include "espalier/ops/cuda/hopper/attention.h"
+#include "espalier/prove/operation_check.h"
+#include "tests/cuda/emulated_runtime.h"
+#include "tests/cuda/emulation.h"
+
+namespace espalier::testing {
+namespace {
+
+using Kind = KernelCheck::Kind;
+using Tensors = std::vector<at::Tensor>;
+
+Tensors results_in_order(const OperationCase& each, unsigned seed) {
+  emulation::set_seed(seed);
+  return results_on(emulated_hopper_device(), each, DType::bfloat16);
+}
+
+std::string answer_problem(const OperationCase& each, Tensors& answer) {
+  if (answer.empty()) answer = answer_of_cpu(each, DType::bfloat16);
+  const OperationCheck check = compared(each, DType::bfloat16, results_in_order(each, 1), answer);
+  return check.pass() ? "" : text_of("off by ", check.error, ", allowed ", check.allowed);
+}
+std::string orders_problem(const OperationCase& each) {
+  const Tensors forward = results_in_order(each, 0);
+  for (const unsigned seed : {1u, 2u})
+    if (!same_bits(forward, results_in_order(each, seed))) return text_of("other bits with seed ", seed);
+  return "";
+}
+
+// Heads that these kernels multiply.
+bool is_taken(const OperationCase& each) {
+  if (each.operation.find("attention") == std::string::npos) return false;
+  for (const char* heads : {" heads of 64", " heads of 96", " heads of 128", " heads of 192", " heads of 256"})
+    if (each.sizes.find(heads) != std::string::npos) return true;
+  return false;
+}
+
+// ---- tiles that are multiplied ----
+
+// Own rows in branches of equal length below a path, one head of 64 elements; all of them are queries.
+struct Branches {
+  std::int64_t path, branch, count, window = 0;
+
+  std::int64_t rows() const { return branch * count; }
+  std::int64_t depth(std::int64_t row) const { return path + row % branch; }
+  bool sees_path(std::int64_t row, std::int64_t key) const { return window == 0 || key > depth(row) - window; }
+  bool sees_own(std::int64_t row, std::int64_t key) const {
+    return key <= row && key / branch == row / branch && (window == 0 || depth(key) > depth(row) - window);
+  }
+  // Pairs of a tile of queries and a tile of keys with a visible pair of rows.
+  std::int64_t tiles(std::int64_t queries, std::int64_t keys, bool of_path, bool of_own) const {
+    std::int64_t found = 0;
+    const auto seen = [&](std::int64_t query, std::int64_t key, std::int64_t most, auto sees) {
+      for (std::int64_t q = query; q < std::min(query + queries, rows()); ++q)
+        for (std::int64_t k = key; k < std::min(key + keys, most); ++k)
+          if (sees(q, k)) return 1;
+      return 0;
+    };
+    for (std::int64_t query = 0; query < rows(); query += queries) {
+      for (std::int64_t key = 0; of_path && key < path; key += keys)
+        found += seen(query, key, path, [&](auto q, auto k) { return sees_path(q, k); });
+      for (std::int64_t key = 0; of_own && key < rows(); key += keys)
+        found += seen(query, key, rows(), [&](auto q, auto k) { return sees_own(q, k); });
+    }
+    return found;
+  }
+};
+
+std::string counted(const char* what, std::int64_t wanted) {
+  const std::int64_t got = emulation::counter("wgmma");
+  return got == wanted ? "" : text_of(what, ": ", got, " products instead of ", wanted, ". ");
+}
+
+// Products have 16 of the inner dimension and 64 rows: both groups of a block multiply each tile.
+std::string problem_of_tiles(const Branches& of) {
+  constexpr std::int64_t D = 64, kSteps = D / 16;
+  const std::int64_t T = of.rows(), P = of.path;
+  const std::int64_t forward_keys = of.window > 0 ? 128 : 192, query_keys = of.window > 0 ? 64 : 128;
+  Device& device = emulated_hopper_device();
+  const auto rows = [&](std::int64_t count) { return device.adopt(normal({count, D}, 1).to(at::kBFloat16)); };
+  const auto sums = [&](std::int64_t count) { return device.adopt(at::zeros({count, D}, at::kFloat)); };
+  std::vector<std::int32_t> ends, depths;
+  for (std::int64_t i = 0; i < T; ++i) {
+    ends.push_back(static_cast<std::int32_t>((i / of.branch + 1) * of.branch));
+    depths.push_back(static_cast<std::int32_t>(of.depth(i)));
+  }
+  const at::Tensor lse = device.adopt(at::zeros({1, T}, at::kFloat)), out = rows(T), q = rows(T), k = rows(T),
+                   v = rows(T), path_k = rows(P), path_v = rows(P), end = device.adopt(whole_numbers(ends)),
+                   depth = of.window > 0 ? device.adopt(whole_numbers(depths)) : at::Tensor();
+  const AttentionProblem problem{D, q, k, v, path_k, path_v, at::Tensor(), end, of.window, depth};
+  emulation::set_seed(1);
+  emulation::reset_counters();
+  device.operations().attention(problem, out, lse);
+  device.synchronize();
+  std::string problems = counted("forward", 2 * of.tiles(128, forward_keys, true, true) * (kSteps + forward_keys / 16));
+  emulation::reset_counters();
+  device.operations().add_attention_backward(problem, out, lse, rows(T), {rows(T), sums(T), sums(T), sums(P), sums(P)});
+  device.synchronize();
+  const std::int64_t of_queries = 2 * of.tiles(128, query_keys, true, true) * (2 * kSteps + query_keys / 16);
+  const std::int64_t of_keys = 2 * of.tiles(64, 128, true, true) * (2 * kSteps + 2 * 64 / 16);
+  return problems + counted("backward", of_queries + of_keys);
+}
+
+}  // namespace
+
+std::vector<KernelCheck> hopper_checks() {
+  std::vector<KernelCheck> checks;
+  for (OperationCase& moved : attention_cases()) {
+    if (!is_taken(moved)) continue;
+    const auto each = std::make_shared<const OperationCase>(std::move(moved));
+    const auto answer = std::make_shared<Tensors>();
+    const std::string name = text_of("hopper: ", each->operation, ", ", each->sizes);
+    checks.push_back({Kind::answer, "Hopper", name, [=] { return answer_problem(*each, *answer); }});
+    checks.push_back({Kind::orders, "Hopper", name, [=] { return orders_problem(*each); }});
+  }
+  for (const Branches& of : {Branches{200, 192, 3}, Branches{0, 300, 1}, Branches{512, 128, 3, 40}})
+    checks.push_back({Kind::instructions, "HopperTiles",
+                      text_of("hopper: tiles of ", of.count, " branches of ", of.branch, " rows, path ", of.path,
+                              ", window ", of.window),
+                      [of] { return problem_of_tiles(of); }});
+  return checks;
+}
+
+}  // namespace espalier::testing
