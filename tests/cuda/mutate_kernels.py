@@ -32,23 +32,27 @@ FOLDER = "espalier/ops/cuda"
 # Of checks: those that come by a file. Other headers are met by all.
 GROUPS = {"activation.cu": ["Variants"], "attention_merge.cu": ["Merging"], "attention_plain.cu": ["Attention"], "attention_sinks.cu": ["Attention"],
           "attention_tiles.cu": ["Attention", "Formula", "Unseen"], "choice.cu": ["Optimizer"],
-          "columns.cu": ["Head", "Products", "Rows"], "delta_rows.h": ["States"], "delta_rule.cu": ["States"],
+          "columns.cu": ["Head", "Products", "Rows"], **{f"hopper/{name}": ["Hopper", "HopperTiles"] for name in (
+              "backward.cu", "backward.h", "backward_keys.cu", "backward_queries.cu", "forward.cu", "key_stages.h", "launch.h", "products.h",
+              "tile_facts.cu", "tile_facts.h")}, "delta_rows.h": ["States"], "delta_rule.cu": ["States"],
           "delta_rule_backward.cu": ["States"], "expert_rows.cu": ["Experts", "Variants"],
           "gates.cu": ["States"], "head.cu": ["Experts", "Head", "Variants"], "latent.cu": ["Variants"],
           "moving.cu": ["Experts", "Moving", "Optimizer", "Variants"], "norm.cu": ["Rows", "Variants"],
           "optimizer.cu": ["Optimizer"], "rotate.cu": ["Rows"], "rotate_part.cu": ["Variants"],
           "router.cu": ["Experts", "Variants"], "swiglu.cu": ["Experts", "Rows"],
-          "visible.h": ["Attention", "Formula", "Unseen"]}
-HEADERS = ["delta_rows.h", "kernel.h", "launch.h", "tiles.h", "visible.h"]
+          "key_tiles.h": ["Hopper", "HopperTiles"], "visible.h": ["Attention", "Formula", "Unseen"]}
+HOPPER = "hopper/"  # kernels of this folder see tests/cuda/hopper/twins.h before them
+HEADERS = ["delta_rows.h", "hopper/backward.h", "hopper/key_stages.h", "hopper/launch.h", "hopper/products.h", "hopper/tile_facts.h", "kernel.h", "key_tiles.h",
+           "launch.h", "tiles.h", "visible.h"]
 # With what is no result: accesses, for races and the ends of arrays (accesses.h), and what C++ leaves undefined.
 FLAGS = ["-std=c++20", "-x", "c++", "-fPIC", "-O1", "-g1", "-ffp-contract=off", "-Werror=vla", "-Wno-narrowing", "-fmax-errors=0",
          "-DESPALIER_EMULATED", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0",
          "-fsanitize=bounds,shift,integer-divide-by-zero", "-fsanitize-undefined-trap-on-error"]
-MADE_OF = ["tests/cuda/kernel_checks.cpp", "tests/cuda/accesses.cpp", "tests/cuda/emulation.cpp", "tests/cuda/emulation.h", "espalier/prove/operation_check.cpp",
+MADE_OF = ["tests/cuda/kernel_checks.cpp", *[f"tests/cuda/hopper/{name}.cpp" for name in ("hopper_checks", "barriers", "copies", "products", "warpgroups")], "tests/cuda/accesses.cpp", "tests/cuda/emulation.cpp", "tests/cuda/emulation.h", "espalier/prove/operation_check.cpp",
            *[f"espalier/prove/{name}_cases.cpp" for name in ("attention", "head", "row", "state", "variant")], f"{FOLDER}/ptx.h"]
 
 
-OF_A_FILE = 2048  # numbers of changes; changes.h has room for as many files as there are
+OF_A_FILE = 1536  # numbers of changes; changes.h has room for as many files as there are
 
 
 def limit_of(seconds):
@@ -72,17 +76,23 @@ class Library:
     def __init__(self, folder, sources):
         self.folder, self.sources = folder, sources
         self.own = folder / "source" / FOLDER
-        self.own.mkdir(parents=True, exist_ok=True)
+        (self.own / HOPPER).mkdir(parents=True, exist_ok=True)
 
     def includes(self, file, header):
-        return header in HEADERS and f'/{header}"' in self.sources[file]
+        """By itself, or by a header that it includes."""
+        text = self.sources[file]
+        return f'"{FOLDER}/{header}"' in text or any(f'"{FOLDER}/{other}"' in text and self.includes(other, header) for other in HEADERS if other != file)
 
     def compile(self, source, target, folders):
         """What the compiler says where it fails, else None."""
-        done = subprocess.run(["g++", *FLAGS, *[f"-I{folder}" for folder in folders], f"-I{ROOT}", "-include", str(HERE / "emulation.h"),
+        before = "hopper/twins.h" if source.parent.name == HOPPER.strip("/") else "emulation.h"
+        done = subprocess.run(["g++", *FLAGS, *[f"-I{folder}" for folder in folders], f"-I{ROOT}", "-include", str(HERE / before),
                                "-include", str(HERE / "changes.h"), "-c", str(source), "-o", str(target)],
                               capture_output=True, text=True, check=False)
         return done.stderr if done.returncode != 0 else None
+
+    def object_of(self, file, stamp):
+        return self.folder / f"{file.replace('/', '_')}.{stamp}.o"
 
     def link(self, objects, library):
         subprocess.run(["g++", "-shared", *map(str, objects), "-o", str(library)], check=True)
@@ -91,7 +101,7 @@ class Library:
     def place_of_error(self, said, numbered):
         """Numbers of the changes on the lines that the compiler complains of."""
         for words in (" error: ", "required from", " note: "):
-            places = {(Path(found[1]).name, int(found[2])) for line in said.splitlines() if words in line
+            places = {(found[1].partition(f"/source/{FOLDER}/")[2], int(found[2])) for line in said.splitlines() if words in line
                       for found in [re.match(r"(\S*/source/\S+?):(\d+):", line)] if found}
             numbers = [n for n, (change, _) in numbered.items() if (change.file, change.line) in places]
             if numbers:
@@ -107,11 +117,12 @@ class Library:
                 if not (self.own / file).exists() or (self.own / file).read_text(encoding="utf-8") != text:
                     (self.own / file).write_text(text, encoding="utf-8")
             for file in files:
-                stamp = digest(texts[file], *[texts[h] for h in HEADERS], (HERE / "emulation.h").read_text(), (HERE / "changes.h").read_text(), *FLAGS)
-                if stamps.get(file) == stamp or (self.folder / f"{file}.{stamp}.o").exists():
+                stamp = digest(texts[file], *[texts[h] for h in HEADERS], (HERE / "emulation.h").read_text(), (HERE / "hopper/twins.h").read_text(),
+                               (HERE / "changes.h").read_text(), *FLAGS)
+                if stamps.get(file) == stamp or self.object_of(file, stamp).exists():
                     stamps[file] = stamp
                     continue
-                said = self.compile(self.own / file, self.folder / f"{file}.{stamp}.o", [self.folder / "source"])
+                said = self.compile(self.own / file, self.object_of(file, stamp), [self.folder / "source"])
                 if said is None:
                     stamps[file] = stamp
                     continue
@@ -121,15 +132,16 @@ class Library:
             else:
                 break
         subprocess.run(["g++", "-std=c++20", "-fPIC", "-O1", f"-I{ROOT}", "-c", str(HERE / "changes.cpp"), "-o", str(self.folder / "changes.o")], check=True)
-        objects = [self.folder / f"{file}.{stamps[file]}.o" for file in files]
+        objects = [self.object_of(file, stamps[file]) for file in files]
         return self.link([*objects, self.folder / "changes.o"], self.folder / "all.so"), {n: c[0] for n, c in numbered.items()}
 
     def with_one(self, change):
         """The library with one change, or None where it does not compile."""
         alone = self.folder / "alone" / FOLDER
-        alone.mkdir(parents=True, exist_ok=True)
-        for old in alone.iterdir():
-            old.unlink()
+        (alone / HOPPER).mkdir(parents=True, exist_ok=True)
+        for old in alone.rglob("*"):
+            if old.is_file():
+                old.unlink()
         (alone / change.file).write_text(with_change(self.sources[change.file], change), encoding="utf-8")
         files = [change.file] if change.file.endswith(".cu") else \
             [file for file in self.sources if file.endswith(".cu") and
@@ -137,7 +149,7 @@ class Library:
         objects = []
         for file in files:
             source = alone / file if (alone / file).exists() else ROOT / FOLDER / file
-            objects.append(self.folder / f"alone_{file}.o")
+            objects.append(self.object_of(file, "alone"))
             if self.compile(source, objects[-1], [self.folder / "alone"]) is not None:
                 return None
         return self.link(objects, self.folder / "alone.so")
@@ -269,9 +281,9 @@ def report(arguments, everything, results, seconds):
             survivors.append(change)
         table[change.file][outcome] += 1
     columns = ["noticed", "harmless", "survived", "invalid", "not tried"]
-    print(f"{'file':20}{'changes':>10}" + "".join(f"{column:>11}" for column in columns))
+    print(f"{'file':28}{'changes':>10}" + "".join(f"{column:>11}" for column in columns))
     for file, counts in [*sorted(table.items()), ("all", sum(table.values(), Counter()))]:
-        print(f"{file:20}{sum(counts.values()):10}" + "".join(f"{counts[column]:11}" for column in columns))
+        print(f"{file:28}{sum(counts.values()):10}" + "".join(f"{counts[column]:11}" for column in columns))
     for change in survivors:
         print(f"survived: {change.file}:{change.line}: {change.text}")
     print(f"{seconds:.0f} s")
@@ -308,7 +320,8 @@ def main():
     build, begun = (ROOT / arguments.build).resolve(), time.monotonic()
     folder, program = build / "kernel_changes", build / "tests/cuda/kernel_mutants"
     folder.mkdir(exist_ok=True)
-    names = [*sorted(path.name for path in (ROOT / FOLDER).glob("*.cu")), *HEADERS]
+    kernels = [path for pattern in ("*.cu", f"{HOPPER}*.cu") for path in (ROOT / FOLDER).glob(pattern)]
+    names = [*sorted(path.relative_to(ROOT / FOLDER).as_posix() for path in kernels), *HEADERS]
     sources = {name: (ROOT / FOLDER / name).read_text(encoding="utf-8") for name in names}
     # Numbers are of a file, so that one that stays as it is is not compiled again.
     found = [(name, n, change) for name in names for n, change in enumerate(changes_of(name, sources[name]))]

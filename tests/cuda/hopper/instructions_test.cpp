@@ -6,6 +6,7 @@
 
 #include "espalier/ops/cuda/hopper/products.h"
 #include "tests/cuda/accesses.h"
+#include "tests/cuda/hopper/expected_layouts.h"
 
 namespace espalier::cuda::hopper {
 namespace {
@@ -29,10 +30,26 @@ TensorMap map_of(const std::vector<bfloat16>& x, int rows, int columns, int box_
   return map;
 }
 
-// ---- what the ISA and CuTe say of places ----
+using testing::Element;
 
-// CuTe's Swizzle<3, 4, 3> over bytes: three bits from bit 4 on are combined with the three bits three further.
-std::size_t swizzle_of_cute(std::size_t byte) { return byte ^ ((byte & (7 << 7)) >> 3); }
+// ---- places, as expected_layouts.h has them ----
+
+TEST(Factors, AreNamedAsExpected) {
+  emulation::run(emulation::WarpgroupLaunch{{{1}, {32}, 64 << 10}, 168}, [&] {
+    if (threadIdx.x != 0) return;
+    constexpr int kRows = 96;
+    const std::uint64_t at = factor_at(place_of(shared_bytes()) + 1024, kPartBytes<kRows>);
+    const auto field = [](std::uint64_t of, int from) { return static_cast<int>(of >> from & 0x3fff) << 4; };
+    EXPECT_EQ(field(at, 0), 1024);
+    EXPECT_EQ(field(at, 16), testing::part_bytes(kRows));
+    EXPECT_EQ(field(at, 32), testing::kEightRowsBytes);
+    EXPECT_EQ(at >> 46, std::uint64_t{testing::kSwizzle128} << 16);
+    for (int n = 0; n < 8; ++n) {
+      EXPECT_EQ(field(columns_further<kRows>(at, n), 0), 1024 + testing::bytes_columns_further(kRows, n));
+      EXPECT_EQ(field(rows_further(at, n % 6), 0), 1024 + testing::bytes_rows_further(n % 6));
+    }
+  });
+}
 
 TEST(TensorLoad, WritesPartsOf64ColumnsSwizzledAndZerosOutside) {
   constexpr int kRows = 20, kColumns = 96, kBoxRows = 24;
@@ -52,9 +69,9 @@ TEST(TensorLoad, WritesPartsOf64ColumnsSwizzledAndZerosOutside) {
   });
   for (int r = 0; r < kBoxRows; ++r)
     for (int c = 0; c < 128; ++c) {
-      const auto byte = static_cast<std::size_t>(c / 64 * kBoxRows * 128 + r * 128 + c % 64 * 2);
       const bool inside = r + 3 < kRows && c < kColumns;
-      EXPECT_EQ(got[swizzle_of_cute(byte) / 2], (inside ? bfloat16(number(r + 3, c, 1)) : bfloat16(0.f)).bits)
+      EXPECT_EQ(got[testing::byte_in_tile(kBoxRows, r, c) / 2],
+                (inside ? bfloat16(number(r + 3, c, 1)) : bfloat16(0.f)).bits)
           << r << ", " << c;
     }
 }
@@ -70,14 +87,6 @@ TEST(TensorMap, IsRefusedAsTheDriverRefusesIt) {
   EXPECT_NE(problem(x, 2, 24, 64), "");
   EXPECT_NE(problem(x, 0, 16, 64), "");
   EXPECT_NE(problem(x, 2, 16, 257), "");
-}
-
-// The place of element (row, column) of a warpgroup's result: SM90_64xNx16's CLayout.
-struct Element {
-  int row, column;
-};
-Element element_of(int thread, int i) {
-  return {thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8, i / 4 * 8 + thread % 4 * 2 + i % 2};
 }
 
 // x [64, 64] times y: y [N, 64] rows first, or y [64, N] columns first; x in shared memory or in registers.
@@ -109,7 +118,7 @@ void expect_product() {
       if constexpr (in_registers) {
         unsigned a[4][4];
         for (int i = 0; i < 4; ++i) {  // two columns of a row: as the results of a product of [64, 16]
-          const Element at = element_of(thread, 2 * i);
+          const Element at = testing::factor_element(thread, 2 * i);
           a[k][i] = packed(number(at.row, 16 * k + at.column, 1), number(at.row, 16 * k + at.column + 1, 1));
         }
         wgmma<N, columns_first>(d, a[k], of_y, k > 0);
@@ -123,7 +132,7 @@ void expect_product() {
     wgmma_commit();
     wgmma_wait<0>();
     for (int i = 0; i < N / 2; ++i) {
-      const Element at = element_of(thread, i);
+      const Element at = testing::result_element(thread, i);
       got[static_cast<std::size_t>(at.row * N + at.column)] = d[i];
     }
   });
@@ -294,7 +303,7 @@ TEST(Pipeline, GivesTheSameExactResultInEveryOrder) {
           acc[static_cast<std::size_t>(m * 64 + n)] += number(m, k, 1) * number(tile * kBox + n, k, 2);
   for (int t = 0; t < 128; ++t)
     for (int i = 0; i < 32; ++i) {
-      const Element at = element_of(t, i);
+      const Element at = testing::result_element(t, i);
       float sum = 1;
       for (int k = 0; k < 64; ++k)
         sum += static_cast<float>(bfloat16(acc[static_cast<std::size_t>(at.row * 64 + k)])) * number(k, at.column, 1);
