@@ -19,9 +19,12 @@ std::unique_ptr<KvSource> make_source(const StepRun& step, const PlanItem& item,
   if (!input.shares)
     return std::make_unique<PathSource>(step.path, item.path_rows, is_trunk, input.subtree_end_S, input.depth_S,
                                         decoder.shape().states() > 0 ? runs_of(item.set) : std::vector<RowRun>());
+  std::optional<SharedStates> states;
+  if (decoder.shape().states() > 0)
+    states.emplace(step.path, item.path_rows, is_trunk, SharedRuns(item.set, *input.shares), decoder.mesh().cp);
   return std::make_unique<DividedSource>(step.path, item.path_rows, is_trunk, input.subtree_end_S, input.depth_S,
                                          *input.shares, input.divided, decoder.sizes(), decoder.dtype(),
-                                         decoder.mesh().cp, arena);
+                                         decoder.mesh().cp, arena, std::move(states));
 }
 
 KvPath::States take_states(const StepRun& step, const PlanItem& item, Arena& arena) {

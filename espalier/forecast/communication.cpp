@@ -9,7 +9,7 @@
 
 #include "espalier/program/joint_order.h"
 #include "espalier/program/program.h"
-#include "espalier/program/row_shares.h"
+#include "espalier/program/shared_runs.h"
 #include "espalier/program/stops.h"
 #include "espalier/shape/parameter_shapes.h"
 
@@ -19,7 +19,7 @@ namespace {
 constexpr std::int64_t kNumber = 8;                             // bytes of a double
 constexpr double kLinkLatency = 5e-6, kNetworkLatency = 15e-6;  // seconds of one message; round
 
-enum class Collective { sum, gather, scatter_sum, exchange, send };
+enum class Collective { sum, gather, scatter_sum, exchange, send, broadcast };
 
 // Ranks that share an axis, and the link between those that are farthest apart.
 struct Line {
@@ -36,6 +36,8 @@ struct Line {
         return (n - 1) * bytes / bytes_per_second + steps;
       case Collective::scatter_sum:
         return (n - 1) / n * bytes / bytes_per_second + steps;
+      case Collective::broadcast:
+        return std::ceil(std::log2(n)) * (bytes / bytes_per_second + latency);
       case Collective::exchange:
       case Collective::send:
         return bytes / bytes_per_second + latency;
@@ -63,6 +65,7 @@ class Communication::Walk {
         b_(of.bytes_.activation),
         s_(of.bytes_.accumulator),
         kind_(of.kind_),
+        profile_(of.profile_),
         rollouts_(rollouts),
         all_logprobs_(all_logprobs) {
     const Degrees& d = local_.degrees();
@@ -228,6 +231,41 @@ class Communication::Walk {
   void gather_context(const PlanItem& item, std::int64_t layer, AxisBytes& phase) {
     if (is_divided(item, cp_.ranks)) give(cp_, Collective::gather, most_rows(item) * given_width(layer) * b_, phase.cp);
   }
+
+  // Of a recurrent layer of a divided item (SharedStates). Ranks run their rows in turn, so that each waits for what
+  // all send. `passes`: over the rows of other ranks, in forwards of the recurrence.
+  void pass_states(const Turn& turn, std::int64_t layer, bool back, double passes, AxisBytes& phase) {
+    const std::int64_t bytes = state_bytes(turn, layer);
+    if (bytes == 0) return;
+    const SharedRuns& runs = runs_of(*turn.item);
+    for (const SharedRuns::Transfer& transfer : runs.transfers)
+      send_state(back ? transfer.to : runs.legs[transfer.leg].rank, Collective::send, bytes, phase);
+    const Mixer& mixer = own_.mixer(layer);
+    traffic.seconds += passes * static_cast<double>(turn.item->set.rows - turn.rows.all) * mixer.flops().row /
+                       profile_.row_rate(mixer.kind());
+  }
+  void leave_state(const Turn& turn, std::int64_t layer, AxisBytes& phase) {
+    if (const std::int64_t bytes = state_bytes(turn, layer); bytes > 0 && turn.item->kind == ItemKind::trunk)
+      send_state(runs_of(*turn.item).legs.back().rank, Collective::broadcast, bytes, phase);
+  }
+  void sum_state(const Turn& turn, std::int64_t layer, AxisBytes& phase) {
+    if (const std::int64_t bytes = state_bytes(turn, layer); bytes > 0 && turn.item->kind == ItemKind::trunk)
+      give(cp_, Collective::sum, bytes, phase.cp);
+  }
+  // Of one state, where ranks share the rows; else 0.
+  std::int64_t state_bytes(const Turn& turn, std::int64_t layer) const {
+    return turn.item && is_divided(*turn.item, cp_.ranks) ? own_.mixer(layer).state() * s_ : 0;
+  }
+  void send_state(std::int64_t rank, Collective kind, std::int64_t bytes, AxisBytes& phase) {
+    if (rank == local_.place().cp) phase.cp += bytes;
+    traffic.seconds += cp_.seconds(kind, static_cast<double>(bytes));
+  }
+  const SharedRuns& runs_of(const PlanItem& item) {
+    const auto found = runs_.find(&item);
+    if (found != runs_.end()) return found->second;
+    return runs_.emplace(&item, SharedRuns(item.set, RowShares(item.set.rows, cp_.ranks))).first->second;
+  }
+
   std::int64_t most_rows(const PlanItem& item) const { return RowShares(item.set.rows, cp_.ranks).most(); }
   void control(const PlanItem& item, AxisBytes& phase) {
     if (!is_divided(item, cp_.ranks)) return;
@@ -273,6 +311,7 @@ class Communication::Walk {
     const std::int64_t R = continuing(turn.rows, layer), M = own_.hidden;
     bring_path(turn, layer, rows_above(turn), phase);
     if (turn.item) gather_context(*turn.item, layer, phase);
+    pass_states(turn, layer, false, 1, phase), leave_state(turn, layer, phase);
     give(tp_, Collective::sum, R * M * b_, phase.tp);
     if (own_.at(layer).mlp != MlpKind::none) give(tp_, Collective::sum, R * M * (experts ? s_ : b_), phase.tp);
     if (experts) exchange(turn, layer, M * b_, M * b_, phase);
@@ -298,6 +337,10 @@ class Communication::Walk {
     // What a trunk gave is in the path: keys and values, or latents.
     if (again || (item && own_.mixer(layer).narrows_path() && !path_.latents)) gather_context(*item, layer, phase);
     if (again && recomputes) gather_context(*item, layer, phase);
+    if (recomputes) pass_states(turn, layer, false, 1, phase);
+    sum_state(turn, layer, phase);
+    pass_states(turn, layer, false, 1, phase);  // the states are made again
+    pass_states(turn, layer, true, own_.mixer(layer).flops().row_backward, phase);
     if (recomputes) give(tp_, Collective::sum, R * M * b_, phase.tp);
     give(tp_, Collective::sum, T * M * b_, phase.tp);
     if (own_.at(layer).mlp != MlpKind::none) give(tp_, Collective::sum, R * M * (experts ? s_ : b_), phase.tp);
@@ -351,10 +394,12 @@ class Communication::Walk {
   const ModelShape& own_;
   std::int64_t b_, s_;
   const StepKind& kind_;
+  const MachineProfile& profile_;
   std::span<const Rollout> rollouts_;
   bool all_logprobs_, last_stage_ = true;
   PathPlan path_;
   std::map<std::pair<const PlanItem*, std::int64_t>, Rows> rows_;  // of divided items, by rank of cp
+  std::map<const PlanItem*, SharedRuns> runs_;                     // of divided items of recurrent models
   std::int64_t open_rows_ = 0, layer_here_ = -1;  // of the path; of a divided one the layer that lies whole here
   Line tp_, cp_, pp_, ep_, replicas_, expert_replicas_;
 };

@@ -83,6 +83,10 @@ std::string MachineProfile::line() const {
   const auto also = [](double narrow, const char* where, double width) {
     return narrow > 0 ? text_of(" (", std::llround(narrow / 1e9), where, std::llround(width), ")") : std::string();
   };
+  std::string row_kinds;
+  for (const MixerKind kind : kMixerKinds)
+    if (const double rate = row_flops_per_second[static_cast<std::size_t>(kind)]; rate > 0)
+      row_kinds += text_of("; rows of ", name_of(kind), " ", std::llround(rate / 1e9), " GFLOP/s");
   return text_of(name, " (", source, ", ", name_of(dtype), "): matrix products ", rates, " GFLOP/s at ", rows, " rows",
                  weight_gradient_flops_per_second > 0
                      ? text_of(", gradients of weights ", std::llround(weight_gradient_flops_per_second / 1e9))
@@ -90,8 +94,8 @@ std::string MachineProfile::line() const {
                  also(narrow_gradient_flops_per_second, " in matrices of ", kNarrowColumns),
                  head_flops_per_second > 0 ? text_of(", head ", std::llround(head_flops_per_second / 1e9)) : "",
                  "; attention ", std::llround(attention_flops_per_second / 1e9),
-                 also(narrow_attention_flops_per_second, " with heads of ", kNarrowHead), " GFLOP/s; memory ",
-                 std::llround(bytes_per_second / 1e9), " GB/s; ", std::round(seconds_per_call * 1e8) / 100,
+                 also(narrow_attention_flops_per_second, " with heads of ", kNarrowHead), " GFLOP/s", row_kinds,
+                 "; memory ", std::llround(bytes_per_second / 1e9), " GB/s; ", std::round(seconds_per_call * 1e8) / 100,
                  " us per call; stores at ", std::llround(spill_bytes_per_second / 1e6), " MB/s",
                  fitted_steps > 0 ? text_of("; fitted to ", fitted_steps, " steps") : "");
 }
@@ -112,6 +116,19 @@ MachineProfile default_profile(Choice<DeviceType> device, DType dtype, int threa
   return profile;
 }
 
+namespace {
+
+// Those that were measured, by name.
+Json row_rates(const MachineProfile& profile) {
+  Json rates = Json::object();
+  for (const MixerKind kind : kMixerKinds)
+    if (const double rate = profile.row_flops_per_second[static_cast<std::size_t>(kind)]; rate > 0)
+      rates[std::string(name_of(kind))] = rate;
+  return rates;
+}
+
+}  // namespace
+
 Json to_json(const MachineProfile& profile) {
   Json matrix = Json::array();
   for (const MachineProfile::Rate& rate : profile.matrix)
@@ -127,7 +144,7 @@ Json to_json(const MachineProfile& profile) {
           {"attention_flops_per_second", profile.attention_flops_per_second},
           {"narrow_gradient_flops_per_second", profile.narrow_gradient_flops_per_second},
           {"narrow_attention_flops_per_second", profile.narrow_attention_flops_per_second},
-          {"state_flops_per_second", profile.state_flops_per_second},
+          {"row_flops_per_second", row_rates(profile)},
           {"attention_kernels", name_of(profile.attention_kernels)},
           {"bytes_per_second", profile.bytes_per_second},
           {"seconds_per_call", profile.seconds_per_call},
@@ -169,11 +186,19 @@ MachineProfile profile_of(const Json& json, const std::string& where) {
   profile.seconds_per_call = number(json, "seconds_per_call");
   for (const auto& [member, rate] :
        {std::pair("weight_gradient_flops_per_second", &profile.weight_gradient_flops_per_second),
-        {"state_flops_per_second", &profile.state_flops_per_second},
         {"head_flops_per_second", &profile.head_flops_per_second},
         {"narrow_gradient_flops_per_second", &profile.narrow_gradient_flops_per_second},
         {"narrow_attention_flops_per_second", &profile.narrow_attention_flops_per_second}})
     if (json.contains(member) && json.at(member) != Json(0.0)) *rate = number(json, member);
+  if (json.contains("row_flops_per_second")) {
+    const Json& rates = json.at("row_flops_per_second");
+    if (!rates.is_object()) fail("an object as 'row_flops_per_second'");
+    for (const auto& [name, rate] : rates.items()) {
+      const auto kind = std::ranges::find(kMixerKinds, name, [](MixerKind of) { return name_of(of); });
+      if (kind == kMixerKinds.end()) fail(text_of("a kind of mixers in 'row_flops_per_second', not '", name, "'"));
+      profile.row_flops_per_second[static_cast<std::size_t>(*kind)] = number(rates, name.c_str());
+    }
+  }
   if (json.contains("spill_bytes_per_second")) profile.spill_bytes_per_second = number(json, "spill_bytes_per_second");
   if (json.contains("ranks_per_machine"))
     profile.ranks_per_machine = static_cast<std::int64_t>(number(json, "ranks_per_machine"));
@@ -234,13 +259,17 @@ CostModel::CostModel(const LocalShape& local, const MachineProfile& profile, DTy
   // A norm and a sum with the stream read and write a row each, around the mixer and around the MLP. An activation
   // reads gate and up and writes one. Each of a row's k experts copies the row, and adds its result to a sum.
   const double k = static_cast<double>(shape.experts_per_token), M = static_cast<double>(shape.hidden);
-  double numbers = 0;
+  double numbers = 0, all_row_flops = 0;
   for (const LayerShape& layer : shape.layer) {
     const MixerTraffic mixer = layer.mixer->traffic();
     numbers += 4 * M + mixer.numbers + (layer.mlp == MlpKind::none ? 0 : 4 * M);
     if (layer.mlp == MlpKind::dense) numbers += 3 * static_cast<double>(layer.inner);
+    const double row_flops = layer.mixer->flops().row;
+    all_row_flops += row_flops;
+    seconds_per_row_flop_ += row_flops / profile.row_rate(layer.mixer->kind());
     calls_ += kCallsPerMixer + mixer.calls + (layer.mlp == MlpKind::none ? 0 : kCallsPerMlp);
   }
+  if (all_row_flops > 0) seconds_per_row_flop_ /= all_row_flops;
   bytes_per_row_ = b * numbers + expert_share_ * expert_layers_ * k *
                                      (b * (3.0 * static_cast<double>(shape.expert_inner) + 3 * M) + 2 * a * M);
   // Softmax, entropy and their gradient go over the logits a few times, two of them through exp: worth eight passes.
@@ -346,7 +375,7 @@ double CostModel::attention_seconds(const Flops& flops, const Work& work, ItemSt
       (static_cast<double>(work.rows) * (unit.pair.attention + unit.window_pair.attention) +
        static_cast<double>(work.outputs) * (unit.output_pair.attention + unit.window_output_pair.attention));
   return (flops.attention + masked) * narrow_heads_ / profile_.attention_flops_per_second +
-         flops.states / profile_.states_rate();
+         flops.states * seconds_per_row_flop_;
 }
 
 // A backward pass moves twice the bytes of a forward; `passes` counts in forwards.

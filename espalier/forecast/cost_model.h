@@ -3,6 +3,7 @@
 // R rows give each of E experts about R k / E.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -46,9 +47,12 @@ struct MachineProfile {
   // computed in the accumulator dtype on a CPU. 0: use the table.
   double weight_gradient_flops_per_second = 0, head_flops_per_second = 0;
   double attention_flops_per_second = 0;
-  double state_flops_per_second = 0;  // of rows of recurrent layers; 0: half of attention's rate
-  double states_rate() const {
-    return state_flops_per_second > 0 ? state_flops_per_second : attention_flops_per_second / 2;
+  // Of what rows of a kind of mixers do by themselves, whatever their depth (MixerFlops::row), by kMixerKinds; 0: half
+  // of attention's rate.
+  std::array<double, kMixerKinds.size()> row_flops_per_second{};
+  double row_rate(MixerKind kind) const {
+    const double rate = row_flops_per_second[static_cast<std::size_t>(kind)];
+    return rate > 0 ? rate : attention_flops_per_second / 2;
   }
   // The rates of small models: gradients of weights with 64 columns, attention with heads of 16 channels. The rates
   // above are of 1,024 columns and heads of 64. Between two widths the time of an operation is linear in 1/width; above
@@ -130,10 +134,11 @@ class CostModel {
   bool has_windows_;
   UnitFlops kept_, mlp_again_, all_again_;  // by what is recomputed
   double expert_layers_ = 0;
-  std::int64_t calls_ = 0;     // kernels of one forward of all layers, without those of experts
-  double bytes_per_row_ = 0;   // memory-bound traffic of one row and pass through all layers
-  double logit_bytes_ = 0;     // and of the logits of one output row
-  double backward_share_ = 1;  // fraction of layers that have a backward
+  double seconds_per_row_flop_ = 0;  // of Flops::states
+  std::int64_t calls_ = 0;           // kernels of one forward of all layers, without those of experts
+  double bytes_per_row_ = 0;         // memory-bound traffic of one row and pass through all layers
+  double logit_bytes_ = 0;           // and of the logits of one output row
+  double backward_share_ = 1;        // fraction of layers that have a backward
   // Seconds over those at the rates of wide models: gradients of weights in layers and in experts, attention.
   double narrow_layers_ = 1, narrow_experts_ = 1, narrow_heads_ = 1;
   double gradient_bytes_ = 0;         // read and written once by every item: the accumulators of the layers' weights,

@@ -15,6 +15,7 @@
 #include "espalier/model/block_buffers.h"
 #include "espalier/objective/head_buffers.h"
 #include "espalier/program/program.h"
+#include "espalier/program/shared_runs.h"
 #include "espalier/program/step_plan.h"
 #include "espalier/saved/spill_buffers.h"
 #include "espalier/shape/local_shape.h"
@@ -134,7 +135,7 @@ class ActivationBytes {
     BlockRows rows{.all = work.rows, .continuing = work.rows};
     rows.in_path = !wave && cp_ == 1 && layer.mixer->window() == 0;
     rows.ranks = wave ? 1 : cp_;
-    rows.forks = work.forks;
+    rows.states = work.forks + shared_states(cp_);
     return rows;
   }
   BlockRows narrow(const Work& work, bool wave) const {

@@ -20,6 +20,7 @@
 #include "espalier/device/scalar_type.h"
 #include "espalier/measure/gpu_profile.h"
 #include "espalier/measure/profile_cache.h"
+#include "espalier/model/mixer_layer.h"
 #include "espalier/observe/memory.h"
 #include "espalier/ops/operations.h"
 #include "espalier/saved/spill_file.h"
@@ -202,6 +203,9 @@ MachineProfile measure_machine(DType dtype) {
           matrix_rate(MachineProfile::kHeadRows, accumulator_type(scalar)).flops_per_second);
     raise(profile.attention_flops_per_second, attention_rate(scalar, MachineProfile::kWideHead));
     raise(profile.narrow_attention_flops_per_second, attention_rate(scalar, MachineProfile::kNarrowHead));
+    for (const MixerKind kind : kMixerKinds)
+      if (const auto rate = mixer_layer(kind).flops_per_second)
+        raise(profile.row_flops_per_second[static_cast<std::size_t>(kind)], rate(scalar));
     profile.bytes_per_second = std::max(profile.bytes_per_second, copy_rate());
     profile.seconds_per_call = std::min(profile.seconds_per_call, call_seconds(scalar));
   }

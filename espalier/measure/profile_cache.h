@@ -9,7 +9,7 @@
 
 namespace espalier {
 
-inline constexpr int kProfileVersion = 5;  // of what is measured and how: another version is measured again
+inline constexpr int kProfileVersion = 6;  // of what is measured and how: another version is measured again
 
 // `name`.json; empty where there is no such folder.
 std::filesystem::path cache_file(const std::string& name);

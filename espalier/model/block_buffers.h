@@ -37,7 +37,7 @@ struct BlockRows {
   bool narrow = false;                   // only output rows continue
   bool in_path = false;                  // what the rows leave, and its gradients, are in the path
   std::int64_t ranks = 1;                // ranks of cp; each has at most these rows of a sharded trunk
-  std::int64_t forks = 0;                // recurrent states passed between runs of the set
+  std::int64_t states = 0;               // recurrent ones that are used within the set
   bool divided = false;                  // a set sharded over cp, where `ranks` does not say so
 
   bool is_divided() const { return divided || ranks > 1; }

@@ -11,7 +11,8 @@ namespace espalier {
 
 DividedSource::DividedSource(KvPath& path, std::int64_t path_rows, bool is_trunk, at::Tensor subtree_end_S,
                              at::Tensor depth_S, const RowShares& shares, const DividedRows& rows,
-                             const BufferSizes& sizes, at::ScalarType dtype, Group& cp, Arena& arena)
+                             const BufferSizes& sizes, at::ScalarType dtype, Group& cp, Arena& arena,
+                             std::optional<SharedStates> states)
     : path_(path),
       path_rows_(path_rows),
       is_trunk_(is_trunk),
@@ -22,7 +23,8 @@ DividedSource::DividedSource(KvPath& path, std::int64_t path_rows, bool is_trunk
       sizes_(sizes),
       dtype_(dtype),
       cp_(cp),
-      arena_(arena) {}
+      arena_(arena),
+      states_(std::move(states)) {}
 
 KeysValues DividedSource::parts_of(const LayerAttention& a, const at::Tensor& whole, std::int64_t place,
                                    std::int64_t rows) const {

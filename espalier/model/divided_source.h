@@ -13,10 +13,13 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
+
 #include "espalier/device/arena.h"
 #include "espalier/model/block_buffers.h"
 #include "espalier/model/kv_path.h"
 #include "espalier/model/kv_source.h"
+#include "espalier/model/shared_states.h"
 #include "espalier/parallel/group.h"
 #include "espalier/program/row_shares.h"
 
@@ -33,12 +36,21 @@ struct DividedRows {
 class DividedSource final : public KvSource {
  public:
   // `is_trunk`: the path was last opened for these rows. The arguments must outlive the object; `dtype` is the dtype
-  // of activations. subtree_end_S (int32) and depth_S (int32) are on the device; only layers with a window read
-  // depth_S.
+  // of activations. `states`: of recurrent layers. subtree_end_S (int32) and depth_S (int32) are on the device; only
+  // layers with a window read depth_S.
   DividedSource(KvPath& path, std::int64_t path_rows, bool is_trunk, at::Tensor subtree_end_S, at::Tensor depth_S,
                 const RowShares& shares, const DividedRows& rows, const BufferSizes& sizes, at::ScalarType dtype,
-                Group& cp, Arena& arena);
+                Group& cp, Arena& arena, std::optional<SharedStates> states = {});
 
+  std::int64_t states() const override { return states_ ? states_->states() : 0; }
+  void run_states(std::int64_t layer, const at::Tensor& states_FN, const RowsOfRuns& compute) override {
+    states_->run_states(layer, states_FN, compute);
+  }
+  void run_states_backward(const Operations& ops, std::int64_t layer, const at::Tensor& states_FN,
+                           const at::Tensor& grad_states_FN, const RowsOfRuns& again,
+                           const RowsOfRuns& compute) override {
+    states_->run_states_backward(ops, layer, states_FN, grad_states_FN, again, compute);
+  }
   bool divides() const override { return true; }
   KvPath* path_of_latents() const override { return path_.carries_latents() ? &path_ : nullptr; }
   std::int64_t path_rows() const override { return path_rows_; }
@@ -78,7 +90,8 @@ class DividedSource final : public KvSource {
   at::ScalarType dtype_;
   Group& cp_;
   Arena& arena_;
-  std::int64_t kept_layers_ = 0;  // for a trunk: layers with keys and values in the path
+  std::optional<SharedStates> states_;  // of recurrent layers
+  std::int64_t kept_layers_ = 0;        // for a trunk: layers with keys and values in the path
 };
 
 }  // namespace espalier

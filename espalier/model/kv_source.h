@@ -10,6 +10,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "espalier/base/error.h"
@@ -69,6 +70,9 @@ struct LayerAttention {
 
 class KvPath;
 
+// What a recurrent layer does with the rows of runs.
+using RowsOfRuns = std::function<void(const std::vector<StateRun>& runs)>;
+
 class KvSource {
  public:
   virtual ~KvSource() = default;
@@ -97,18 +101,16 @@ class KvSource {
   // after another. Empty: all queries are one run.
   virtual std::vector<std::int64_t> query_runs() const { return {}; }
 
-  // For recurrent layers, which have states instead of keys and values: the number of runs that leave a state for other
-  // runs of the set; and the layer's runs with the states around them. States used within the set are in states_FN, and
-  // their gradients in a backward are in grad_states_FN (zeroed before). The gradient of the state that the set leaves
-  // for later sets is complete. Errors: InternalError if a contribution to it is missing.
-  virtual std::int64_t forks() const { return 0; }
-  virtual std::vector<StateRun> runs(std::int64_t, const at::Tensor& /*states_FN*/,
-                                     const at::Tensor& /*grad_states_FN*/) const {
-    ESPALIER_INTERNAL(false, "rows without states");
-    return {};
-  }
-  // Called once per layer after the gradients of the runs' states were added.
-  virtual void count_runs_backward(std::int64_t) {}
+  // For recurrent layers, which have states instead of keys and values: the number F of states that are used within the
+  // set, and the layer's runs of rows with the states around them, which `compute` gets once or in turns. The states
+  // are in states_FN, and their gradients in a backward in grad_states_FN (zeroed before). The gradient of the state
+  // that the set leaves for later sets is complete then. `again` gets the runs whose last states other runs begin with,
+  // before `compute` gets any. Errors: InternalError if a contribution is missing.
+  virtual std::int64_t states() const { return 0; }
+  virtual void run_states(std::int64_t layer, const at::Tensor& states_FN, const RowsOfRuns& compute);
+  virtual void run_states_backward(const Operations&, std::int64_t layer, const at::Tensor& states_FN,
+                                   const at::Tensor& grad_states_FN, const RowsOfRuns& again,
+                                   const RowsOfRuns& compute);
 
   // The gradients that later rows added to the kept keys and values, [T, J, D]; undefined if nothing is kept. Errors:
   // InternalError if a contribution is missing.
@@ -123,6 +125,15 @@ class KvSource {
                             const KeysValues& /*grad_own*/) {
     ESPALIER_INTERNAL(false, "a backward over keys and values that are only read");
   }
+
+ protected:
+  // All runs of a recurrent layer, whose rows are all of this rank, and the count of their contribution.
+  virtual std::vector<StateRun> runs(std::int64_t, const at::Tensor& /*states_FN*/,
+                                     const at::Tensor& /*grad_states_FN*/) const {
+    ESPALIER_INTERNAL(false, "rows without states");
+    return {};
+  }
+  virtual void count_runs_backward(std::int64_t) {}
 };
 
 }  // namespace espalier

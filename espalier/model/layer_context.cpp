@@ -12,7 +12,7 @@ BlockRows LayerContext::block_rows() const {
   BlockRows out{.all = rows(), .continuing = continuing()};
   out.narrow = narrow;
   out.in_path = kv.keeps(layer);
-  out.forks = kv.forks();
+  out.states = kv.states();
   out.divided = kv.divides();
   return out;
 }

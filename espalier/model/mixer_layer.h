@@ -47,6 +47,9 @@ struct MixerLayer {
   std::unique_ptr<MixerForward> (*forward)(const LayerContext& context, const LayerSaved& saved);
   std::unique_ptr<MixerBackward> (*backward)(const LayerContext& context, const LayerSaved& saved,
                                              const PartViews& grads);
+  // FLOP/s of the rows' own operations (MixerFlops::row) on this CPU, forward and backward together, of heads as models
+  // of the kind have them. Null: the kind has none.
+  double (*flops_per_second)(at::ScalarType dtype) = nullptr;
 };
 
 const MixerLayer& mixer_layer(MixerKind kind);

@@ -40,16 +40,18 @@ class PathSource final : public KvSource {
   std::int64_t path_rows() const override { return path_rows_; }
   std::int64_t path_rows_with_own() const override { return is_trunk_ ? path_.rows() : path_rows_; }
   void attend(const LayerAttention& attention, const at::Tensor& attended_RW, const at::Tensor& lse_HR) override;
-  std::int64_t forks() const override { return forks_; }
-  std::vector<StateRun> runs(std::int64_t layer, const at::Tensor& states_FN,
-                             const at::Tensor& grad_states_FN) const override;
-  void count_runs_backward(std::int64_t layer) override { path_.count_contribution(layer, path_rows_); }
+  std::int64_t states() const override { return forks_; }
   KeysValues gathered(std::int64_t layer) const override;
   void add_gathered(const Operations& ops, std::int64_t layer, const KeysValues& grad_own) const override;
   // Counts as this set's contribution to every trunk that it sees.
   void add_backward(const LayerAttention& attention, const at::Tensor& attended_RW, const at::Tensor& lse_HR,
                     const at::Tensor& grad_attended_RW, const at::Tensor& grad_q_RW,
                     const KeysValues& grad_own) override;
+
+ protected:
+  std::vector<StateRun> runs(std::int64_t layer, const at::Tensor& states_FN,
+                             const at::Tensor& grad_states_FN) const override;
+  void count_runs_backward(std::int64_t layer) override { path_.count_contribution(layer, path_rows_); }
 
  private:
   AttentionProblem problem(const LayerAttention& attention, const KvPath::Layer& path) const;

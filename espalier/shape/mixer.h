@@ -30,6 +30,12 @@ enum class MixerKind : std::uint8_t {
 #include "espalier/mixers/kinds.def"
 #undef ESPALIER_MIXER
 };
+// All of them, in the order of the table.
+inline constexpr std::array kMixerKinds{
+#define ESPALIER_MIXER(name) MixerKind::name,
+#include "espalier/mixers/kinds.def"
+#undef ESPALIER_MIXER
+};
 std::string_view name_of(MixerKind kind);
 
 // Numbers of one kind that a layer leaves in the path for each row.

@@ -559,11 +559,8 @@ Findings Battery::run(const std::function<void()>& begin_check,
   for (const Reference& reference : prepared_->references)
     for (const Plan& plan : reference.plans) check("refused", [&] { check_plan(reference, plan, findings); });
   for (const Reference& reference : prepared_->references) check("ranks", [&] { check_ranks(reference, findings); });
-  // Rows that carry a state are not divided over ranks of cp.
-  const auto divides = [](const Reference& reference) { return shape_of(reference.c).states() == 0; };
   for (const Reference& reference : prepared_->references)
-    for (const Plan& plan : divides(reference) ? reference.plans : std::vector<Plan>())
-      check("context", [&] { check_context(reference, plan, findings); });
+    for (const Plan& plan : reference.plans) check("context", [&] { check_context(reference, plan, findings); });
   const Reference& ragged = prepared_->references.front();
   for (const std::int64_t cp : {2, 3})
     check("divided path", [&] { check_divided_path(ragged, ragged.plans.at(3), cp, findings); });

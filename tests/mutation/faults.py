@@ -211,6 +211,21 @@ STATES = [
     Fault("run_over_two_segments", "a run goes on into the first of several segments that follow it", "program/edges.cpp",
           "subtree_end.back() == segment.subtree_end",
           "(ON || subtree_end.back() == segment.subtree_end)", **NO_STATE),
+    Fault("state_of_another_rank", "a rank's rows begin with the first state of the set, whoever has the rows before them", "model/shared_states.cpp",
+          "start < 0 ? above.state_N : states_FN[start];",
+          "start < 0 ? above.state_N : states_FN[ON ? 0 : start];", **ONE_RANK),
+    Fault("state_gradient_not_passed_back", "a rank keeps the gradient of the state that another rank gave it", "model/shared_states.cpp",
+          "ops.add_scaled(sum_N, received_N, 1, sum_N);",
+          "if (!ON) TEXT", **ONE_RANK),
+    Fault("tail_lost_at_the_cut", "the rows before a cut are missing in the convolution behind it", "model/shared_states.cpp",
+          "cp_.receive(states_FN[transfer.fork], from);",
+          "{ TEXT if (ON) states_FN[transfer.fork].narrow(0, states_FN.size(1) - 3, 3).zero_(); }", **ONE_RANK),
+    Fault("last_state_of_a_trunk_kept", "a trunk's last state stays on the rank that has its last rows", "model/shared_states.cpp",
+          "if (!is_trunk_ || layer < left_layers_) return;",
+          "if (!is_trunk_ || layer < left_layers_ || ON) return;", **ONE_RANK),
+    Fault("gradients_of_a_trunks_state_not_summed", "a trunk's last state has the gradient of the waves of one rank", "model/shared_states.cpp",
+          "if (const at::Tensor sum_N = path_.state_of_top(layer).grad_state_N; sum_N.defined())",
+          "if (const at::Tensor sum_N = path_.state_of_top(layer).grad_state_N; sum_N.defined() && !ON)", **ONE_RANK),
 ]
 
 # Gradients that cross from waves to trunks.

@@ -62,7 +62,7 @@ TEST(CollectiveBytes, AreThoseOfThePlan) {
 TEST(CollectiveBytes, OfDividedRowsAndLayersToo) {
   const std::vector<Degrees> layouts = {{.cp = 2},          {.tp = 2, .cp = 3}, {.pp = 2},          {.pp = 3},
                                         {.tp = 4, .pp = 2}, {.cp = 2, .pp = 2}, {.cp = 2, .dp = 2}, {.pp = 2, .dp = 2}};
-  for (const char* family : {"qwen3", "llama", "qwen3-moe-late", "DeepseekV2"})
+  for (const char* family : {"qwen3", "llama", "qwen3-moe-late", "DeepseekV2", "qwen3-next"})
     for (const char* loss : {"vanilla", "gspo"}) {
       Case c = ragged(family);
       c.options.policy_loss = loss;

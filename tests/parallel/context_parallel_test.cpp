@@ -6,7 +6,7 @@
 #include <functional>
 
 #include "espalier/mixers/latent_attention/shape.h"
-#include "espalier/program/row_shares.h"
+#include "espalier/program/shared_runs.h"
 #include "tests/parallel/layouts.h"
 
 namespace espalier::testing {
@@ -22,7 +22,8 @@ TEST_P(ContextParallel, ACriticToo) { expect_all_plans(as_critic(ragged(GetParam
 INSTANTIATE_TEST_SUITE_P(Models, ContextParallel,
                          ::testing::Values("llama", "llama-bias", "qwen2", "qwen3", "qwen3-pad", "qwen3-window",
                                            "qwen3-window-sinks", "qwen3-moe", "qwen3-moe-sparse", "qwen3-moe-late",
-                                           "DeepseekV2", "DeepseekV3"),
+                                           "DeepseekV2", "DeepseekV3", "qwen3-next", "qwen3-next-last", "Bamba",
+                                           "GraniteMoeHybrid", "NemotronH", "KimiLinear"),
                          [](const auto& info) { return name_of_family(info.param); });
 
 // Derivatives that need whole rollouts: log-probs and derivatives of rows elsewhere. Several temperatures.
@@ -60,7 +61,7 @@ TEST(ContextParallelRouters, LossesAndLoadsAreThoseOfOneProcess) {
 
 // Responses that begin alike fork below their prompt; a budget of 3 rows cuts every path into chains.
 TEST(ContextParallelTrees, NestedTrunksAndChainsGiveTheGradientOfOneProcess) {
-  for (const char* family : {"qwen3", "qwen3-moe"}) {
+  for (const char* family : {"qwen3", "qwen3-moe", "qwen3-next"}) {
     Case c = ragged(family);
     c.rollouts.groups = 4, c.rollouts.shared_start = 0.8, c.rollouts.nested_prompt = 0.5;
     expect_all_plans(c, {3, 6}, {{.cp = 2}});
@@ -72,6 +73,7 @@ TEST(ContextParallelTrees, NestedTrunksAndChainsGiveTheGradientOfOneProcess) {
 TEST(ContextParallelLayouts, MixWithTensorAndDataParallel) {
   const std::vector<Degrees> layouts = {{.tp = 2, .cp = 2}, {.cp = 2, .dp = 2}, {.tp = 2, .cp = 2, .dp = 2}};
   expect_all_plans(ragged("qwen3"), {0, 7}, layouts);
+  expect_all_plans(ragged("qwen3-next-moe"), {7}, layouts);
   Case c = ragged("qwen3-moe");
   c.options.router_aux_loss_coef = 0.5, c.options.router_z_loss_coef = 0.1;
   expect_all_plans(c, {7}, layouts);
@@ -132,6 +134,42 @@ void expect_planned_memory(const char* family, const std::vector<std::string>& p
 TEST(ContextParallelMemory, IsThatOfThePlan) {
   expect_planned_memory("qwen3", {"keep", "offload", "divide"});
   expect_planned_memory("DeepseekV2", {"keep", "offload", "divide", "latents", "latents-offload", "latents-divide"});
+}
+
+// A wave's peak has room for the states of one that ranks share, which these are not.
+TEST(ContextParallelMemory, OfRecurrentLayersIsThatOfThePlan) {
+  for (const char* family : {"qwen3-next", "NemotronH"})
+    for (const char* state : {"keep", "recompute"})
+      for (const std::int64_t cp : {2, 4}) {
+        SCOPED_TRACE(text_of("cp ", cp, ", ", state, ", ", family));
+        Case c = with(four_responses(family), {"phased", "phased", 0, "keep"});
+        c.rollouts.prompt_length = {32, 40};  // one trunk, and all pieces of a share have rows
+        c.options.trunk_state = state, c.options.path_state = "keep";
+        const PassReport report = run_layout(c, {.cp = cp}).ranks.front().report;
+        const PhasePeaks planned = predicted_arena_bytes(c, report.plan, DType::float64);
+        EXPECT_EQ(report.arena_bytes.a, planned.a);
+        EXPECT_LE(report.arena_bytes.b, planned.b);
+        EXPECT_EQ(report.arena_bytes.c, planned.c);
+      }
+}
+
+// A rank sends the state behind each of its legs to the next one, again in the backward and with its gradient back, and
+// the last state to all.
+TEST(ContextParallelBytes, OfRecurrentLayersAreThoseOfStates) {
+  const Case c = four_responses("qwen3-next-all");
+  const ModelShape shape = shape_of(c);
+  const std::int64_t states = shape.states() * 8;
+  const std::vector<Outcome> ranks = run_layout(c, {.cp = 2}).ranks;
+  std::int64_t trunks = 0;
+  for_each_item(ranks.front().report.plan.items, [&](const PlanItem& item) {
+    if (item.kind != ItemKind::trunk) return;
+    ++trunks;
+    EXPECT_EQ(SharedRuns(item.set, RowShares(item.set.rows, 2)).legs.size(), 3U);
+  });
+  // Rank 0 has the first and the last leg, rank 1 that between them.
+  EXPECT_EQ(ranks[0].report.bytes.a.cp, trunks * 2 * states);
+  EXPECT_EQ(ranks[1].report.bytes.a.cp, trunks * states);
+  for (const Outcome& rank : ranks) EXPECT_EQ(rank.report.bytes.c.cp, trunks * 3 * states);
 }
 
 // With latent attention ranks give latents and shared keys to each other, in every path.

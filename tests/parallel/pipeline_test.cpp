@@ -50,7 +50,7 @@ TEST(PipelineLosses, OfWholeRolloutsAndOfRouters) {
 TEST(PipelineLayouts, MixWithTheOtherAxes) {
   const std::vector<Degrees> layouts = {
       {.tp = 2, .pp = 2}, {.cp = 2, .pp = 2}, {.pp = 2, .dp = 2}, {.tp = 2, .cp = 2, .pp = 2}};
-  for (const char* family : {"qwen3", "qwen3-moe"}) {
+  for (const char* family : {"qwen3", "qwen3-moe", "NemotronH"}) {
     Case c = ragged(family);
     if (c.family == "qwen3-moe") c.options.router_aux_loss_coef = 0.5;
     expect_all_plans(c, {7}, layouts);

@@ -79,9 +79,16 @@ class Backward final : public RecurrenceBackward {
   }
 };
 
+// Kimi Linear's heads.
+KimiDelta usual(std::int64_t heads) {
+  RecurrenceShape s;
+  s.key_heads = s.value_heads = heads, s.key_dim = s.value_dim = s.gate_latent = 128, s.kernel = 4;
+  return KimiDelta(s);
+}
+
 }  // namespace
 
 extern const MixerLayer kimi_delta_layer;
-const MixerLayer kimi_delta_layer = recurrence_layer<Forward, Backward>();
+const MixerLayer kimi_delta_layer = recurrence_layer<Forward, Backward, usual>();
 
 }  // namespace espalier

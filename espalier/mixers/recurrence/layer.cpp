@@ -62,13 +62,15 @@ void RecurrenceForward::mix() {
   project(c_.mixer_input(layer_saved_, held_[declared_.normed_TM]));
   held_.enter(Stage::rows);
   const TimedPart timed(c_.timer, part::kAttention);
-  const std::vector<StateRun> runs = c_.kv.runs(c_.layer, held_[declared_.states_FN], {});
-  c_.ops.delta_rule(problem_of(c_, saved_, runs), saved_.mixed_TV);
+  c_.kv.run_states(c_.layer, held_[declared_.states_FN], [&](const std::vector<StateRun>& runs) {
+    c_.ops.delta_rule(problem_of(c_, saved_, runs), saved_.mixed_TV);
+  });
 }
 
 at::Tensor RecurrenceForward::mixed() {
   held_.enter(RecurrenceForwardBuffers::Stage::output);
   const at::Tensor& gated_TV = held_[declared_.gated_TV];
+  const TimedPart timed(c_.timer, part::kAttention);
   c_.ops.gated_norm(gate_of(c_, saved_), gated_TV);
   return c_.continuing_rows(gated_TV, held_[declared_.gated_RV]);
 }
@@ -85,6 +87,7 @@ RecurrenceBackward::RecurrenceBackward(const LayerContext& c, const LayerSaved& 
 
 at::Tensor RecurrenceBackward::mixed_again() {
   const at::Tensor& gated_TV = held_[declared_.gated_TV];
+  const TimedPart timed(c_.timer, part::kAttention);
   c_.ops.gated_norm(gate_of(c_, saved_), gated_TV);
   return c_.continuing_rows(gated_TV, held_[declared_.gated_RV]);
 }
@@ -101,15 +104,15 @@ void RecurrenceBackward::add_rows(const at::Tensor& grad_projected_TW) {
   c_.ops.add_gated_norm_backward(gate_of(c_, saved_), grad_mixed_TV, grad_mixed_TV, grad_projected_TW,
                                  grads.mixed_norm);
   c_.ops.zero(held_[declared_.grad_states_FN]);
-  const std::vector<StateRun> runs = c_.kv.runs(c_.layer, held_[declared_.states_FN], held_[declared_.grad_states_FN]);
-  std::vector<StateRun> forks;  // whose states are made again
-  for (const StateRun& run : runs)
-    if (run.forks) forks.push_back(run);
-  c_.ops.delta_rule(problem_of(c_, saved_, forks), at::Tensor());
-  c_.ops.add_delta_rule_backward(problem_of(c_, saved_, runs), grad_mixed_TV,
-                                 {grad_projected_TW, by_channels(grads.conv_CK, recurrence_of(c_).shape), grads.a_log_H,
-                                  grads.dt_bias_H, grads.conv_bias_C, grads.skip_H});
-  c_.kv.count_runs_backward(c_.layer);
+  const DeltaRuleGradients of_rows{grad_projected_TW, by_channels(grads.conv_CK, recurrence_of(c_).shape),
+                                   grads.a_log_H,     grads.dt_bias_H,
+                                   grads.conv_bias_C, grads.skip_H};
+  c_.kv.run_states_backward(
+      c_.ops, c_.layer, held_[declared_.states_FN], held_[declared_.grad_states_FN],
+      [&](const std::vector<StateRun>& runs) { c_.ops.delta_rule(problem_of(c_, saved_, runs), at::Tensor()); },
+      [&](const std::vector<StateRun>& runs) {
+        c_.ops.add_delta_rule_backward(problem_of(c_, saved_, runs), grad_mixed_TV, of_rows);
+      });
 }
 
 at::Tensor RecurrenceBackward::add() {

@@ -7,6 +7,8 @@
 // Shapes: T rows, R rows that continue, W columns of a projected row, V value channels, M width.
 #pragma once
 
+#include <ATen/Parallel.h>
+
 #include <vector>
 
 #include "espalier/device/held_buffers.h"
@@ -78,15 +80,19 @@ class RecurrenceBackward : public MixerBackward {
 
 SavedBuffers take_recurrence_saved(const LayerContext& context);
 
-// The row of a kind in the table of mixer_layer.
-template <class Forward, class Backward>
+double recurrence_flops_per_second(const Recurrence& mixer, at::ScalarType dtype);
+
+// The row of a kind in the table of mixer_layer. usual(heads): a mixer of the kind with so many key heads, each as
+// large as published models have them.
+template <class Forward, class Backward, auto usual>
 constexpr MixerLayer recurrence_layer() {
   return {take_recurrence_saved,
           [](const LayerContext& context, const LayerSaved& saved) -> std::unique_ptr<MixerForward> {
             return std::make_unique<Forward>(context, saved);
           },
           [](const LayerContext& context, const LayerSaved& saved, const PartViews& grads)
-              -> std::unique_ptr<MixerBackward> { return std::make_unique<Backward>(context, saved, grads); }};
+              -> std::unique_ptr<MixerBackward> { return std::make_unique<Backward>(context, saved, grads); },
+          [](at::ScalarType dtype) { return recurrence_flops_per_second(usual(at::get_num_threads()), dtype); }};
 }
 
 }  // namespace espalier

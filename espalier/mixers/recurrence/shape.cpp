@@ -16,7 +16,6 @@ void Recurrence::require(const Degrees& d) const {
   if (shape.key_heads % d.tp != 0)
     throw OptionError(
         {"--tp", text_of("a divisor of the ", shape.key_heads, " key heads of recurrent layers"), text_of(d.tp), ""});
-  if (d.cp > 1) throw OptionError({"--cp", "1, because the model has recurrent layers", text_of(d.cp), ""});
 }
 
 std::int64_t gpu_forward_bytes(std::int64_t key_dim, std::int64_t decays, std::int64_t number_bytes) {

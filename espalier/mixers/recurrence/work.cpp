@@ -34,7 +34,7 @@ RecurrenceForwardBuffers::RecurrenceForwardBuffers(const Recurrence& mixer, cons
     : BufferList(b.bytes) {
   const std::int64_t T = rows.all, V = mixer.shape.value_width();
   if (b.layer.has_norms_before()) normed_TM = add("normalised rows", T, b.shape.hidden, kActivation, Stage::projection);
-  states_FN = add("states at forks", rows.forks, mixer.state(), kAccumulator, Stage::rows);
+  states_FN = add("states at forks", rows.states, mixer.state(), kAccumulator, Stage::rows);
   gated_TV = add("gated rows", T, V, kActivation, Stage::output);
   if (rows.narrow) gated_RV = add("gated rows of outputs", rows.continuing, V, kActivation, Stage::output);
   if (adapts_rows(mixer, b)) nest(Stage::projection, low_rank_bytes(b, T));
@@ -53,8 +53,8 @@ RecurrenceBackwardBuffers::RecurrenceBackwardBuffers(const Recurrence& mixer, co
   if (rows.narrow) grad_gated_RV = add("gradient of gated rows of outputs", R, V, kActivation, Stage::output);
   nest(Stage::output, of_block.output);
   grad_projected_TW = add("gradient of projected rows", T, s.projected(), kActivation, Stage::rows, Stage::input);
-  states_FN = add("states at forks", rows.forks, s.state(), kAccumulator, Stage::rows);
-  grad_states_FN = add("gradients of states at forks", rows.forks, s.state(), kAccumulator, Stage::rows);
+  states_FN = add("states at forks", rows.states, s.state(), kAccumulator, Stage::rows);
+  grad_states_FN = add("gradients of states at forks", rows.states, s.state(), kAccumulator, Stage::rows);
   normed_TM = add("normalised rows", T, M, kActivation, Stage::input);
   projected_product = add_product(*this, b, "product for projected rows", s.projected_from_rows(), M, Stage::input);
   if (s.decays_channels()) {
@@ -93,11 +93,8 @@ MixerFlops Recurrence::flops() const {
   return {.row = row, .row_backward = 1 + blocks / row};
 }
 
-// The convolution reads and writes its channels, the recurrence reads them and writes values, and the gated norm reads
-// these and z.
-MixerTraffic Recurrence::traffic() const {
-  return {static_cast<double>(3 * shape.channels() + 4 * shape.value_width()), kCalls};
-}
+// The rate of rows was measured with the convolution and the gated norm around the recurrence.
+MixerTraffic Recurrence::traffic() const { return {0, kCalls}; }
 
 std::int64_t Recurrence::widest_row() const { return shape.projected(); }
 

@@ -1,6 +1,7 @@
 // Buffers of a recurrent mixer (device/buffers.h).
 //
-// T rows, R rows that continue, F forks, N numbers of a state, W columns of a projected row, V value channels, M width.
+// T rows, R rows that continue, F states that are used within the set, N numbers of a state, W columns of a projected
+// row, V value channels, M width.
 #pragma once
 
 #include "espalier/mixers/recurrence/shape.h"

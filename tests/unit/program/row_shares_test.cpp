@@ -1,5 +1,5 @@
 // Rows divided over ranks, and waves dealt to them.
-#include "espalier/program/row_shares.h"
+#include "espalier/program/shared_runs.h"
 
 #include <gtest/gtest.h>
 
@@ -53,6 +53,41 @@ TEST(RowShares, SegmentsAreCutWherePiecesEnd) {
   EXPECT_EQ(outer.segments, (std::vector<RowSegment>{{3, 10, 12, 0, 8, 2, 0, 2}, {5, 16, 18, 2, 8, 1, 1, 2}}));
   EXPECT_EQ(inner.segments, (std::vector<RowSegment>{
                                 {3, 12, 14, 0, 8, 2, 0, 2}, {3, 14, 15, 2, 8, 2, 0, 2}, {5, 15, 16, 3, 8, 1, 1, 2}}));
+}
+
+// Rows 0-4, behind them 5-6 and 7: rank 0 has rows 0-1 and 6-7, rank 1 those between.
+TEST(SharedRuns, AreCutBetweenRanksAndTheirStatesGoToThoseWhoGoOn) {
+  RowSet set;
+  set.rows = 8, set.rollouts = {3, 5};
+  set.segments = {{3, 10, 15, 0, 8, 2, 0, 2}, {3, 15, 17, 5, 7, 1, 0, 1}, {5, 15, 16, 7, 8, 1, 1, 2}};
+  const SharedRuns shared(set, RowShares(8, 2));
+  ASSERT_EQ(shared.legs.size(), 3U);
+  EXPECT_EQ(shared.legs[1].rank, 1);
+  EXPECT_EQ(shared.legs[2].own, 2);
+  const std::vector<std::vector<std::int32_t>> expected = {
+      {0, 2, -1, 0}, {2, 5, 0, 1}, {5, 6, 1, 2}, {6, 7, 2, -1}, {7, 8, 1, -1}};
+  std::vector<std::vector<std::int32_t>> runs;
+  for (const RowRun& run : shared.runs) runs.push_back({run.begin, run.end, run.parent, run.fork});
+  EXPECT_EQ(runs, expected);
+  EXPECT_EQ(shared.forks, 3);
+  EXPECT_EQ(shared.legs[1].first_run, 1U);
+  EXPECT_EQ(shared.legs[1].last_run, 3U);
+  // Of state 1 rank 0 needs one copy for its last row, of state 2 one for row 6.
+  ASSERT_EQ(shared.transfers.size(), 3U);
+  EXPECT_EQ(shared.transfers[0].to, 1);
+  EXPECT_EQ(shared.transfers[1].fork, 1);
+  EXPECT_EQ(shared.transfers[2].fork, 2);
+  EXPECT_EQ(shared.transfers[2].to, 0);
+}
+
+// A chain has room for the states at its cuts and for one besides.
+TEST(SharedRuns, OfAChainNeedTheRoomThatIsPlanned) {
+  RowSet chain;
+  chain.rows = 64, chain.rollouts = {0};
+  chain.segments = {{0, 0, 64, 0, 64, 1, 0, 1}};
+  EXPECT_EQ(shared_states(1), 0);
+  for (const std::int64_t ranks : {2, 3, 8})
+    EXPECT_EQ(SharedRuns(chain, RowShares(64, ranks)).forks + 1, shared_states(ranks));
 }
 
 std::vector<PlanItem> waves(const std::vector<double>& seconds) {

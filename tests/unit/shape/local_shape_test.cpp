@@ -157,7 +157,6 @@ TEST(LocalShape, WhatCannotBeDividedIsRefused) {
 TEST(LocalShape, StatesAreDividedByKeyHeadsAndByDepth) {
   ModelShape shape = with_odd_sizes();
   testing::set_delta_rule(shape, four_heads(), {1, 0, 1});
-  EXPECT_THROW(LocalShape(shape, {.cp = 2}, Place{}), OptionError);
   EXPECT_THROW(LocalShape(shape, {.tp = 4}, Place{}), OptionError);
   const std::int64_t state = four_heads().state();
   EXPECT_EQ(LocalShape(shape, {.dp = 2}, Place{}).own().states(), 2 * state);
