@@ -1,6 +1,7 @@
 #include "espalier/config/rope_config.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace espalier {
 namespace {
@@ -132,6 +133,15 @@ std::string long_factors_note(const ModelShape& shape, std::int64_t longest, con
   if (!scaling || !scaling->is_long(longest)) return "";
   return text_of(what, ", more than original_max_position_embeddings = ", scaling->original_max_position_embeddings,
                  ": all rows rotate by long_factor of longrope, those of shorter rollouts too");
+}
+
+std::vector<std::string> position_notes(const ModelShape& shape, std::int64_t longest, const std::string& what) {
+  std::vector<std::string> notes;
+  if (shape.max_positions > 0 && longest > shape.max_positions)
+    notes.push_back(
+        text_of(what, ", more than the model's ", shape.max_positions, " positions (max_position_embeddings)"));
+  if (std::string note = long_factors_note(shape, longest, what); !note.empty()) notes.push_back(std::move(note));
+  return notes;
 }
 
 void read_rope(const Members& config, const Family& family, Reading& reading) {

@@ -145,9 +145,8 @@ GeneratedRecords generate_records(const Options& options, Progress& progress, co
   plan_memory(model->decoder.local(), options, settings, mesh);
   const std::int64_t positions = positions_needed(model->shape, file.prompts, settings);
   model->decoder.reserve_positions(positions);
-  if (const std::string note = long_factors_note(
-          model->shape, positions, text_of("prompts and --max-response-length reach ", positions, " tokens"));
-      !note.empty())
+  for (const std::string& note : position_notes(
+           model->shape, positions, text_of("prompts and --max-response-length reach ", positions, " tokens")))
     progress.note(note);
 
   Arena arena(arena_limit(options));

@@ -15,10 +15,11 @@ std::int64_t least_of_all(const Mesh& mesh, std::int64_t bytes) {
   return static_cast<std::int64_t>(-maxima_over_ranks(mesh.world, {-static_cast<double>(bytes)}).front());
 }
 
-// Tokens that a response to this prompt may have.
+// Tokens that a response to this prompt may have. It ends at the model's positions, unless the prompt fills them.
 std::int64_t longest_response(const ModelShape& shape, const Prompt& prompt, const SamplingSettings& settings) {
-  return std::min(settings.max_response_length - prompt.observed,
-                  shape.max_positions - static_cast<std::int64_t>(prompt.ids.size()));
+  const std::int64_t most = settings.max_response_length - prompt.observed;
+  const std::int64_t left = shape.max_positions - static_cast<std::int64_t>(prompt.ids.size());
+  return left > 0 ? std::min(most, left) : most;
 }
 
 void check_settings(const SamplingSettings& s) {
@@ -34,10 +35,6 @@ void check_settings(const SamplingSettings& s) {
 
 void check_prompt(const ModelShape& shape, const Prompt& prompt, const SamplingSettings& settings) {
   if (prompt.ids.empty()) throw InputError({prompt.where + ": prompt_ids", "at least one token", "an empty list", ""});
-  if (static_cast<std::int64_t>(prompt.ids.size()) >= shape.max_positions)
-    throw InputError({prompt.where + ": prompt_ids",
-                      text_of("fewer than ", shape.max_positions, " tokens, the positions of the model"),
-                      text_of(prompt.ids.size()), "shorten the prompt"});
   if (prompt.observed >= settings.max_response_length)
     throw InputError({prompt.where,
                       text_of("a first observation of fewer than ", settings.max_response_length, " tokens"),

@@ -34,14 +34,8 @@ std::vector<Prompt> FileQuestions::read(const std::string& path, const std::stri
                                         Progress& progress) {
   PromptFile file = read_prompts(path, shape.vocabulary, tokenizer_, progress, columns);
   for (const std::string& note : file.notes) progress.note(note);
-  for (const Prompt& prompt : file.prompts) {
-    const auto tokens = static_cast<std::int64_t>(prompt.ids.size());
-    longest_ = std::max(longest_, tokens);
-    if (tokens >= shape.max_positions)
-      throw InputError({prompt.where,
-                        text_of("fewer than ", shape.max_positions, " tokens, the model's number of positions"),
-                        text_of(tokens), "leave the prompt out or shorten it"});
-  }
+  for (const Prompt& prompt : file.prompts)
+    longest_ = std::max(longest_, static_cast<std::int64_t>(prompt.ids.size()));
   return std::move(file.prompts);
 }
 

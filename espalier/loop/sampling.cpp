@@ -221,7 +221,10 @@ std::optional<Evaluation> Sampling::evaluate() {
 }
 
 std::int64_t Sampling::longest_rollout() const {
-  return std::min(questions_.longest_prompt() + options_.max_response_length, decoder_.shape().max_positions);
+  const std::int64_t prompt = questions_.longest_prompt(), positions = decoder_.shape().max_positions;
+  const std::int64_t whole = prompt + options_.max_response_length;
+  // An observation of reset may fill a prompt's positions, and then its response does not end at them.
+  return prompt >= positions || !options_.env.empty() ? whole : std::min(whole, positions);
 }
 
 // That a batch or an evaluation holds at once.

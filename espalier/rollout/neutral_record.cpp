@@ -51,6 +51,8 @@ constexpr std::string_view kFields[] = {"prompt_ids",
                                         "entropies",
                                         "prompt",
                                         "messages",
+                                        "tools",
+                                        "chat_template_kwargs",
                                         "response",
                                         "data_source",
                                         "ground_truth",
@@ -64,7 +66,7 @@ constexpr std::string_view kFields[] = {"prompt_ids",
 constexpr std::string_view kCarried[] = {
     "id",       "meta",        "finish_reason", "logprobs",   "entropies", "prompt",       "messages",
     "response", "data_source", "ground_truth",  "extra_info", "ability",   "reward_model", "reward_extra_info",
-    "turns",    "turn_rewards"};
+    "turns",    "turn_rewards", "tools",         "chat_template_kwargs"};
 
 using Series = std::vector<double> Rollout::*;
 constexpr std::pair<std::string_view, Series> kSeries[] = {

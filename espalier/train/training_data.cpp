@@ -127,15 +127,8 @@ void check_pairs(std::span<const Rollout> rollouts, const Options& options) {
 
 std::vector<std::string> position_notes(std::span<const Rollout> rollouts, const ModelShape& shape) {
   const auto longest = std::ranges::max_element(rollouts, {}, &Rollout::length);
-  std::vector<std::string> notes;
-  if (longest == rollouts.end()) return notes;
-  const std::string what = text_of(longest->where, " has ", longest->length(), " tokens");
-  if (shape.max_positions > 0 && longest->length() > shape.max_positions)
-    notes.push_back(
-        text_of(what, ", more than the model's ", shape.max_positions, " positions (max_position_embeddings)"));
-  if (std::string note = long_factors_note(shape, longest->length(), what); !note.empty())
-    notes.push_back(std::move(note));
-  return notes;
+  if (longest == rollouts.end()) return {};
+  return position_notes(shape, longest->length(), text_of(longest->where, " has ", longest->length(), " tokens"));
 }
 
 // Sets of which the loss says less than their records may suggest.

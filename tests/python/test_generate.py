@@ -192,7 +192,6 @@ def test_packed_prompts_are_read_like_plain_ones(espalier, model_of, tmp_path):
     ('{"prompt_ids": [1], "response_ids": [1]}', "prompts.jsonl:1: response_ids", 3),
     ('{"prompt_ids": [1]', "prompts.jsonl:1", 3),
     ("", "prompts.jsonl", 3),
-    (json.dumps({"prompt_ids": [1] * 512}), "prompts.jsonl:1: prompt_ids", 3),  # all positions of the model
 ])
 def test_bad_prompts_are_refused_with_their_place_and_leave_no_file(text, where, status, espalier, model_of, tmp_path):
     (tmp_path / "prompts.jsonl").write_text(text)
@@ -200,6 +199,19 @@ def test_bad_prompts_are_refused_with_their_place_and_leave_no_file(text, where,
                       tmp_path / "out.jsonl", "--json", expect=status)
     assert failed.json["error"]["where"].endswith(where)
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_prompt_that_fills_the_positions_is_read_with_a_note(espalier, model_of, tmp_path):
+    """The tables of positions go on; a shorter prompt's response still ends at the last position. Log-probs are those of score."""
+    prompts = write_records([{"prompt_ids": [1 + i % 60 for i in range(length)]} for length in (510, 512, 530)], tmp_path / "prompts.jsonl")
+    words = ["--model", model_of("qwen3_tied"), "--dtype", "float64"]
+    done = espalier("generate", *words, "--prompts", prompts, "--out", tmp_path / "out.jsonl", "--max-response-length", 5, "--n", 1, "--stop-ids", 0)
+    assert "more than the model's 512 positions (max_position_embeddings)" in done.stderr
+    records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert all(len(record["response_ids"]) <= most for record, most in zip(records, (2, 5, 5), strict=True)) and len(records[2]["response_ids"]) == 5
+    espalier("score", *words, "--rollouts", tmp_path / "out.jsonl", "--out", tmp_path / "scored.jsonl")
+    for line, record in zip((tmp_path / "scored.jsonl").read_text().splitlines(), records, strict=True):
+        assert json.loads(line)["logprobs"] == pytest.approx(record["rollout_logprobs"], abs=1e-12)
 
 
 @pytest.mark.parametrize("option, value", [("--n", "2,3"), ("--n", 0), ("--top-p", 0), ("--temperature", -1), ("--stop-ids", 97)])

@@ -93,8 +93,38 @@ def test_dicts_with_images_are_refused_and_marks_of_text_are_not(batch, tmp_path
 
 def test_verl_s_tensors_objects_and_metadata_are_named_in_one_note(data_proto):
     _, notes = read(data_proto({"raw_prompt": objects([[{"role": "user"}]] * 7), "tools_kwargs": objects([{}] * 7), "data_source": objects(["a"] * 7)},
-                               {"timing": {"a": 1.0}, "metrics": {}}, rollout_is_weights=torch.ones(7, 2)))
-    assert left(notes) == ["raw_prompt, rollout_is_weights, timing"]
+                               {"timing": {"a": 1.0}, "metrics": {}}, entropys=torch.ones(7, 2)))
+    assert left(notes) == ["entropys, raw_prompt, timing"]
+
+
+def times(records, factors):
+    """The advantages of the records with the factors of their response tokens."""
+    return [[a * factor for a, factor in zip(r["advantage"], row)] for r, row in zip(records, factors)]
+
+
+def trained(records, series):
+    return [[value for value, counts in zip(row, r["loss_mask"]) if counts] for r, row in zip(records, series)]
+
+
+@pytest.mark.parametrize("name, batch", [("rollout_is_weights", verl_tensors), ("importance_sampling_ratio", trl_batch)])
+def test_weights_of_the_policy_loss_go_into_the_advantages(name, batch, tmp_path):
+    whole = batch(SAMPLES)
+    width = whole["responses" if "responses" in whole else "completion_ids"].shape[1]
+    for weights in (torch.rand(7, width, dtype=torch.float64) + .5, torch.tensor([[.25]] * 7)):
+        if name == "rollout_is_weights":
+            weights = weights.expand(7, width).contiguous()
+        torch.save(whole, tmp_path / "plain.pt")
+        torch.save({**whole, name: weights}, tmp_path / "a.pt")
+        (plain, _), (found, notes) = read(tmp_path / "plain.pt"), read(tmp_path / "a.pt")
+        assert trained(found, [r["advantage"] for r in found]) == trained(plain, times(plain, weights.expand(7, width).tolist()))
+        assert any(name in note and "--rollout-is" in note for note in notes)
+    torch.save({**whole, name: torch.ones(7, width)}, tmp_path / "a.pt")
+    found, notes = read(tmp_path / "a.pt")
+    assert found == plain and not any(name in note for note in notes)
+    del whole["advantages"]
+    torch.save({**whole, name: torch.full((7, width), .5)}, tmp_path / "a.pt")
+    with pytest.raises(UnsupportedRecords, match=name):
+        read(tmp_path / "a.pt")
 
 
 def test_members_of_a_dict_of_verl_are_taken_or_named(tmp_path):
@@ -110,8 +140,8 @@ def test_a_batch_of_validation_is_not_trained_on(data_proto):
 
 
 def test_trl_s_fields_are_named(tmp_path):
-    torch.save({**trl_batch(SAMPLES), "importance_sampling_ratio": torch.ones(7, 2), "num_images": None}, tmp_path / "a.pt")
-    assert left(read(tmp_path / "a.pt")[1]) == ["importance_sampling_ratio"]
+    torch.save({**trl_batch(SAMPLES), "forward_seconds": torch.ones(7, 2), "num_images": None}, tmp_path / "a.pt")
+    assert left(read(tmp_path / "a.pt")[1]) == ["forward_seconds"]
 
 
 def test_art_s_files_are_named_and_images_refused(tmp_path):

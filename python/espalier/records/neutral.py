@@ -2,7 +2,7 @@
 
 import math
 
-from .errors import RecordError
+from .errors import RecordError, UnsupportedRecords
 from .tensors import Tensor, as_list
 
 FINITE_REMEDY = ("Repair it where the rollout was made. If that is impossible, leave out its whole group: advantages compare the rollouts of a "
@@ -71,6 +71,22 @@ def series(place, field, values, loss_mask, sampled=False):
             raise place.wrong(f"{field}[{at}]", "a finite number, because the token has loss", repr(value)[:40], FINITE_REMEDY)
         numbers[at] = None if counts else 0.0
     return numbers
+
+
+def weighted(place, field, weights, advantage, loss_mask, notes):
+    """`advantage`, one for each response token or one number, times the weights that the trainer multiplied its policy loss with. `weights`: one for
+    each response token, one for all, or None."""
+    if weights is None:
+        return advantage
+    factors = series(place, field, weights * len(loss_mask) if len(weights) == 1 else weights, loss_mask)
+    if all(factor == 1 for factor, counts in zip(factors, loss_mask) if counts):
+        return advantage
+    if advantage is None:
+        raise UnsupportedRecords(f"{place.path}: sample {place.index}: {field}", "advantages, which take these weights", "none",
+                                 "Dump the batch with its advantages, or without these weights; --rollout-is makes them again from rollout_logprobs")
+    notes.add(f"{field} are multiplied into advantage: give no --rollout-is, which would weigh twice, and no vespo, whose weights are no factor")
+    advantages = advantage if isinstance(advantage, list) else [advantage] * len(loss_mask)
+    return [value * factor for value, factor in zip(advantages, factors)]
 
 
 def kept_sets(place, field, ids, offsets, tokens):

@@ -2,6 +2,7 @@
 
   prompt_ids, prompt_mask [B, P] padded at the left; completion_ids, completion_mask [B, C] padded at the right
   advantages [B] or [B, C]; old_per_token_logps, ref_per_token_logps, sampling_per_token_logps, tool_mask [B, C]
+  importance_sampling_ratio [B, C] or [B, 1]: factors of the policy loss, which go into the advantages
   num_items_in_batch: the number of loss tokens in the generation batch of all processes; each record keeps it. The dict may hold only a
   part of that batch, and the loss's share of the number depends on TRL's gradient_accumulation_steps and steps_per_generation
 
@@ -10,14 +11,15 @@ TRL's dict contains neither temperature nor group: the reader's temperature (--t
 
 from .errors import RecordError
 from .left_out import refuse_media
-from .neutral import Place, number, record, series, span_of_ones, zero_or_one
+from .neutral import Place, number, record, series, span_of_ones, weighted, zero_or_one
 from .tensors import Tensor
 
 NAME = "TRL batch"
 _SERIES = {"old_logprobs": "old_per_token_logps", "ref_logprobs": "ref_per_token_logps",
            "rollout_logprobs": "sampling_per_token_logps"}
+_WEIGHTS = "importance_sampling_ratio"  # factors of the policy loss, made from sampling_per_token_logps
 _NEEDED = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-_TAKEN = {*_NEEDED, *_SERIES.values(), "advantages", "tool_mask", "num_items_in_batch"}
+_TAKEN = {*_NEEDED, *_SERIES.values(), "advantages", "tool_mask", "num_items_in_batch", _WEIGHTS}
 
 
 def matches(content):
@@ -38,7 +40,7 @@ def _records(path, content, step, notes):
     notes.leave(left)
     rows = {name: values for name, values in content.items() if isinstance(values, Tensor) and values.shape}
     count = content["completion_ids"].shape[0]
-    for name in (*_NEEDED, *_SERIES.values(), "advantages", "tool_mask"):
+    for name in (*_NEEDED, *_SERIES.values(), "advantages", "tool_mask", _WEIGHTS):
         if name in rows and len(rows[name]) != count:
             raise RecordError(f"{path}: {name}", f"{count} rows, one per sample", str(len(rows[name])))
     notes.add("TRL batch: the temperature is not in it (--temperature, by default 1); equal prompts form a group")
@@ -49,14 +51,14 @@ def _records(path, content, step, notes):
     empty = 0
     for index in range(count):
         row = {name: values[index] for name, values in rows.items() if len(values) == count}
-        found = _record(Place(path, index), row, step) | shared
+        found = _record(Place(path, index), row, step, notes) | shared
         empty += not found["response_ids"]
         yield found
     if empty:
         notes.add(f"{empty} samples have an empty completion_mask: their tokens cannot be told from padding and are left out")
 
 
-def _record(place, row, step):
+def _record(place, row, step, notes):
     prompt_mask = zero_or_one(place, "prompt_mask", row["prompt_mask"])
     mask = zero_or_one(place, "completion_mask", row["completion_mask"])
     prompt, completion = row["prompt_ids"].tolist(), row["completion_ids"].tolist()
@@ -81,5 +83,7 @@ def _record(place, row, step):
         advantage = series(place, "advantages", part("advantages"), loss_mask)
     elif advantage is not None:
         advantage = number(place, "advantages", advantage)
+    weights = row[_WEIGHTS].tolist() if _WEIGHTS in row and len(row[_WEIGHTS]) == 1 else part(_WEIGHTS)
+    advantage = weighted(place, _WEIGHTS, weights, advantage, loss_mask, notes)
     parts = {name: series(place, field, part(field), loss_mask, sampled=name == "rollout_logprobs") for name, field in _SERIES.items()}
     return record(place, prompt[begin:], completion[:end], loss_mask, step=step, advantage=advantage, **parts)

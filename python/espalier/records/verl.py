@@ -2,6 +2,7 @@
 
   prompts [B, P] padded at the left, responses [B, R] padded at the right, attention_mask [B, P + R]
   response_mask, old_log_probs, ref_log_prob, rollout_log_probs, advantages, returns, values, token_level_* [B, R]
+  rollout_is_weights [B, R]: factors of the policy loss, which go into the advantages
   non_tensor_batch["uid"]: the group; meta_info["temperature"], meta_info["global_steps"]
   step-wise agents: non_tensor_batch["traj_uid"] (verl-agent), or rLLM's "episode_ids", "trajectory_ids", "step_ids", "is_pad_step"
 
@@ -15,16 +16,17 @@ import re
 from . import tensor_dicts
 from .errors import RecordError, UnsupportedRecords
 from .left_out import refuse_media
-from .neutral import Place, is_plain, number, plain_scalars, record, series, span_of_ones, zero_or_one
+from .neutral import Place, is_plain, number, plain_scalars, record, series, span_of_ones, weighted, zero_or_one
 from .pickles import Inert
 from .tensors import Jagged, Tensor, as_list
 
 NAME = "verl DataProto"
 _SERIES = {"old_logprobs": "old_log_probs", "ref_logprobs": "ref_log_prob", "rollout_logprobs": "rollout_log_probs",
            "values": "values", "returns": "returns", "advantage": "advantages"}
+_WEIGHTS = "rollout_is_weights"  # factors of the policy loss, made from rollout_log_probs
 _REWARDS = ("token_level_rewards", "token_level_scores", "rm_scores")
 # The tensors that a record takes; input_ids and position_ids follow from the others.
-TENSORS = {"prompts", "responses", "attention_mask", "response_mask", "input_ids", "position_ids", "routed_experts", "temperature",
+TENSORS = {"prompts", "responses", "attention_mask", "response_mask", "input_ids", "position_ids", "routed_experts", "temperature", _WEIGHTS,
          *_SERIES.values(), *_REWARDS}
 _TAKEN_META = {"temperature", "global_steps", "validate"}
 _LINEAGE = ("uid", "traj_uid", "episode_ids", "trajectory_ids", "step_ids", "is_pad_step")
@@ -113,6 +115,7 @@ def record_of(place, row, extra, temperature, step, notes):
         return values[:end]
 
     parts = {name: series(place, field, part(field), mask, sampled=name == "rollout_logprobs") for name, field in _SERIES.items()}
+    parts["advantage"] = weighted(place, _WEIGHTS, part(_WEIGHTS), parts["advantage"], mask, notes)
     routes = row.get("routed_experts")
     if routes is not None:
         if len(routes) != len(attended):
