@@ -40,7 +40,8 @@ class Rows {
 
   void run() const {
     const Operations& ops = cpu_device().operations();
-    const std::vector<StateRun> runs{{.begin = 0, .end = kRows}};
+    std::vector<StateRun> runs(1);
+    runs.front().end = kRows;
     const DeltaRuleProblem rows{
         s_, projected_TW_, conv_CK_, of_heads_H_, dt_bias_, {}, s_.mamba ? of_heads_H_ : at::Tensor(), runs};
     const GatedNormProblem gate{s_, 1e-6, mixed_TV_, projected_TW_, norm_};
