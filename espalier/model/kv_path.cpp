@@ -35,7 +35,8 @@ KvPath::KvPath(const ModelShape& shape, std::int64_t capacity, at::ScalarType dt
   if (latents) {
     const auto narrow =
         std::ranges::find_if(shape.layer, [](const LayerShape& one) { return one.mixer->narrows_path(); });
-    take_room({sizes, *narrow}, with_gradients, dtype, arena);
+    // A stage of pp may have none of these layers.
+    if (narrow != shape.layer.end()) take_room({sizes, *narrow}, with_gradients, dtype, arena);
   }
   if (keeper != nullptr && layers_awake < shape.layers())
     window_.emplace(*keeper, layers_awake, shape.trained.first_layer);
