@@ -67,8 +67,16 @@ const char* table_type_of(const std::string& path, std::string_view line) {
   return !json && line.find_first_of(",\t") != line.npos ? "a CSV table" : nullptr;
 }
 
+// The name in lower case, without the ending of a packed file.
+std::string bare_name(const std::string& path) {
+  std::string name = lower_case(path);
+  for (const std::string_view packed : {".gz", ".zst"})
+    if (name.ends_with(packed)) return name.substr(0, name.size() - packed.size());
+  return name;
+}
+
 bool named_for_python(const std::string& path) {
-  return ends_with_any(lower_case(path), {".pt", ".pth", ".pkl", ".pickle", ".safetensors", ".parquet"});
+  return ends_with_any(bare_name(path), {".pt", ".pth", ".pkl", ".pickle", ".safetensors", ".parquet"});
 }
 
 bool named_lines(const std::string& path) {
@@ -95,11 +103,16 @@ bool before(std::string_view a, std::string_view b) {
   return a.size() < b.size();
 }
 
+// Unpacked where the file is packed; empty where it is damaged, which its reader tells.
 std::string first_bytes(const std::string& path) {
   std::array<char, 8> start{};
   std::int64_t bytes = 0;
-  const std::size_t got = open_file_bytes(path, bytes)->read(start.data(), start.size());
-  return std::string(start.data(), got);
+  try {
+    const std::size_t got = unpacked(open_file_bytes(path, bytes), path)->read(start.data(), start.size());
+    return std::string(start.data(), got);
+  } catch (const InputError&) {
+    return "";
+  }
 }
 
 void add_file(const std::string& path, std::vector<RecordSource>& out) {
@@ -114,6 +127,12 @@ void add_file(const std::string& path, std::vector<RecordSource>& out) {
   out.push_back({path, by_python, bytes});
 }
 
+// The folder of a trial of Harbor.
+bool holds_a_trial(const fs::directory_entry& entry) {
+  std::error_code error;
+  return entry.is_directory(error) && fs::is_regular_file(entry.path() / "result.json", error);
+}
+
 // A folder in which slime's --dump-details keeps its dumps.
 bool holds_dumps_of_slime(const fs::directory_entry& entry) {
   const std::string name = entry.path().filename().string();
@@ -126,7 +145,7 @@ bool holds_dumps_of_slime(const fs::directory_entry& entry) {
 void add_folder(const std::string& path, std::vector<RecordSource>& out) {
   std::vector<std::pair<std::int64_t, std::string>> steps;
   std::vector<std::string> lines;
-  bool for_python = false;
+  bool for_python = false, json = false;
   std::error_code error;
   for (const fs::directory_entry& entry : fs::directory_iterator(path, error)) {
     const std::string name = entry.path().string();
@@ -134,8 +153,10 @@ void add_folder(const std::string& path, std::vector<RecordSource>& out) {
       steps.emplace_back(*step, name);
     else if (named_lines(name) && !entry.path().filename().string().starts_with('.'))
       lines.push_back(name);
-    for_python = for_python || named_for_python(name) || holds_dumps_of_slime(entry);
+    for_python = for_python || named_for_python(name) || holds_dumps_of_slime(entry) || holds_a_trial(entry);
+    json = json || bare_name(name).ends_with(".json");
   }
+  for_python = for_python || (json && steps.empty() && lines.empty());
   if (steps.empty() && lines.empty() && !for_python)
     throw InputError({path, "a file of rollouts, or a folder of them", "a directory without any",
                       "Give .jsonl files, or a directory that contains some"});

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from . import art, harbor, json_files, nemo_gym, parquet_files, pickles, rllm, safetensors_files, skyrl, slime, torch_files, trl, verifiers, verl
+from . import art, harbor, json_files, nemo_gym, parquet_files, pickles, rllm, safetensors_files, skyrl, slime, torch_files, trl, unpacking, verifiers, verl
 from .errors import RecordError, UnsupportedRecords
 from .left_out import Notes
 
@@ -28,6 +28,7 @@ __all__ = ["RecordError", "UnsupportedRecords", "convert", "read"]
 
 ENDINGS = (".pt", ".pth", ".pkl", ".pickle", ".safetensors", ".parquet", ".json")
 SLIME_FOLDERS = ("rollout_data", "train_data")  # of slime's --dump-details
+TRIAL = "result.json"  # of each folder below that of a job of Harbor
 _FORMATS = (parquet_files, slime, verl, trl, rllm, skyrl, verifiers, nemo_gym, harbor)
 _TEXT_FIELDS = {"prompt", "prompts", "completion", "completions", "response", "responses", "messages", "text", "output"}
 _REMEDY = ("Supported formats: JSON Lines with token ids, slime debug dumps, verl DataProto, SkyRL training batches, TRL batches, ART folders, rLLM episodes, "
@@ -79,26 +80,33 @@ class Reading:
     def records(self) -> Iterator[dict[str, Any]]:
         try:
             if not os.path.isdir(self.path):
-                yield from self._files([self.path])
+                yield from self._files([self.path], in_folder=False)
             elif art.matches(self.path):
                 self.format = art.NAME
                 yield from art.records(self.path, self.notes)
                 self.notes.finish()
             else:
-                yield from self._files(dumps_of(self.path))
+                yield from self._files(dumps_of(self.path), in_folder=True)
         except RecordError as error:
             raise error.at(self.path) from None
         except OSError as error:
             raise RecordError(error.filename or self.path, "a readable file", error.strerror or str(error)) from None
 
-    def _files(self, paths: list[str]) -> Iterator[dict[str, Any]]:
+    def _files(self, paths: list[str], in_folder: bool) -> Iterator[dict[str, Any]]:
+        """The records of all files. JSON of another kind in a folder, such as a configuration, is left out."""
         kind: Any = None
         contents: list[tuple[str, Any]] = []
-        empty = True
+        empty, left = True, None
         for path in paths:
             with open(path, "rb") as file:
                 content = _content(file, path)
-                found = _format_of(content, path)
+                try:
+                    found = _format_of(content, path)
+                except UnsupportedRecords as error:
+                    if not in_folder or not isinstance(content, list):
+                        raise
+                    left = left or error
+                    continue
                 if kind not in (None, found):
                     raise UnsupportedRecords(path, f"a {kind.NAME} like the other files", f"a {found.NAME}", "Read them one by one")
                 kind, self.format = found, found.NAME
@@ -112,6 +120,8 @@ class Reading:
             for record in slime.records(contents, self.notes):
                 empty = False
                 yield record
+        if left and kind is None:
+            raise left
         if empty:
             raise RecordError(self.path, "at least one rollout", "none", "Was it written completely?")
         self.notes.finish()
@@ -129,14 +139,23 @@ def dumps_of(folder: str) -> list[str]:
         step = step_of_name(name)
         return step is None, step or 0, [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
+    trials = [os.path.join(name, TRIAL) for name in os.listdir(folder) if os.path.isfile(os.path.join(folder, name, TRIAL))]
+    if trials:
+        return [os.path.join(folder, name) for name in sorted(trials, key=order)]
     places = [folder, *(path for path in (os.path.join(folder, name) for name in SLIME_FOLDERS) if os.path.isdir(path))]
-    names = [os.path.relpath(os.path.join(place, name), folder) for place in places for name in os.listdir(place) if name.lower().endswith(ENDINGS)]
+    names = [os.path.relpath(os.path.join(place, name), folder) for place in places for name in os.listdir(place) if _is_dump(name)]
     if not names:
         raise UnsupportedRecords(folder, "a folder of dumps", f"no file that ends in {', '.join(ENDINGS)}", _REMEDY)
     return [os.path.join(folder, name) for name in sorted(names, key=order)]
 
 
-def _content(file: BinaryIO, path: str) -> Any:
+def _is_dump(name: str) -> bool:
+    name = name.lower()
+    return next((name.removesuffix(ending) for ending in unpacking.ENDINGS if name.endswith(ending)), name).endswith(ENDINGS)
+
+
+def _content(packed: BinaryIO, path: str) -> Any:
+    file, name, size = unpacking.unpacked(packed, path)
     start = file.read(32)
     file.seek(0)
     if torch_files.is_zip(start):
@@ -146,10 +165,12 @@ def _content(file: BinaryIO, path: str) -> Any:
     if start.startswith(pickles.PROTOCOL_STARTS):
         return pickles.load(file, path)
     if start.startswith(parquet_files.START):
+        if file is not packed:
+            raise UnsupportedRecords(path, "Parquet, which packs its columns itself", "Parquet inside gzip or zstd", "Unpack the file")
         return parquet_files.Table(path)
-    if path.lower().endswith(".safetensors") and start[8:9] == b"{":
-        return safetensors_files.load(file, os.path.getsize(path), path)
-    if json_files.is_json(start, path):
+    if name.lower().endswith(".safetensors") and start[8:9] == b"{":
+        return safetensors_files.load(file, size, path)
+    if json_files.is_json(start, name):
         return json_files.load(file, path)
     if not start:
         raise RecordError(path, "at least one rollout", "an empty file", "Was it written completely?")

@@ -1,24 +1,19 @@
-"""JSON: one object, a list of objects, or one object per line; also gzip."""
+"""JSON: one object, a list of objects, or one object per line."""
 
-import gzip
 import json
 
 from .errors import RecordError
 
-ENDINGS = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
-_GZIP = b"\x1f\x8b"
+ENDINGS = (".json", ".jsonl")
 
 
 def is_json(start, path):
-    return path.lower().endswith(ENDINGS) and (start.lstrip()[:1] in (b"{", b"[") or start.startswith(_GZIP))
+    return path.lower().endswith(ENDINGS) and start.lstrip()[:1] in (b"{", b"[")
 
 
 def load(file, path):
     """The objects of a file, a list."""
-    try:
-        text = gzip.decompress(file.read()) if path.lower().endswith(".gz") else file.read()
-    except (OSError, EOFError) as error:
-        raise RecordError(path, "a complete gzip file", str(error)[:80], "It was cut short or damaged; copy or write it again") from None
+    text = file.read()
     try:
         content = json.loads(text)
     except ValueError:
