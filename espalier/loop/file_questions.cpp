@@ -34,8 +34,7 @@ std::vector<Prompt> FileQuestions::read(const std::string& path, const std::stri
                                         Progress& progress) {
   PromptFile file = read_prompts(path, shape.vocabulary, tokenizer_, progress, columns);
   for (const std::string& note : file.notes) progress.note(note);
-  for (const Prompt& prompt : file.prompts)
-    longest_ = std::max(longest_, static_cast<std::int64_t>(prompt.ids.size()));
+  for (const Prompt& prompt : file.prompts) longest_ = std::max(longest_, static_cast<std::int64_t>(prompt.ids.size()));
   return std::move(file.prompts);
 }
 

@@ -222,8 +222,8 @@ void Loop::prepare() {
                     actor_->workspace.arena, parts_);
   const std::int64_t longest = sampling_->longest_rollout();
   model_->decoder.reserve_positions(longest);
-  for (const std::string& note : position_notes(
-           model_->shape, longest, text_of("prompts and --max-response-length reach ", longest, " tokens")))
+  for (const std::string& note :
+       position_notes(model_->shape, longest, text_of("prompts and --max-response-length reach ", longest, " tokens")))
     progress_.note(note);
   optimizer_->set_last_step(last_step_);
   if (!options_.critic.empty()) prepare_critic();

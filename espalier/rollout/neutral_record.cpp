@@ -63,10 +63,24 @@ constexpr std::string_view kFields[] = {"prompt_ids",
 
 // Carried through without a use: logprobs and entropies are what score writes, the rest is for those who read or reward
 // what the tokens say.
-constexpr std::string_view kCarried[] = {
-    "id",       "meta",        "finish_reason", "logprobs",   "entropies", "prompt",       "messages",
-    "response", "data_source", "ground_truth",  "extra_info", "ability",   "reward_model", "reward_extra_info",
-    "turns",    "turn_rewards", "tools",         "chat_template_kwargs"};
+constexpr std::string_view kCarried[] = {"id",
+                                         "meta",
+                                         "finish_reason",
+                                         "logprobs",
+                                         "entropies",
+                                         "prompt",
+                                         "messages",
+                                         "response",
+                                         "data_source",
+                                         "ground_truth",
+                                         "extra_info",
+                                         "ability",
+                                         "reward_model",
+                                         "reward_extra_info",
+                                         "turns",
+                                         "turn_rewards",
+                                         "tools",
+                                         "chat_template_kwargs"};
 
 using Series = std::vector<double> Rollout::*;
 constexpr std::pair<std::string_view, Series> kSeries[] = {

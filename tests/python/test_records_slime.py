@@ -89,6 +89,8 @@ def test_a_raw_reward_is_that_of_its_position(columns, right, tmp_path):
     found, notes = read(tmp_path / "4_0.pt")
     assert [r["reward"] for r in found] == ([RAW[i] for i in (5, 0, 2)] if right else [.7] * 3)
     assert any("normalised" in note for note in notes) != right
+    torch.save(old([5, 0, 2], **columns) | {"rewards": None}, tmp_path / "4_0.pt")
+    assert any("raw_reward" in note for note in read(tmp_path / "4_0.pt")[1]) != right
 
 
 def test_one_rank_in_the_order_of_the_rollout_has_its_raw_rewards(tmp_path):

@@ -66,6 +66,8 @@ def samples(path, content, notes):
                               "Was the dump written by --save-debug-rollout-data or --save-debug-train-data?")
         if is_train(content):
             sample["raw_reward"] = _own_raw_reward(place, sample, rewards)
+            if sample["raw_reward"] is None:  # the order of the rollout, without the sample's position in it
+                notes.leave({"raw_reward": rewards})
         yield place, {**{name: _stored(place, name, value) for name, value in sample.items()}, "step": step}
 
 
