@@ -111,9 +111,8 @@ class Training {
     for (const std::string& note : data_.notes()) progress.note("note: " + note);
     if (adapts_experts(model_->shape) && !options.out.empty())
       progress.note(
-          "the adapter of experts is written in peft's form (target_parameters), which released versions of vLLM do "
-          "not "
-          "load (vllm #52194): merge it for vLLM");
+          "the adapter of experts is written in peft's form (target_parameters); for vLLM, convert it: "
+          "python -m espalier.vllm_adapter ADAPTER OUT");
     if (options.objective == ObjectiveKind::reward && !options.out.empty())
       if (const std::string note = padding_note(source_of(options)); !note.empty()) progress.note(note);
     if (const auto critic = trained_critic(options)) load_critic_of(*critic);
