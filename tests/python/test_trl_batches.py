@@ -167,7 +167,7 @@ def test_a_router_s_loss_is_the_plain_trainer_s(kind, tmp_path):
     assert distance(without, plain)[0] > .5 and ours.counts["run"] == ours.counts["unique"] < ours.counts["all"]
 
 
-@pytest.mark.parametrize("case, why", [(dict(packing=True, max_length=64), "position_ids"), (dict(padding_free=True), "position_ids")],
+@pytest.mark.parametrize("case, why", [(dict(packing=True, max_length=64), "cu_seq_lens_q"), (dict(padding_free=True), "cu_seq_lens_q")],
                          ids=["packing", "padding-free"])
 def test_packed_batches_run_plain_with_one_note(case, why, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "espalier"):

@@ -13,50 +13,34 @@ from espalier.extras import require
 
 require("espalier.trl", "trl")
 
+import importlib
 from typing import Any
 
 import trl
 
 from espalier.trl.batches import SharedBatches, SharedReference
+from espalier.trl.loop import SharedLoop
 from espalier.trl.rollouts import SharedPrompts
 
 __all__ = ["DPOTrainer", "DistillationTrainer", "GKDTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer", "SFTTrainer",
-           "SharedBatches", "SharedPrompts"]
+           "SharedBatches", "SharedLoop", "SharedPrompts", "SharedReference"]
 
-
-class GRPOTrainer(SharedPrompts, trl.GRPOTrainer):
-    """`trl.GRPOTrainer` with shared prompts."""
-
-
-class RLOOTrainer(SharedPrompts, trl.RLOOTrainer):
-    """`trl.RLOOTrainer` with shared prompts."""
-
-
-class DPOTrainer(SharedReference, trl.DPOTrainer):
-    """`trl.DPOTrainer` with shared prompts, in the reference's pass too."""
-
-
-class KTOTrainer(SharedReference, trl.KTOTrainer):
-    """`trl.KTOTrainer` with shared prompts, in the reference's passes too."""
-
-
-class RewardTrainer(SharedBatches, trl.RewardTrainer):
-    """`trl.RewardTrainer` with shared prompts."""
-
-
-class SFTTrainer(SharedBatches, trl.SFTTrainer):
-    """`trl.SFTTrainer` with shared prefixes, such as a long system prompt."""
-
-
-class DistillationTrainer(SharedBatches, trl.DistillationTrainer):
-    """`trl.DistillationTrainer` with shared prompts, in the teacher's pass too."""
+_TRAINERS = {"DPOTrainer": (SharedReference, "shared prompts, in the reference's pass too"),
+             "DistillationTrainer": (SharedBatches, "shared prompts, in the teacher's pass too"),
+             "GKDTrainer": (SharedBatches, "shared prompts, those of the teacher, too"),
+             "GRPOTrainer": (SharedPrompts, "shared prompts"),
+             "KTOTrainer": (SharedReference, "shared prompts, in the reference's passes too"),
+             "RLOOTrainer": (SharedPrompts, "shared prompts"),
+             "RewardTrainer": (SharedBatches, "shared prompts"),
+             "SFTTrainer": (SharedBatches, "shared prefixes, such as a long system prompt")}
 
 
 def __getattr__(name: str) -> Any:
-    """Creates GKDTrainer on first use: importing TRL's experimental package logs a warning."""
-    if name != "GKDTrainer":
+    """Creates a trainer on first use: importing TRL's experimental package logs a warning, and older releases of TRL lack some trainers."""
+    if name not in _TRAINERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from trl.experimental.gkd import GKDTrainer as plain
-    trainer = type(name, (SharedBatches, plain), {"__module__": __name__, "__doc__": "TRL's GKDTrainer with shared prompts, those of the teacher, too."})
+    place: Any = importlib.import_module("trl.experimental.gkd") if name == "GKDTrainer" else trl
+    plain, (mixin, what) = getattr(place, name), _TRAINERS[name]
+    trainer = type(name, (mixin, plain), {"__module__": __name__, "__doc__": f"`{plain.__module__.split('.')[0]}.{name}` with {what}."})
     globals()[name] = trainer
     return trainer

@@ -32,6 +32,7 @@ _ROWS_OF_HEAD = "logits_to_keep"  # heads, and TRL behind a backbone, take the l
 class SharedBatches(Sharing):
     """Mixin for a trainer with `compute_loss`; precedes it among the bases."""
 
+    _inside = False  # while backbones run unique rows
     _comparison = None  # while a sharded model is compared: what its backbone's forward calls
 
     def __init__(self, *args, **kwargs):
@@ -44,8 +45,8 @@ class SharedBatches(Sharing):
 
     @contextlib.contextmanager
     def _shared_backbones(self):
-        """Context manager: within it, the backbones of policy, reference and teacher run unique rows."""
-        if not self.shared_prompts:
+        """Context manager: within it, the backbones of policy, reference and teacher run unique rows. One inside another changes nothing."""
+        if not self.shared_prompts or self._inside:
             yield
             return
         models = {id(base_model(model)): model for model in self._models() if self._undivided(model)}
@@ -57,6 +58,8 @@ class SharedBatches(Sharing):
                 stack.enter_context(_replaced_forward(base.base_model, functools.partial(self._backbone_forward, base)))
             for model in models.values():
                 self._compare_together(model)
+            self._inside = True
+            stack.callback(setattr, self, "_inside", False)
             yield
 
     def _model_forward(self, base, forward, *args, **kwargs):
@@ -175,7 +178,7 @@ class SharedBatches(Sharing):
         given = {name: value for name, value in _without_rows_of_head(kwargs).items() if value is not None and value is not False}
         if len(args) == 1 and "input_ids" not in given:
             given["input_ids"] = args[0]
-        ids, mask = given.pop("input_ids", None), given.pop("attention_mask", None)
+        ids, mask, positions = (given.pop(name, None) for name in ("input_ids", "attention_mask", "position_ids"))
         others = sorted(set(given) - _PASSED_ON)
         if len(args) > 1 or not torch.is_tensor(ids) or others:
             self._note("this batch has " + (", ".join(others) or "no input_ids"))
@@ -187,10 +190,13 @@ class SharedBatches(Sharing):
             return None
         tree = Tree.of(ids, mask, labels)
         if tree is None:
-            self._note("this batch has an attention mask with gaps, or an empty row")
+            self._note("this batch has an attention mask with gaps or several documents in a row, or an empty row")
             return None
         if tree.label_behind_padding:
             self._note("this batch has a label for a token behind padding, which TRL predicts from the padding")
+            return None
+        if positions is not None and not tree.moved(positions):
+            self._note("this batch has position_ids that do not count each row's tokens from one number")
             return None
         if tree.rows == tree.tokens:
             return None

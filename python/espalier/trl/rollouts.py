@@ -20,7 +20,7 @@ from espalier.hf.routers import RowSums, experts_per_token, load_balancing, logi
 from espalier.hf.step import call_model
 from espalier.hf.towers import ShardedTower, Tower
 from espalier.rows.transfer import to_device
-from espalier.trl import images, verification
+from espalier.trl import head, images, verification
 from espalier.trl.sharing import Sharing
 from espalier.trl.window import Prompt, Window
 
@@ -195,19 +195,18 @@ class SharedPrompts(Sharing):
 
         return Prompt(call, count)
 
-    def _stand_in(self, model, **head):
-        """A call of one token, whose output nothing reads. `head`: arguments of TRL's fused head, for a call in place of a part of the batch: FSDP2 tells
-        calls that run the head's module from others."""
+    def _stand_in(self, model, of_part=False):
+        """A call of one token, whose output nothing reads: in place of a prompt's, or of a part of the batch."""
         nothing = torch.zeros(1, 1, dtype=torch.long, device=ranks.device_of(model))
         with self.accelerator.autocast():
-            return model(input_ids=nothing, use_cache=False, **head)["log_probs" if head else "logits"]
+            return head.stand_in(model, nothing) if of_part else model(input_ids=nothing, use_cache=False)["logits"]
 
     def _of_parts(self, model, rows, batch_size, compute_entropy, routed, prompts):
         parts, problem, made = [], None, [rows.order[at:at + batch_size] for at in range(0, len(rows.order), batch_size)]
         for members in made:
             members = [row for row in members if routed or rows.live[row]]
             if self._together(model) and (problem is not None or not members):
-                self._stand_in(model, fused_lm_head=True, shift_labels=torch.full((1, 1), -100, device=rows.ids.device))
+                self._stand_in(model, of_part=True)
             if problem is not None:
                 continue
             try:
@@ -262,15 +261,14 @@ class SharedPrompts(Sharing):
             seen, more = rows.pictures.of_tokens(parts) if rows.pictures else ((), {})
         phase = Phase(sets, longest, mutual=seen)
         with self.accelerator.autocast(), phase.forward(), _router_logits(model, routed) as router:
-            out = model(input_ids=torch.cat(ids)[None], position_ids=torch.cat(positions, -1)[..., None, :], shift_labels=torch.cat(labels)[None],
-                        fused_lm_head=True, espalier=phase, **more, **router.wanted)
+            logprobs, entropies = head.scored(self, model, torch.cat(labels), input_ids=torch.cat(ids)[None],
+                                              position_ids=torch.cat(positions, -1)[..., None, :], espalier=phase, **more, **router.wanted)
         aux_loss = None
         if routed:
             own = router.sums()
             aux_loss = load_balancing([(1, own, own.sums)] + [(times, prompts[key].router, prompts[key].leaf) for key, times in above.items()])
         scored = torch.cat(scored)
-        entropy = out.entropy[0] if out.entropy is not None else torch.zeros_like(out.log_probs[0])
-        return torch.cat(place), out.log_probs[0][scored], entropy[scored], aux_loss
+        return torch.cat(place), logprobs[scored], entropies[scored], aux_loss
 
     def training_step(self, model, *args, **kwargs):
         try:

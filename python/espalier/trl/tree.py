@@ -49,18 +49,32 @@ class Tree:
 
     @classmethod
     def of(cls, input_ids, attention_mask, labels=None):
-        """The tree of a batch, or None if a sequence is empty or has a gap in its mask. `labels` [B, T]: -100 for tokens without a label."""
-        given = {"mask": None if attention_mask is None else attention_mask != 0, "labels": labels}
+        """The tree of a batch, or None if a sequence is empty or has a gap in its mask, or if the mask numbers documents in a row. `labels` [B, T]: -100 for
+        tokens without a label."""
+        given = {"mask": attention_mask, "labels": labels}
         given = {name: value.to(input_ids) for name, value in given.items() if value is not None}
         ids, *others = torch.stack([input_ids, *given.values()]).cpu().numpy()  # the only time that the host waits
         host = dict(zip(given, others))
-        mask = host["mask"].astype(np.int8) if "mask" in host else np.ones(ids.shape, np.int8)
+        if "mask" in host and (host["mask"] > 1).any():
+            return None
+        mask = (host["mask"] != 0).astype(np.int8) if "mask" in host else np.ones(ids.shape, np.int8)
         lengths, begins = mask.sum(1, dtype=np.int64), mask.argmax(1)
         if not lengths.all() or (np.diff(mask, axis=1) > 0).sum(1).max(initial=0) > 1 or any(
                 not mask[b, begin:begin + length].all() for b, (begin, length) in enumerate(zip(begins, lengths))):
             return None
         return cls([ids[b, begin:begin + length] for b, (begin, length) in enumerate(zip(begins, lengths))], begins, ids.shape[1],
                    input_ids.device, host.get("labels"))
+
+
+    def moved(self, position_ids):
+        """Lets the rows' positions count from where `position_ids` [B, T] do. False, without a change, if these count in another way."""
+        if position_ids.shape != self.live.shape:
+            return False
+        by = (position_ids - self.positions[self.place])[self.live]
+        if bool((by != by[0]).any()):
+            return False
+        self.positions = self.positions + by[0]
+        return True
 
 
 class Labelled:
