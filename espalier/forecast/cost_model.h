@@ -47,7 +47,7 @@ struct MachineProfile {
   // computed in the accumulator dtype on a CPU. 0: use the table.
   double weight_gradient_flops_per_second = 0, head_flops_per_second = 0;
   double attention_flops_per_second = 0;
-  // Of what rows of a kind of mixers do by themselves, whatever their depth (MixerFlops::row), by kMixerKinds; 0: half
+  // Rates of the operations that rows do by themselves, whatever their depth (MixerFlops::row), by kMixerKinds; 0: half
   // of attention's rate.
   std::array<double, kMixerKinds.size()> row_flops_per_second{};
   double row_rate(MixerKind kind) const {

@@ -70,7 +70,7 @@ struct LayerAttention {
 
 class KvPath;
 
-// What a recurrent layer does with the rows of runs.
+// The work of a recurrent layer on the rows of runs.
 using RowsOfRuns = std::function<void(const std::vector<StateRun>& runs)>;
 
 class KvSource {

@@ -1,3 +1,4 @@
+// The rate of the rows of recurrent layers, measured.
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>

@@ -264,7 +264,8 @@ TEST(Sampler, GroupsAreThePromptsOwnOrTheirOrdinals) {
 TEST(Sampler, APromptThatFillsThePositionsIsAnsweredBeyondThem) {
   const auto model = tiny_model("qwen3", DType::float64, kSeed);
   model->decoder.reserve_positions(261);
-  EXPECT_EQ(sample(*model, make_prompts({256}, kVocabulary, kSeed), greedy(1, 5)).rollouts.front().response_ids.size(), 5u);
+  EXPECT_EQ(sample(*model, make_prompts({256}, kVocabulary, kSeed), greedy(1, 5)).rollouts.front().response_ids.size(),
+            5u);
 }
 
 TEST(Sampler, RefusesWhatItCannotRun) {
