@@ -40,7 +40,8 @@ GROUPS = {"activation.cu": ["Variants"], "attention_merge.cu": ["Merging"], "att
           "moving.cu": ["Experts", "Moving", "Optimizer", "Variants"], "norm.cu": ["Rows", "Variants"],
           "optimizer.cu": ["Optimizer"], "rotate.cu": ["Rows"], "rotate_part.cu": ["Variants"],
           "router.cu": ["Experts", "Variants"], "swiglu.cu": ["Experts", "Rows"],
-          "key_tiles.h": ["Hopper", "HopperTiles"], "visible.h": ["Attention", "Formula", "Unseen"]}
+          "key_tiles.h": ["Attention", "Formula", "Hopper", "HopperTiles", "Unseen"],
+          "visible.h": ["Attention", "Formula", "Hopper", "HopperTiles", "Unseen"]}
 HOPPER = "hopper/"  # kernels of this folder see tests/cuda/hopper/twins.h before them
 HEADERS = ["delta_rows.h", "hopper/backward.h", "hopper/key_stages.h", "hopper/launch.h", "hopper/products.h", "hopper/tile_facts.h", "kernel.h", "key_tiles.h",
            "launch.h", "tiles.h", "visible.h"]

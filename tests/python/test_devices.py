@@ -108,14 +108,16 @@ def test_decays_of_channels_run_in_every_verb_of_a_device(espalier, program, tmp
 
 def test_a_missing_library_of_the_device_is_named(espalier, program, model_of, tmp_path):
     if (program.parent / "libespalier_emulated.so").exists():
+        espalier("selftest", "--device", "emulate", "--attention", "hopper", "--only", "join_sinks")
         for attention, missing in (("flash", "no FlashAttention-2 on processors"), ("cudnn", "no cuDNN on processors")):
             assert missing in espalier("selftest", "--device", "emulate", "--attention", attention, expect=8).stderr
     else:
         assert "libespalier_emulated.so" in espalier("selftest", "--device", "emulate", expect=8).stderr
 
 
-def test_cudnn_is_for_gpus(espalier):
-    refused = espalier("selftest", "--attention", "cudnn", expect=2).stderr
+@pytest.mark.parametrize("attention", ["cudnn", "hopper"])
+def test_kernels_for_gpus_are_for_gpus(espalier, attention):
+    refused = espalier("selftest", "--attention", attention, expect=2).stderr
     assert "--device cuda" in refused and "use --attention own or flash" in refused
 
 

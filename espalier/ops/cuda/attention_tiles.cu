@@ -6,22 +6,14 @@
 #include <algorithm>
 
 #include "espalier/ops/cuda/attention.h"
+#include "espalier/ops/cuda/key_tiles.h"
 #include "espalier/ops/cuda/launch.h"
 #include "espalier/ops/cuda/tiles.h"
-#include "espalier/ops/cuda/visible.h"
 
 namespace espalier::cuda {
 namespace {
 
 constexpr int kPassing = 32;  // rows of the side that passes by in the backward
-
-// Numbers of tiles of rows: which tiles nobody sees, and which all rows see whole, so that no element needs a mask.
-// Depths: null without a window.
-struct TileFacts {
-  const std::int32_t *most_end, *least_end;      // of 64 own keys, ends of their subtrees; least: 0 in a part of a tile
-  const std::int32_t *most_depth, *least_depth;  // of 64 own keys
-  const std::int32_t *least_first, *most_first;  // of kPassing queries, the first depth that each one sees
-};
 
 // For each tile of own rows the largest and smallest of their numbers, none of which is negative. Rows behind the last
 // one have 0.
@@ -62,85 +54,9 @@ __device__ __forceinline__ int own_row(const Shape& shape, int query) {
   return static_cast<int>(own_row_of(shape, query));
 }
 
-// The tiles of keys that 64 query rows meet: those of the path, then those of the own rows with a key that one sees.
+// Tiles of kKeys keys that a block's 64 queries meet.
 template <int kKeys, bool kRules>
-struct KeyTiles {
-  int of_path, all, begin = 0;  // tiles of the path, all tiles, the first one that a row sees
-  int path_rows, first_row, last_row;
-  std::int32_t least_first = 0, most_first = 0;  // of the first depths that the rows see
-  TileFacts facts;
-
-  __device__ __forceinline__ KeyTiles(const Shape& shape, int first_query, const TileFacts& of_tiles)
-      : path_rows(static_cast<int>(shape.path_rows)), first_row(own_row(shape, first_query)), facts(of_tiles) {
-    const int queries = static_cast<int>(shape.query_rows), end = min(first_query + 64, queries);
-    last_row = own_row(shape, end - 1);
-    of_path = (path_rows + kKeys - 1) / kKeys;
-    all = of_path + last_row / kKeys + 1;
-    if (!kRules || facts.least_first == nullptr) return;
-    const int tile = first_query / kPassing;
-    least_first = facts.least_first[tile], most_first = facts.most_first[tile];
-    if (first_query + kPassing < end) {
-      least_first = min(least_first, facts.least_first[tile + 1]);
-      most_first = max(most_first, facts.most_first[tile + 1]);
-    }
-    if (least_first >= path_rows)
-      begin = of_path;
-    else if (least_first > 0)
-      begin = least_first / kKeys;
-  }
-  __device__ __forceinline__ bool is_path(int n) const { return n < of_path; }
-  // The first key of a tile in its region.
-  __device__ __forceinline__ int first(int n) const { return (is_path(n) ? n : n - of_path) * kKeys; }
-  __device__ __forceinline__ bool seen(int n) const {
-    if (is_path(n)) return true;
-    const int tile = first(n) / kTileKeys;
-    if (kRules && facts.most_depth != nullptr && facts.most_depth[tile] < least_first) return false;
-    return facts.most_end[tile] > first_row;
-  }
-  // The first tile from n on that a row sees.
-  __device__ __forceinline__ int from(int n) const {
-    while (n < all && !seen(n)) ++n;
-    return n;
-  }
-  // Whether all rows see all keys of a tile.
-  __device__ __forceinline__ bool whole(int n) const {
-    const int key = first(n), last = key + kKeys - 1;
-    if (is_path(n)) return last < path_rows && (!kRules || key >= most_first);
-    const int tile = key / kTileKeys;
-    if (last > first_row || facts.least_end[tile] <= last_row) return false;
-    return !kRules || facts.least_depth == nullptr || facts.least_depth[tile] >= most_first;
-  }
-};
-
-// Whether the query at own row `row` sees key number `key` of a region; `end` is the key's subtree's.
-__device__ __forceinline__ bool sees(bool path, int key, int path_rows, int row, int end) {
-  return path ? key < path_rows : key <= row && row < end;
-}
-
-// The first depths that the two query rows of a lane see, where there are windows.
-template <bool kRules>
-struct FirstDepths {
-  std::int32_t of[2];
-
-  __device__ __forceinline__ void set(const Shape& shape, int r, int row) {
-    if constexpr (kRules) of[r] = first_depth_of(shape, row);
-  }
-  __device__ __forceinline__ bool reach(int r, std::int32_t depth) const { return !kRules || depth >= of[r]; }
-};
-// The depth of a key that is inside its region.
-template <bool kRules>
-__device__ __forceinline__ std::int32_t key_depth(const Shape& shape, bool path, bool inside, int key) {
-  if (!kRules || path) return key;
-  return inside ? depth_of(shape, key) : 0;
-}
-
-// A score in units of ln 2, and its slope by the scaled product.
-template <bool kRules>
-__device__ __forceinline__ Score<float> log2_score(const Shape& shape, float product, float scale, float to_log2) {
-  if (!kRules || shape.soft_cap == 0) return {product * to_log2, 1.f};
-  const Score<float> score = capped(product * scale, static_cast<float>(shape.soft_cap));
-  return {score.value * kLog2E, score.slope};
-}
+using BlockTiles = KeyTiles<Tiling<kKeys, kTileKeys, 64, kPassing, kRules>>;
 
 // Rounds of LanePieces<D>::kOffsets steps of 16 columns whose loads may be under way together: of large heads one, for
 // want of registers.
@@ -186,7 +102,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
   const int kv_head = head / static_cast<int>(shape.heads / shape.kv_heads);
   const int queries = static_cast<int>(shape.query_rows), own_rows = static_cast<int>(shape.own_rows),
             path_rows = static_cast<int>(shape.path_rows);
-  const KeyTiles<kKeys, kRules> tiles(shape, first_query, facts);
+  const BlockTiles<kKeys, kRules> tiles(shape, first_query, facts);
   const auto fetch = [&](int n, int buffer) {
     const bool path = tiles.is_path(n);
     const int first = tiles.first(n), rows = path ? path_rows : own_rows;
@@ -554,7 +470,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
   const int kv_head = head / static_cast<int>(shape.heads / shape.kv_heads);
   const int queries = static_cast<int>(shape.query_rows), own_rows = static_cast<int>(shape.own_rows),
             path_rows = static_cast<int>(shape.path_rows);
-  const KeyTiles<kPassing, kRules> tiles(shape, first_query, facts);
+  const BlockTiles<kPassing, kRules> tiles(shape, first_query, facts);
   const auto fetch = [&](int n, int buffer) {
     const bool path = tiles.is_path(n);
     const int first = tiles.first(n), rows = path ? path_rows : own_rows;

@@ -7,6 +7,7 @@
 #include "espalier/ops/cuda/cudnn_attention.h"
 #include "espalier/ops/cuda/device.h"
 #include "espalier/ops/cuda/flash_attention.h"
+#include "espalier/ops/cuda/hopper/attention.h"
 #include "espalier/ops/cuda/operations.h"
 #include "espalier/ops/cuda/start.h"
 
@@ -34,7 +35,7 @@ const Operations& operations_of(AttentionBy& attention, AttentionBy fastest, int
   if (attention == AttentionBy::flash) changes = open_flash_attention(index, deterministic);
   if (attention == AttentionBy::cudnn) changes = open_cudnn_attention(index, capability, deterministic);
   if (attention == AttentionBy::hopper) {
-    if (capability != 9 || minor != 0)  // their code (sm_90a) runs on no other GPU
+    if (!hopper::runs_on(capability, minor))
       throw DeviceError({"--attention hopper", "a GPU of compute capability 9.0", text_of(capability, ".", minor),
                          "use --attention own"});
     changes = hopper_attention_operations();

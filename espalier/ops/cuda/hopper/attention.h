@@ -8,6 +8,9 @@
 
 namespace espalier::cuda::hopper {
 
+// Whether a GPU of this compute capability runs the kernels: their code (sm_90a) runs on no other one.
+constexpr bool runs_on(int major, int minor) { return major == 9 && minor == 0; }
+
 // Whether the forward takes a problem: heads of 64, 96, 128, 192 and 256 elements with values of the same size, and of
 // 192 with values of 128; rows at multiples of 16 bytes; a positive scale. A shape's value_dim is given, not 0.
 bool takes_forward(const attention::Shape& shape, const attention::Inputs<bfloat16>& in,
