@@ -164,6 +164,12 @@ class ByHand:
     def optim_step(self, number, **adam):
         return self.server.post("/api/v1/optim_step", {"model_id": self.model, "seq_id": number, "adam_params": adam})
 
+    def save(self, number, name):
+        return self.server.post("/api/v1/save_weights", {"model_id": self.model, "seq_id": number, "path": name})
+
+    def save_for_sampler(self, number, sampler):
+        return self.server.post("/api/v1/save_weights_for_sampler", {"model_id": self.model, "seq_id": number, "sampling_session_seq_id": sampler})
+
     def metrics(self, future):
         status, answer = self.server.result(future)
         assert status == 200, answer

@@ -66,6 +66,67 @@ def test_kills_change_no_bit(start):
     assert [model.metrics(future) for future in futures] == results  # old futures are still there
 
 
+MOST_REQUESTS = 24
+
+
+@pytest.fixture(scope="module")
+def unkilled(program, model_of, tmp_path_factory):
+    """What the requests of test_many_kills give on a server that lives."""
+    server = Server(program, {NAME: model_of("qwen3_tied")}, "--state", tmp_path_factory.mktemp("unkilled") / "state", "--join-calls", "off")
+    model = ByHand(server)
+    results = {}
+    for number, send in requests_with_saves(model):
+        results[number] = server.result(send()[1]["request_id"])
+    yield results, final_metrics(model, MOST_REQUESTS + 1)
+    server.kill()
+
+
+def requests_with_saves(model):
+    """(number, send) of a loop that saves now and then, half of it under names."""
+    kinds = [lambda n: model.forward_backward(n, DATA[:1]), lambda n: model.forward_backward(n, DATA[1:]), lambda n: model.optim_step(n, learning_rate=1e-2),
+             lambda n: model.forward_backward(n, DATA, forward_only=True), lambda n: model.save(n, f"at{n}"), lambda n: model.save_for_sampler(n, n)]
+    for number in range(1, MOST_REQUESTS + 1):
+        yield number, lambda number=number: kinds[(number - 1) % len(kinds)](number)
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("seed", range(42))
+def test_many_kills_change_no_bit(start, unkilled, seed):
+    draw = random.Random(seed)
+    server = start("state", "--join-calls", "off", "--save-freq", draw.choice([1, 2, 50]))
+    model = ByHand(server)
+    whole, end = unkilled
+
+    def kill():
+        time.sleep(draw.choice([0, 0, 0.001, 0.003, 0.01, 0.03, 0.1]))
+        server.kill()
+        server.start()
+
+    futures, kills = {}, 0
+    for number, send in requests_with_saves(model):
+        futures[number] = send()[1]["request_id"]
+        if draw.random() < 0.4:
+            kill()
+            kills += 1
+            if draw.random() < 0.2:  # again, while the first restart is at work
+                kill()
+                kills += 1
+            if draw.random() < 0.5:
+                assert send()[1]["request_id"] == futures[number]
+    while kills < 12:
+        kill()
+        kills += 1
+
+    for number, future in futures.items():
+        status, answer = server.result(future)
+        wanted = whole[number][1]
+        if isinstance(wanted, dict) and "metrics" not in wanted:  # names of checkpoints and samplers
+            assert status == 200 and "error" not in answer and set(answer) == set(wanted)
+        else:
+            assert (status, answer) == whole[number]
+    assert final_metrics(model, MOST_REQUESTS + 1) == end
+
+
 def test_calls_that_ran_as_one_do_so_again_after_a_kill(start):
     server = start("state")
     model = ByHand(server)

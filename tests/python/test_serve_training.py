@@ -152,15 +152,27 @@ def test_ranks_above_a_side_of_a_matrix_train(server, service, model_of):
     assert abs(training.forward(data, "cross_entropy").result().metrics["loss:sum"] - total) < EXACT * abs(total)
 
 
-def test_models_of_different_ranks_train_beside_each_other(service):
-    def train(ranks):
-        clients = [ready(service.create_lora_training_client(base_model=NAME, rank=rank, seed=rank)) for rank in ranks]
-        for step in range(3):
-            futures = [(client.forward_backward(draw_group(rank + step, "cross_entropy"), "cross_entropy"), client.optim_step(tinker.AdamParams(learning_rate=1e-2)))
-                       for client, rank in zip(clients, ranks)]
-            for gradient, update in futures:
-                gradient.result(), update.result()
-        return [client.forward(draw_group(1, "cross_entropy"), "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data for client in clients]
+def test_clients_of_all_ranks_have_the_bits_of_their_runs_alone(server, service):
+    """Sixteen adapters over one model, each of which samples, too. A step is one call, so that none are joined."""
+    ranks = [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64]
 
-    ranks = [1, 3, 8, 32]
-    assert train(ranks) == [train([rank])[0] for rank in ranks]
+    def run(together):
+        clients = {rank: ready(service.create_lora_training_client(base_model=NAME, rank=rank, seed=rank)) for rank in together}
+        samples = {rank: [] for rank in together}
+        for step in range(3):
+            futures = {rank: (client.forward_backward(draw_group(rank + step, "cross_entropy"), "cross_entropy"), client.optim_step(tinker.AdamParams(learning_rate=1e-2)))
+                       for rank, client in clients.items()}
+            samplers = {rank: ready(client.save_weights_and_get_sampling_client()) for rank, client in clients.items() if step < 2}
+            drawn = {rank: sampler.sample(tinker.ModelInput.from_ints([5, 9, rank]), 2, tinker.SamplingParams(max_tokens=6, seed=step)) for rank, sampler in samplers.items()}
+            for rank, both in futures.items():
+                for future in both:
+                    future.result()
+            for rank, future in drawn.items():
+                samples[rank] += [(one.tokens, one.logprobs) for one in future.result().sequences]
+        return {rank: (external_weights(server, client, "end"), samples[rank]) for rank, client in clients.items()}
+
+    interleaved = run(ranks)
+    for rank in ranks:
+        weights, samples = run([rank])[rank]
+        assert samples == interleaved[rank][1]
+        assert all(torch.equal(values, interleaved[rank][0][name]) for name, values in weights.items()), rank
