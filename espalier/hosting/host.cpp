@@ -12,6 +12,24 @@
 
 namespace espalier {
 
+namespace fs = std::filesystem;
+
+namespace {
+
+// Complete or absent.
+void write_state(const TunedModel& model, const fs::path& folder, serve::CheckpointKind kind,
+                 const std::string& description) {
+  fs::create_directories(folder.parent_path());
+  AtomicDirectory directory(folder);
+  model.write(directory.path(), kind == serve::CheckpointKind::training);
+  OutputFile file(directory.path() / serve::kDescription);
+  file.write(description);
+  file.close_synced();
+  directory.commit();
+}
+
+}  // namespace
+
 std::vector<NamedFolder> named_folders(const std::string& options) {
   std::vector<NamedFolder> out;
   for (const std::string& given : split_paths(options)) {
@@ -35,8 +53,7 @@ Host::Host(const std::vector<NamedFolder>& models, const Options& options, const
     own.model = folder.string();
     auto base = std::make_unique<HostedBase>(name, folder, own, progress);
     const ModelShape& shape = base->model().shape;
-    facts_.push_back(
-        {name, std::filesystem::absolute(folder).string(), shape.architecture, shape.vocabulary, shape.max_positions});
+    facts_.push_back({name, fs::absolute(folder).string(), shape.architecture, shape.vocabulary, shape.max_positions});
     bases_.emplace(name, std::move(base));
   }
   const std::int64_t weights = bound_device().held_bytes() - held_before;
@@ -50,17 +67,51 @@ Host::Host(const std::vector<NamedFolder>& models, const Options& options, const
 // The number of threads is a property of the thread that starts them.
 void Host::begin_thread() { at::set_num_threads(static_cast<int>(hosting_->options.threads)); }
 
-TunedModel& Host::run_of(const std::string& run) const {
-  const auto found = runs_.find(run);
+fs::path Host::parked_folder(const std::string& run) const {
+  return fs::path(hosting_->options.state) / serve::kParked / run;
+}
+
+void Host::add_run(const std::string& run, HostedBase& base, std::unique_ptr<TunedModel> model) {
+  drop(run);
+  const serve::LoraConfig lora = model->lora();
+  runs_.emplace(run, Run{base, lora, std::move(model), ++clock_});
+}
+
+void Host::drop(const std::string& run) {
+  runs_.erase(run);
+  std::error_code ignored;
+  fs::remove_all(parked_folder(run), ignored);
+}
+
+TunedModel& Host::run_of(const std::string& name) {
+  const auto found = runs_.find(name);
   if (found == runs_.end())
     throw InputError(
-        {"model " + run, "one that was created", "none: its creation failed", "see the error of create_model"});
-  return *found->second;
+        {"model " + name, "one that was created", "none: its creation failed", "see the error of create_model"});
+  Run& run = found->second;
+  run.last_used = ++clock_;
+  if (run.live) return *run.live;
+  make_room(run.base, run.lora);
+  run.live = std::make_unique<TunedModel>(run.base, *hosting_, run.lora, parked_folder(name), true);
+  return *run.live;
+}
+
+bool Host::park_idle_run() {
+  std::pair<const std::string, Run>* oldest = nullptr;
+  for (auto& entry : runs_)
+    if (entry.second.live && !entry.second.live->has_gradient() &&
+        (oldest == nullptr || entry.second.last_used < oldest->second.last_used))
+      oldest = &entry;
+  if (oldest == nullptr) return false;
+  auto& [name, run] = *oldest;
+  write_state(*run.live, parked_folder(name), serve::CheckpointKind::training, "{}");
+  run.live.reset();
+  return true;
 }
 
 void Host::create(const std::string& run, const std::string& base, const serve::LoraConfig& lora) {
   make_room(*bases_.at(base), lora);
-  runs_[run] = std::make_unique<TunedModel>(*bases_.at(base), *hosting_, lora);
+  add_run(run, *bases_.at(base), std::make_unique<TunedModel>(*bases_.at(base), *hosting_, lora));
 }
 
 std::vector<serve::TrainingOutcome> Host::forward_backward(const std::string& run,
@@ -90,27 +141,21 @@ std::map<std::string, double> Host::optim_step(const std::string& run, const ser
   return {{"grad_norm:mean", update.grad_norm}, {"step:max", static_cast<double>(model.optimizer().steps_done())}};
 }
 
-void Host::save(const std::string& run, const std::filesystem::path& folder, serve::CheckpointKind kind,
+void Host::save(const std::string& run, const fs::path& folder, serve::CheckpointKind kind,
                 const std::string& description) {
-  std::filesystem::create_directories(folder.parent_path());
-  AtomicDirectory directory(folder);
-  run_of(run).write(directory.path(), kind == serve::CheckpointKind::training);
-  OutputFile file(directory.path() / serve::kDescription);
-  file.write(description);
-  file.close_synced();
-  directory.commit();
+  write_state(run_of(run), folder, kind, description);
 }
 
-void Host::load(const std::string& run, const std::string& base, const serve::LoraConfig& lora,
-                const std::filesystem::path& folder, bool optimizer) {
-  runs_.erase(run);
+void Host::load(const std::string& run, const std::string& base, const serve::LoraConfig& lora, const fs::path& folder,
+                bool optimizer) {
+  drop(run);
   make_room(*bases_.at(base), lora);
-  runs_[run] = std::make_unique<TunedModel>(*bases_.at(base), *hosting_, lora, folder, optimizer);
+  add_run(run, *bases_.at(base), std::make_unique<TunedModel>(*bases_.at(base), *hosting_, lora, folder, optimizer));
 }
 
 std::int64_t Host::adapter_bytes() const {
   std::int64_t sum = 0;
-  for (const auto& [name, run] : runs_) sum += run->held_bytes();
+  for (const auto& [name, run] : runs_) sum += run.live ? run.live->held_bytes() : 0;
   for (const auto& [name, sampler] : samplers_)
     if (sampler.live) sum += sampler.live->weight_bytes();
   return sum;
@@ -131,7 +176,7 @@ bool Host::drop_idle_sampler() {
 void Host::make_room(const HostedBase& base, const serve::LoraConfig& lora) {
   const std::int64_t needed = TunedModel::bytes_of(base, lora);
   while (adapter_bytes() + needed > hosting_->adapter_bytes)
-    if (!drop_idle_sampler())
+    if (!drop_idle_sampler() && !park_idle_run())
       throw MemoryBudgetError(
           {"the adapter",
            text_of("one that fits the ", format_bytes(hosting_->adapter_bytes),

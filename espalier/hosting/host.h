@@ -29,7 +29,7 @@ class Host final : public serve::Engine {
   const std::vector<serve::BaseModel>& models() const override { return facts_; }
   void begin_thread() override;
   void create(const std::string& run, const std::string& base, const serve::LoraConfig& lora) override;
-  void drop(const std::string& run) override { runs_.erase(run); }
+  void drop(const std::string& run) override;
   std::vector<serve::TrainingOutcome> forward_backward(const std::string& run,
                                                        const std::vector<const serve::TrainingCall*>& calls) override;
   void break_gradient(const std::string& run, const std::string& why) override;
@@ -54,8 +54,19 @@ class Host final : public serve::Engine {
     std::exception_ptr failed;  // why it cannot be used
   };
 
-  TunedModel& run_of(const std::string& run) const;
-  // Refuses an adapter for which there is no memory, after idle samplers have given up theirs.
+  struct Run {
+    HostedBase& base;
+    serve::LoraConfig lora;
+    std::unique_ptr<TunedModel> live;  // null: its state is in its folder alone
+    std::uint64_t last_used = 0;
+  };
+
+  void add_run(const std::string& run, HostedBase& base, std::unique_ptr<TunedModel> model);
+  TunedModel& run_of(const std::string& run);
+  std::filesystem::path parked_folder(const std::string& run) const;
+  // Writes the state of the run that was used the longest ago and has no gradient, and frees its memory.
+  bool park_idle_run();
+  // Refuses an adapter for which there is no memory, after idle samplers and models have given up theirs.
   void make_room(const HostedBase& base, const serve::LoraConfig& lora);
   HostedSampler& live(Sampler& sampler);
   // The limit of one sampler: what the others have not been promised.
@@ -66,7 +77,7 @@ class Host final : public serve::Engine {
   std::map<std::string, std::unique_ptr<HostedBase>> bases_;
   std::vector<serve::BaseModel> facts_;
   std::unique_ptr<Hosting> hosting_;
-  std::map<std::string, std::unique_ptr<TunedModel>> runs_;
+  std::map<std::string, Run> runs_;
   std::map<std::string, Sampler> samplers_;
   std::uint64_t clock_ = 0;
 };

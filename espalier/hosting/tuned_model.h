@@ -34,6 +34,7 @@ class TunedModel {
   // is not finite; MemoryBudgetError with the budget that would suffice. The gradient is then as it was.
   std::vector<serve::TrainingOutcome> forward_backward(const std::vector<const serve::TrainingCall*>& calls);
   void break_gradient(const std::string& why);
+  bool has_gradient() const { return gradient_.defined() || broken_; }  // or the wreck of one
   // Errors: InputError, without a step and with the gradient dropped, if it is broken or not finite.
   AdamW::Update step(const serve::AdamParams& params);
 

@@ -16,6 +16,9 @@
 
 namespace espalier::serve {
 
+// States of models that an engine has put aside to free memory, in the server's folder; of no use to a next server.
+inline constexpr const char* kParked = "parked";
+
 // Facts of a base model that never change. Any thread may read them.
 struct BaseModel {
   std::string name;    // what clients call it

@@ -50,6 +50,11 @@ std::int64_t EngineThread::waiting() const {
   return waiting_;
 }
 
+std::string EngineThread::running() const {
+  const std::lock_guard lock(mutex_);
+  return running_;
+}
+
 // The lock is held.
 std::shared_ptr<Unit> EngineThread::take_next() {
   auto line = lines_.upper_bound(last_);
@@ -74,12 +79,13 @@ void EngineThread::run(const std::function<bool()>& between) {
     changed_.wait(lock, [&] { return more || ends_ || !lines_.empty(); });
     if (ends_) return;
     std::shared_ptr<Unit> unit;
-    if (!lines_.empty()) unit = take_next();
+    if (!lines_.empty()) unit = take_next(), running_ = last_;
     lock.unlock();
     if (unit) unit->run();
     unit.reset();
     more = between();
     lock.lock();
+    running_.clear();
   }
 }
 

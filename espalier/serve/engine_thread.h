@@ -43,6 +43,7 @@ class EngineThread {
   void add(const std::string& line, Work work) { add(line, {unit(std::move(work))}); }
   static std::shared_ptr<Unit> unit(Work work);
   std::int64_t waiting() const;
+  std::string running() const;  // the line whose unit runs; empty: none does
 
  private:
   void run(const std::function<bool()>& between);
@@ -52,6 +53,7 @@ class EngineThread {
   std::condition_variable changed_;
   std::map<std::string, std::deque<std::shared_ptr<Unit>>> lines_;  // none is empty
   std::string last_;                                                // the line that had the last turn
+  std::string running_;
   std::int64_t waiting_ = 0;
   bool ends_ = false;
   std::thread thread_;  // the last member: it uses the others

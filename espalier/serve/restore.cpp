@@ -158,6 +158,7 @@ void Service::restore() {
   fs::create_directories(settings_.state, refused);
   if (refused) throw_output_error(settings_.state, "create this folder", refused.value());
   lock_folder();
+  remove_folder(settings_.state / kParked);
   std::vector<Json> records;
   for (const std::string& text : read_journal(journal_file(settings_.state)))
     if (Json record = Json::parse(text, nullptr, false); record.is_object()) records.push_back(std::move(record));

@@ -92,7 +92,21 @@ Service::Service(Engine& engine, HttpServer& server, const ServiceSettings& sett
       futures_(server, settings.result_bytes),
       checkpoints_(settings.state),
       thread_([this] { engine_.begin_thread(); },
-              [this] { return timed(WorkKind::samples, [this] { return engine_.step_samples(); }); }) {}
+              [this] { return timed(WorkKind::samples, [this] { return engine_.step_samples(); }); }) {
+  futures_.set_waiting_reason([this](const std::string& future) { return waiting_reason(future); });
+}
+
+std::string Service::waiting_reason(const std::string& future) const {
+  const std::string id = future.substr(0, future.rfind('#'));
+  const auto run = runs_.all().find(id);
+  if (run == runs_.all().end()) return "";
+  for (const auto& [number, unit] : run->second.early)
+    if (run->second.future(number) == future)
+      return text_of("request ", run->second.next, " of this model has not come yet, and this one comes after it");
+  const std::string running = thread_.running();
+  if (running.empty() || running == id) return "";
+  return text_of("the engine works for another client; ", thread_.waiting(), " pieces of work wait for it");
+}
 
 Service::~Service() {
   *alive_ = false;

@@ -179,6 +179,9 @@ class Service {
     return work();
   }
   void lock_folder();
+  // Why a future has no result yet, if its client cannot know: an earlier request is missing, or others have their
+  // turn.
+  std::string waiting_reason(const std::string& future) const;
   bool is_held(const std::string& run, std::int64_t number) const;
 
   Engine& engine_;

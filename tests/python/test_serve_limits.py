@@ -13,6 +13,7 @@ from make_model import VOCABULARY  # noqa: E402
 from serve_client import NAME, ByHand  # noqa: E402
 from serve_process import Server, without_proxies  # noqa: E402
 
+SMALL_BUDGET = "24MiB"  # of which a quarter is for adapters
 DATA = [([5, 9, 2, 40], {"target_tokens": [9, 2, 40, 3]})]
 
 
@@ -21,8 +22,8 @@ def start(program, model_of, tmp_path):
     without_proxies()
     made = []
 
-    def begin(*options):
-        made.append(Server(program, {NAME: model_of("qwen3_tied")}, "--state", tmp_path / "state", *options))
+    def begin(*options, state="state"):
+        made.append(Server(program, {NAME: model_of("qwen3_tied")}, "--state", tmp_path / state, *options))
         return made[-1]
 
     yield begin
@@ -109,6 +110,32 @@ def group_data(generator, groups, n, prompt, response):
             zeros = [0.0] * (prompt - 1)
             out.append((tokens[:-1], {"target_tokens": targets, "logprobs": zeros + [-4.5] * response, "advantages": zeros + generator.normal(size=response).tolist()}))
     return out
+
+
+def test_idle_models_go_to_disk_where_memory_is_short(start, tmp_path):
+    """Eight adapters of rank 64 train in turns where three fit: the bits are those of a server on which all fit."""
+    def train(server):
+        models = [ByHand(server, rank=64) for _ in range(8)]
+        for step in range(2):
+            for index, model in enumerate(models):
+                model.metrics(model.forward_backward(2 * step + 1, [([5, 9, index], {"target_tokens": [9, index, step]})])[1]["request_id"])
+                model.metrics(model.optim_step(2 * step + 2, learning_rate=1e-2)[1]["request_id"])
+        return models, [model.metrics(model.forward_backward(5, DATA, forward_only=True)[1]["request_id"]) for model in models]
+
+    large, small = start("--memory-budget", "1GiB", state="large"), start("--memory-budget", SMALL_BUDGET, state="small")
+    models, results = train(small)
+    parked = {path.name for path in (tmp_path / "small/parked").iterdir()}
+    assert len(parked) >= 4 and not (tmp_path / "large/parked").exists()
+    assert results == train(large)[1]
+    # A gradient keeps its model in memory: with as many as fit, another model is refused, with the budget that would do.
+    for model in models:
+        answer = small.result(model.forward_backward(6, DATA)[1]["request_id"])[1]
+        if isinstance(answer, dict):
+            break
+    assert "--memory-budget" in answer["error"]
+    small.kill()
+    small.start()
+    assert not (tmp_path / "small/parked").exists() or len(list((tmp_path / "small/parked").iterdir())) < 8
 
 
 def distinct_prefixes(data):

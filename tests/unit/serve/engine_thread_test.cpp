@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <future>
+#include <thread>
 #include <vector>
 
 namespace espalier::serve {
@@ -19,6 +20,8 @@ TEST(EngineThread, LinesTakeTurnsAndKeepTheirOrder) {
     for (int i = 0; i < 2; ++i) thread.add("b", [&, i] { ran.push_back("b" + std::to_string(i)); });
     thread.add("c", [&] { ran.push_back("c0"); });
     EXPECT_GE(thread.waiting(), 6);
+    while (thread.running().empty()) std::this_thread::yield();
+    EXPECT_EQ(thread.running(), "z");
     thread.add("a", [&] { done.set_value(); });
     go.set_value();
     done.get_future().wait();
