@@ -164,7 +164,7 @@ def test_clients_of_all_ranks_have_the_bits_of_their_runs_alone(server, service)
                        for rank, client in clients.items()}
             samplers = {rank: ready(client.save_weights_and_get_sampling_client()) for rank, client in clients.items() if step < 2}
             drawn = {rank: sampler.sample(tinker.ModelInput.from_ints([5, 9, rank]), 2, tinker.SamplingParams(max_tokens=6, seed=step)) for rank, sampler in samplers.items()}
-            for rank, both in futures.items():
+            for both in futures.values():
                 for future in both:
                     future.result()
             for rank, future in drawn.items():
