@@ -26,10 +26,10 @@ def run(name, *arguments, launcher=(sys.executable,), saved=0.5, **variables):
 
 def test_every_example_is_shown_and_run():
     shown = (ROOT / "docs/examples.md").read_text()
-    run_here = Path(__file__).read_text() + (ROOT / "tests/python/test_c_package.py").read_text()
+    run_here = Path(__file__).read_text() + "".join((ROOT / "tests/python" / name).read_text() for name in ("test_c_package.py", "test_plugins.py"))
     for example in (ROOT / "examples").iterdir():
         if example.name != "__pycache__":
-            assert f"`{example.name}" in shown and (example.name in run_here or example.name == "verl_cpu.py"), example.name
+            assert f"`{example.name}" in shown and (example.name in run_here or f"{example.stem}.SharedPrompts" in run_here or example.name == "verl_cpu.py"), example.name
 
 
 def test_own_data(program, tmp_path):
