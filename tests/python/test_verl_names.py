@@ -46,7 +46,7 @@ CASES = {
     **{f"is_{level}": {"rollout_is": level, "rollout_is_threshold": 1.5} for level in ("token", "sequence")},
     "is_between": {"rollout_is": "token", "rollout_is_mode": "mask", "rollout_is_floor": .5, "rollout_is_threshold": 1.7},
     **{f"rs_{word}": {"rollout_rs": word, "rollout_rs_threshold": bound} for word, bound in (
-        ("token_k1", "0.4_2.5"), ("token_k2", "0.4"), ("token_k3", "0.4"), ("seq_sum_k1", "0.2_5"), ("seq_sum_k2", "3"), ("seq_sum_k3", "4"),
+        ("token_k1", "0.7_2.5"), ("token_k2", "0.4"), ("token_k3", "0.4"), ("seq_sum_k1", "0.2_3"), ("seq_sum_k2", "3"), ("seq_sum_k3", "4"),
         ("seq_mean_k1", "1.3"), ("seq_mean_k2", "0.6"), ("seq_mean_k3", "0.8"), ("seq_max_k2", "2"), ("seq_max_k3", "3"))},
     "rs_two": {"rollout_rs": "token_k1,seq_mean_k3", "rollout_rs_threshold": "0.4_2.5,0.8", **SEQUENCE_MEAN},
     "rs_is": {"rollout_rs": "token_k2", "rollout_rs_threshold": "0.4", "rollout_is": "sequence", "rollout_is_threshold": 3.0},
