@@ -198,3 +198,26 @@ def test_values_without_loss_may_be_anything_and_the_samplers_may_be_missing(tmp
     torch.save(second_version(samples=[sample]), tmp_path / "train_4.pt")
     with pytest.raises(RecordError, match="log_probs.*has loss.*leave out its whole group"):
         read(tmp_path / "train_4.pt")
+
+
+LONG = max(SAMPLES, key=lambda sample: len(sample["response_ids"]))
+
+
+def with_sets(tmp_path, **sets):
+    kept = {**slime_sample(0, LONG), **sets}
+    torch.save({"rollout_id": 0, "samples": [kept]}, tmp_path / "rollout_0.pt")
+    return [record.get("kept_ids") for record in read(tmp_path / "rollout_0.pt")[0]]
+
+
+@pytest.mark.parametrize("kind", [list, torch.tensor], ids=["lists", "tensors"])
+def test_kept_sets_may_be_a_list_for_each_token(kind, tmp_path):
+    lists = [[token, token + 1] for token in LONG["response_ids"]]
+    assert with_sets(tmp_path, rollout_top_p_token_ids=[kind(one) for one in lists]) == [lists]
+    assert with_sets(tmp_path, rollout_top_p_token_ids=[None, *lists[1:]]) == [[None, *lists[1:]]]
+
+
+@pytest.mark.parametrize("sets", [{"rollout_top_p_token_ids": [7, 8]}, {"rollout_top_p_token_offsets": [0, 1]}], ids=["ids", "offsets"])
+def test_half_of_the_kept_sets_is_refused(sets, tmp_path):
+    with pytest.raises(RecordError) as raised:
+        with_sets(tmp_path, **sets)
+    assert "rollout_top_p_token_ids" in raised.value.where and "offsets" in raised.value.got

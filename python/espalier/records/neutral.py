@@ -1,5 +1,6 @@
 """Builds neutral records (docs/rollout_format.md) and checks their values."""
 
+import itertools
 import math
 
 from .errors import RecordError, UnsupportedRecords
@@ -91,9 +92,16 @@ def weighted(place, field, weights, advantage, loss_mask, notes):
 
 def kept_sets(place, field, ids, offsets, tokens):
     """Returns `kept_ids`: for each of `tokens` response tokens the list ids[offsets[t] : offsets[t + 1]], or None where that is empty, which
-    means that no set was recorded. None if `ids` or no token has one."""
-    if ids is None or offsets is None:
+    means that no set was recorded. Without offsets, `ids` holds a list for each response token. None if no token has a set."""
+    if ids is None and offsets is None:
         return None
+    if ids is None or offsets is None and not all(each is None or isinstance(each, (list, tuple, Tensor)) for each in as_list(ids)):
+        raise place.wrong(field, "ids and their offsets, or a list of ids for each response token", "only the offsets" if ids is None else "ids without offsets",
+                          "Log-probs of the sampler are over these sets: dump both fields, or neither of them and log-probs over the whole vocabulary")
+    if offsets is None:
+        lists = [[] if each is None else as_list(each) for each in as_list(ids)]
+        offsets = [0, *itertools.accumulate(map(len, lists))]
+        ids = [token for each in lists for token in each]
     ids, offsets = token_ids(place, field, ids), as_list(offsets)
     if len(offsets) != tokens + 1:
         raise place.wrong(f"offsets of {field}", f"{tokens + 1} entries, one more than response tokens", str(len(offsets)))
