@@ -25,6 +25,7 @@ TEXT = [{"prompt": "The sky is", "chosen": " blue.", "rejected": " green, I thin
 INSIDE = [{"chosen": "The sky is blue.", "rejected": "The sky is green."}, {"chosen": "Say yes", "rejected": "Say no, never"}]
 CHAT = [{"prompt": ASK, "chosen": said("Five."), "rejected": said("Six, of course.")}, {"prompt": ASK + MORE, "chosen": said("Five apples."), "rejected": said("Five pears.")}]
 CHAT_INSIDE = [{"chosen": ASK + said("Five."), "rejected": ASK + said("Six.")}, {"chosen": ASK + MORE + said("5"), "rejected": ASK + MORE + said("6")}]
+REPEATED = [{"prompt": row["chosen"][0]["content"], **row} for row in CHAT_INSIDE]  # UltraFeedback's columns
 PAIRS = {"text": TEXT, "text_inside": INSIDE, "chat": CHAT, "chat_inside": CHAT_INSIDE}
 
 SFT = {
@@ -77,6 +78,12 @@ def test_pairs_of_reward_models_are_trls(kind, model, tmp_path):
         assert [row["prompt_ids"] + row[name] for row in found] == [row[name] for row in exact], name
 
 
+@pytest.mark.parametrize("objective", ["dpo", "reward"])
+def test_a_text_prompt_may_repeat_what_both_answers_hold(objective, model, tmp_path):
+    assert [trl.maybe_extract_prompt(dict(row)) for row in REPEATED] == [trl.maybe_extract_prompt(dict(row)) for row in CHAT_INSIDE]
+    assert records(objective, REPEATED, model[0], tmp_path) == records(objective, CHAT_INSIDE, model[0], tmp_path)
+
+
 @pytest.mark.parametrize("kind", SFT)
 def test_supervised_rows_and_their_labels_are_trls(kind, model, tmp_path):
     directory, marks = model
@@ -120,12 +127,22 @@ def test_verbs_read_rows_directly_as_converted(objective, given, model, espalier
     ("dpo", {"prompt": "a", "chosen": "b", "rejected": 3}, "rejected"), ("dpo", {"prompt": ASK, "chosen": "b", "rejected": "c"}, "of one kind"),
     ("dpo", {"chosen": "yes", "rejected": "no"}, "a prompt and two answers"), ("reward", {"chosen": "yes", "rejected": "no"}, "begin with the same token"),
     ("reward", {"prompt": "a", "answers": [{"response": "b", "score": 1}]}, "at least two"), ("sft", {"text": ""}, "at least two tokens"),
-    ("sft", {"prompt": "a", "completion": 1}, "completion"), ("sft", {"messages": [{"role": "cook", "content": "x"}]}, "no role cook")])
+    ("sft", {"prompt": "a", "completion": 1}, "completion"), ("sft", {"messages": [{"role": "cook", "content": "x"}]}, "no role cook"),
+    ("dpo", {"prompt": "Say", "chosen": said("yes"), "rejected": said("no")}, "of one kind"),
+    ("dpo", {"prompt": "Other", "chosen": ASK + said("yes"), "rejected": ASK + said("no")}, "of one kind")])
 def test_damaged_rows_are_refused_by_line(objective, row, expected, model, tmp_path):
     with pytest.raises(RecordError) as raised:
         records(objective, [row], model[0], tmp_path)
     error = raised.value
     assert "rows.jsonl:1" in error.where and expected in f"{error.where} {error.expected} {error.got}"
+
+
+def test_roles_that_the_template_leaves_out_are_named(tmp_path):
+    template = "{% for m in messages %}{% if m.role in ('user', 'assistant') %}{{ m.content }}{% endif %}{% endfor %}"
+    directory = make_text_model(tmp_path / "model", byte_level_tokenizer(["how many"] * 4, 300), template)
+    with pytest.raises(RecordError) as raised:
+        records("sft", [{"conversations": [{"from": "human", "value": "How many?"}, {"from": "gpt", "value": "Five."}]}], directory, tmp_path)
+    assert "0 tokens" in raised.value.got and "human, gpt" in raised.value.got and "user, assistant" in raised.value.remedy
 
 
 @pytest.mark.parametrize("model", ["marks"], indirect=True)
@@ -173,6 +190,7 @@ def test_columns_of_other_names_are_read(objective, given, columns, model, espal
 @pytest.mark.parametrize("objective, row, words", [
     ("dpo", {"question": "a", "good": "b", "bad": "c"}, ["chosen and rejected", "question, good, bad", "--columns prompt=COLUMN,chosen=COLUMN"]),
     ("dpo", {"prompt": "a", "completion": "b", "label": True}, ["chosen and rejected", "prompt, completion, label"]),
+    ("reward", {"prompt": "a", "accepted": "b", "rejected": "c"}, ["chosen and rejected", "prompt, accepted, rejected", "--columns"]),
     ("reward", {"q": "a"}, ["answers", "columns q"]), ("sft", ALPACA, ["messages", "completion", "instruction, input, output", "--columns prompt=COLUMN,completion=COLUMN"])])
 def test_unknown_columns_are_named_with_those_looked_for(objective, row, words, model, espalier, tmp_path):
     path = write_lines([row], tmp_path / "rows.jsonl")

@@ -22,6 +22,7 @@ _KEPT = ("group", "step", "id", "temperature", "margin", "ref_chosen_logps", "re
 _COLUMNS = {"dpo": "chosen and rejected, with prompt or with the prompt inside both", "sft": "prompt and completion, or messages (conversations), or text",
             "reward": "chosen and rejected, with prompt or with the prompt inside both; or prompt and answers"}
 _NAMED = {"dpo": ("prompt", "chosen", "rejected"), "reward": ("prompt", "chosen", "rejected"), "sft": ("prompt", "completion")}
+_ROLES = {"system", "developer", "user", "assistant", "tool"}
 _BESIDE = ("tools", "chat_template_kwargs")
 _LONGER = "the tokens of some prompts end otherwise with a response behind them: their last tokens are left out, as TRL does"
 
@@ -59,6 +60,15 @@ def _without_prompt(chosen, rejected):
     return chosen[:length], chosen[length:], rejected[length:]
 
 
+def _holds(chosen, rejected, prompt):
+    """Whether both answers are lists of messages that begin with the text `prompt`, among others: the column then says again what they hold, as in
+    UltraFeedback."""
+    if isinstance(chosen, str) or not isinstance(prompt, str):
+        return False
+    begin = _without_prompt(chosen, rejected)[0]
+    return any(isinstance(message, dict) and message.get("content") == prompt for message in begin)
+
+
 def _as_chat(value):
     """Renames from and value in messages to role and content."""
     if not isinstance(value, list):
@@ -80,8 +90,11 @@ class Rows:
         return {**rest, **{name: row[column] for name, column in self._columns.items()}}
 
     def _check_columns(self, row, where):
-        ways = {"sft": ("completion", "messages", "conversations", "text"), "reward": ("chosen", "rejected", "answers"), "dpo": ("chosen", "rejected")}
-        if not any(row.get(name) is not None for name in ways[self._objective]):
+        if self._objective == "sft":
+            found = any(row.get(name) is not None for name in ("completion", "messages", "conversations", "text"))
+        else:
+            found = {"chosen", "rejected"} <= row.keys() or (self._objective == "reward" and row.get("answers") is not None)
+        if not found:
             raise RecordError(where, f"the columns {_COLUMNS[self._objective]}", f"columns {', '.join(row)[:160]}",
                               f"Rename the columns, or name them: --columns {_example(self._objective)}")
 
@@ -127,14 +140,15 @@ class Rows:
 
     def _joined(self, prompt, answer, where):
         if type(prompt) is not type(answer):
-            raise RecordError(where, "a prompt and answers of one kind, texts or lists of messages", "one of each")
+            raise RecordError(where, "a prompt and answers of one kind, texts or lists of messages", "one of each",
+                              'Write the text as messages: [{"role": ..., "content": ...}]')
         return prompt + answer
 
     def _pair(self, row, where):
         chosen, rejected = self._field(row, "chosen", where), self._field(row, "rejected", where)
         if type(chosen) is not type(rejected):
             raise RecordError(where, "chosen and rejected of one kind, texts or lists of messages", "one of each")
-        given = "prompt" in row
+        given = "prompt" in row and not _holds(chosen, rejected, row["prompt"])
         if self._objective == "reward":
             answers = [self._ended(chosen), self._ended(rejected)]
             if given:
@@ -187,7 +201,7 @@ class Rows:
         messages = row.get("messages") or row.get("conversations")
         if messages:
             ids, said = self._ids(row, _as_chat(messages)), self._said(row, _as_chat(messages))
-            return self._trained(ids, [1] * len(ids) if said is None else said, where)
+            return self._trained(ids, [1] * len(ids) if said is None else said, where, _as_chat(messages))
         ids = self._ids(row, self._ended(self._field(row, "text", where)))
         return self._trained(ids, [1] * len(ids), where)
 
@@ -196,10 +210,13 @@ class Rows:
         return self._tokenizer.assistant_mask(messages, template_arguments(row))
 
     @staticmethod
-    def _trained(ids, mask, where):
+    def _trained(ids, mask, where, messages=()):
         """The record, with loss where `mask` is 1. The first token has no loss, because no token precedes it."""
         if len(ids) < 2 or 1 not in mask[1:]:
-            raise RecordError(where, "at least two tokens, of which one is trained on", f"{len(ids)} tokens, {sum(mask[1:])} with loss")
+            roles = dict.fromkeys(str(message.get("role")) for message in messages if isinstance(message, dict))
+            raise RecordError(where, "at least two tokens, of which one is trained on",
+                              f"{len(ids)} tokens, {sum(mask[1:])} with loss" + (f", of messages by {', '.join(roles)}" if roles else ""),
+                              "Chat templates know the roles system, user, assistant and tool: rename others" if roles.keys() - _ROLES else "")
         begin = mask[1:].index(1) + 1
         out = {"prompt_ids": ids[:begin], "response_ids": ids[begin:]}
         return out if all(mask[begin:]) else {**out, "loss_mask": mask[begin:]}
