@@ -70,7 +70,10 @@ void RewardFunction::fail(const Json& error, std::size_t place) const {
   fail_if_unusable(error, file_, "the reward function");
   if (kind == "number")
     throw InputError(
-        {file_, "compute_score to return a number, or a dict with a number under 'score'", message, about(place)});
+        {file_,
+         "compute_score to return a number, a dict with a number under 'score', or None for a response that it "
+         "does not judge",
+         message, about(place)});
   throw InputError({line_of(error, file_), "compute_score to return a number", message, about(place)});
 }
 

@@ -133,7 +133,10 @@ TEST_F(RewardFile, WhatIsNoNumberIsToldApartFromAnException) {
   for (const auto& [body, got] : cases) {
     const ErrorText error = error_of(*reward(body));
     EXPECT_EQ(error.got, got);
-    EXPECT_EQ(error.expected, "compute_score to return a number, or a dict with a number under 'score'");
+    EXPECT_EQ(
+        error.expected,
+        "compute_score to return a number, a dict with a number under 'score', or None for a response that it does "
+        "not judge");
   }
   EXPECT_FALSE(scores(*reward("    return None\n"), {"teal"}).front().score);  // not judged
 }
