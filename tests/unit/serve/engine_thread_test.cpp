@@ -15,12 +15,12 @@ TEST(EngineThread, LinesTakeTurnsAndKeepTheirOrder) {
   std::promise<void> go, done;
   {
     EngineThread thread([] {}, [] { return false; });
-    thread.add("z", [&] { go.get_future().wait(); });  // everything below waits behind it
+    thread.add("z", [&] { go.get_future().wait(); });
+    while (thread.running().empty()) std::this_thread::yield();  // everything below waits behind it
     for (int i = 0; i < 3; ++i) thread.add("a", [&, i] { ran.push_back("a" + std::to_string(i)); });
     for (int i = 0; i < 2; ++i) thread.add("b", [&, i] { ran.push_back("b" + std::to_string(i)); });
     thread.add("c", [&] { ran.push_back("c0"); });
     EXPECT_GE(thread.waiting(), 6);
-    while (thread.running().empty()) std::this_thread::yield();
     EXPECT_EQ(thread.running(), "z");
     thread.add("a", [&] { done.set_value(); });
     go.set_value();
