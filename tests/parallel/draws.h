@@ -10,8 +10,9 @@
 #include <stdexcept>
 #include <vector>
 
+#include "espalier/base/error.h"
 #include "espalier/parallel/degrees.h"
-#include "espalier/shape/model_shape.h"
+#include "espalier/shape/local_shape.h"
 
 namespace espalier::testing {
 
@@ -41,7 +42,12 @@ inline Degrees drawn_degrees(Draws& draws, const ModelShape& shape) {
     d.full = d.dp * d.cp > 1 && draws.one_in(4);
     if (shape.experts > 0) d.ep = draws.one_of<std::int64_t>({1, 2, 4, 8});
     const bool spreads = d.ranks() / d.pp % d.ep == 0 && d.ep % d.tp == 0 && shape.experts % d.ep == 0;
-    if (d.ep == 1 || spreads) return d;
+    if (d.ep > 1 && !spreads) continue;
+    try {
+      const LocalShape divides(shape, d, {});
+      return d;
+    } catch (const OptionError&) {  // heads that tp does not divide
+    }
   }
 }
 
