@@ -28,7 +28,7 @@ class Places {
   std::map<std::string, AdapterPlace> take() { return std::move(places_); }
 
  private:
-  // Whether both parameters of a layer's experts have adapters.
+  // True if both parameters of a layer's experts have adapters.
   bool has_both(std::int64_t layer) const {
     const LayerParameters p = layer_parameters(shape_, shape_.at(layer));
     return p.mlp.products()[ExpertProductNumbers::gate_up].low_rank() > 0 &&

@@ -368,7 +368,7 @@ void read_heads(const Members& config, const Family& family, Reading& reading) {
   s.fused_qkv = family.names.fused_qkv;
 }
 
-// What latent attention has in common with other attention.
+// Members that latent attention and other attention share.
 void complete_latents(Reading& reading) {
   const AttentionShape& from = reading.attention;
   LatentShape& to = reading.latent;

@@ -17,7 +17,7 @@ namespace espalier {
 // in families whose MLPs have no gate, relu2. Families with recurrent layers take silu alone, except Nemotron-H.
 // A tied head whose tensor differs from the embedding's in the directory is untied (config/stored_ties.h).
 ModelShape read_model_shape(const std::filesystem::path& directory_or_config);
-// Whether config.json alone ties the head to the embedding.
+// True if config.json alone ties the head to the embedding.
 bool config_ties_head(const std::filesystem::path& directory_or_config);
 ModelShape model_shape_of(const Json& config, const std::string& where);
 

@@ -74,7 +74,7 @@ std::vector<Change> changes_of(std::span<const Rollout> rollouts) {
 
 Ids part(Ids ids, std::size_t begin, std::size_t end) { return ids.subspan(begin, end - begin); }
 
-// Whether the tokens that stand otherwise have one text: a beginning of the longer one's where neither continues alike.
+// True if the tokens that stand otherwise have one text: a beginning of the longer one's where neither continues alike.
 std::vector<std::uint8_t> equal_texts(std::span<const Change> changes, std::span<const Rollout> rollouts,
                                       Tokenizer& tokenizer) {
   std::vector<Ids> ids;
