@@ -14,6 +14,7 @@
 #include "espalier/device/control_block.h"
 #include "espalier/device/host_values.h"
 #include "espalier/generate/group_source.h"
+#include "espalier/generate/whole_logits.h"
 #include "espalier/model/block_buffers.h"
 #include "espalier/model/decoder_pass.h"
 #include "espalier/observe/timer.h"
@@ -507,7 +508,7 @@ std::vector<TokenLogprob> Decoding::draw(const at::Tensor& hidden_OM, const Choi
     const std::int64_t rows = logits_BV.size(0), first = begin[static_cast<std::size_t>(first_row)];
     const std::int64_t tokens = begin[static_cast<std::size_t>(first_row + rows)] - first;
     const ArenaScope scope(arena_);
-    const at::Tensor whole_BV = whole_logits(logits_BV), drawn = drawn_2N.narrow(1, first, tokens);
+    const at::Tensor whole_BV = whole_logits(decoder_, logits_BV, arena_), drawn = drawn_2N.narrow(1, first, tokens);
     device.operations().choose_tokens(whole_BV, rule, begin_O1.narrow(0, first_row, rows + 1),
                                       uniform_N.narrow(0, first, tokens), drawn.select(0, 0), drawn.select(0, 1),
                                       at::Tensor());
@@ -543,7 +544,8 @@ std::vector<LikelyTokens> Decoding::likeliest_of(const at::Tensor& hidden_OM, st
   std::vector<LikelyTokens> out;
   const auto visit = [&](std::int64_t, const at::Tensor& logits_BV) {
     const ArenaScope scope(arena_);
-    const at::Tensor whole_BV = whole_logits(logits_BV), on_host = decoder_.device().to_host(whole_BV);
+    const at::Tensor whole_BV = whole_logits(decoder_, logits_BV, arena_),
+                     on_host = decoder_.device().to_host(whole_BV);
     std::vector<std::int32_t> order(static_cast<std::size_t>(on_host.size(1)));
     const auto kept = std::min(order.size(), static_cast<std::size_t>(count));
     std::vector<HeadEdge> edges;
@@ -569,26 +571,6 @@ std::vector<LikelyTokens> Decoding::likeliest_of(const at::Tensor& hidden_OM, st
   };
   for_each_logits(hidden_OM, decoder_.weights().head_VM, vocabulary_part(), visit, arena_);
   return out;
-}
-
-// Of all ranks of tp, which then choose the same tokens. Parts are as large as the largest.
-at::Tensor Decoding::whole_logits(const at::Tensor& logits_BV) {
-  Group& tp = decoder_.mesh().tp;
-  if (tp.size() == 1) return logits_BV;
-  const Operations& ops = decoder_.device().operations();
-  const std::int64_t rows = logits_BV.size(0), part = decoder_.shape().vocabulary,
-                     all = decoder_.local().whole().vocabulary;
-  const at::ScalarType dtype = logits_BV.scalar_type();
-  const at::Tensor whole_BV = arena_.take({rows, all}, dtype), own_BV = arena_.take({rows, part}, dtype),
-                   parts = arena_.take({tp.size(), rows, part}, dtype);
-  ops.zero(own_BV);
-  ops.convert(logits_BV, own_BV.narrow(1, 0, logits_BV.size(1)));
-  tp.gather(own_BV, parts);
-  for (std::int64_t rank = 0, first = 0; first < all; ++rank, first += part) {
-    const std::int64_t count = std::min(part, all - first);
-    ops.convert(parts.select(0, rank).narrow(1, 0, count), whole_BV.narrow(1, first, count));
-  }
-  return whole_BV;
 }
 
 void Decoding::append(std::int64_t number, const TokenLogprob& token) {

@@ -155,7 +155,6 @@ class Decoding {
                                  const std::vector<std::int32_t>& begin, const std::vector<double>& uniforms);
   std::vector<double> logprobs_of(const at::Tensor& hidden_OM, std::span<const HeadEdge> edges);
   std::vector<LikelyTokens> likeliest_of(const at::Tensor& hidden_OM, std::int64_t count);
-  at::Tensor whole_logits(const at::Tensor& logits_BV);
   VocabularyPart vocabulary_part() const;
   void append(std::int64_t number, const TokenLogprob& token);
   std::vector<std::int64_t> end_some(std::span<const std::int64_t> chosen);

@@ -107,7 +107,6 @@ class Generation {
   void gather_ends();
   void gather_report();
   bool somebody_runs(bool own);
-  at::Tensor whole_logits(const at::Tensor& logits_BV);
   void admit();
   void open(PromptState& state);
   void compute_prompts(std::span<PromptState* const> opened);

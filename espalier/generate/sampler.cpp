@@ -1,6 +1,7 @@
 #include "espalier/generate/sampler.h"
 
 #include "espalier/generate/generation.h"
+#include "espalier/generate/whole_logits.h"
 
 namespace espalier {
 namespace generation {
@@ -372,7 +373,8 @@ std::vector<TokenChoice> Generation::choose(const at::Tensor& hidden_OM, const A
     const std::int64_t rows = logits_BV.size(0), begin = asked.begin[static_cast<std::size_t>(first_row)];
     const std::int64_t tokens = asked.begin[static_cast<std::size_t>(first_row + rows)] - begin;
     const ArenaScope scope(arena_);
-    const at::Tensor whole_BV = whole_logits(logits_BV), drawn_of_block = drawn_2N.narrow(1, begin, tokens);
+    const at::Tensor whole_BV = whole_logits(decoder_, logits_BV, arena_),
+                     drawn_of_block = drawn_2N.narrow(1, begin, tokens);
     const at::Tensor kept_BW =
         keeps_sets_ ? device.allocate({rows, (whole_BV.size(1) + 31) / 32}, at::kInt) : at::Tensor();
     device.operations().choose_tokens(whole_BV, rule_, begin_O1.narrow(0, first_row, rows + 1),
@@ -396,26 +398,6 @@ std::vector<TokenChoice> Generation::choose(const at::Tensor& hidden_OM, const A
                        keeps_sets_ ? kept_.set_of(i) : std::span<const std::int32_t>{}});
   }
   return choices;
-}
-
-// Of all ranks of tp, which then choose the same tokens. Parts are as large as the largest.
-at::Tensor Generation::whole_logits(const at::Tensor& logits_BV) {
-  Group& tp = decoder_.mesh().tp;
-  if (tp.size() == 1) return logits_BV;
-  const Operations& ops = decoder_.device().operations();
-  const std::int64_t rows = logits_BV.size(0), part = decoder_.shape().vocabulary,
-                     all = decoder_.local().whole().vocabulary;
-  const at::ScalarType dtype = logits_BV.scalar_type();
-  const at::Tensor whole_BV = arena_.take({rows, all}, dtype), own_BV = arena_.take({rows, part}, dtype),
-                   parts = arena_.take({tp.size(), rows, part}, dtype);
-  ops.zero(own_BV);
-  ops.convert(logits_BV, own_BV.narrow(1, 0, logits_BV.size(1)));
-  tp.gather(own_BV, parts);
-  for (std::int64_t rank = 0, first = 0; first < all; ++rank, first += part) {
-    const std::int64_t count = std::min(part, all - first);
-    ops.convert(parts.select(0, rank).narrow(1, 0, count), whole_BV.narrow(1, first, count));
-  }
-  return whole_BV;
 }
 
 void Generation::append(std::int64_t index, const TokenChoice& choice) {
