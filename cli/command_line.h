@@ -23,7 +23,7 @@ struct CommandLine {
 // An unknown verb or option is an OptionError with the nearest known name.
 void parse_command_line(const std::vector<std::string>& words, CommandLine& line);
 
-// Whether --json stands among the words: errors found while parsing must know it, too.
+// True if --json stands among the words: errors found while parsing must know it, too.
 bool asks_for_json(const std::vector<std::string>& words);
 
 }  // namespace espalier::cli

@@ -22,7 +22,7 @@ namespace espalier::cli {
 void check_paths(const Verb& verb, const Options& options, const std::vector<std::string>& arguments,
                  const std::string& config);
 
-// Whether the verb writes anything but standard output.
+// True if the verb writes anything but standard output.
 bool has_output(const Verb& verb, const Options& options, const std::vector<std::string>& arguments);
 
 }  // namespace espalier::cli

@@ -54,7 +54,7 @@ pid_t writer_of(const std::string& name, std::size_t prefix_length) {
   return value > 0 ? static_cast<pid_t>(value) : 0;
 }
 
-// Whether the open file is the one that has this name.
+// True if the open file is the one that has this name.
 bool is_at(int descriptor, const fs::path& path) {
   struct stat by_descriptor, by_name;
   return ::fstat(descriptor, &by_descriptor) == 0 && ::stat(path.c_str(), &by_name) == 0 &&

@@ -1,4 +1,4 @@
-// Whether a CPU's sums have a defined order (docs/mathematics.md, section 18), so that the bits of a row's results
+// True if a CPU's sums have a defined order (docs/mathematics.md, section 18), so that the bits of a row's results
 // depend only on the row, its visible rows and the weights: own products replace the library's, and attention does not
 // split keys over threads. Chosen by --products; with auto by the environment variable ESPALIER_PRODUCTS, "own" or
 // "library"; without either by the dtype of the run.

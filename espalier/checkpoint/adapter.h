@@ -53,12 +53,12 @@ class Adapter {
   // Modules with lora_A and lora_B, and parameters of modules_to_save.
   std::set<std::string> modules() const;
   std::vector<std::string> whole() const;
-  // Whether it has a parameter of an adapter (shape/parameter_shapes.h), or a parameter of the model that is stored
+  // True if it has a parameter of an adapter (shape/parameter_shapes.h), or a parameter of the model that is stored
   // whole; and its values, in the shape that an adapter of common_size() has. Errors: InputError for values that are
   // not finite.
   bool has(const std::string& parameter) const;
   std::vector<std::byte> values(const std::string& parameter, DType dtype) const;
-  // Whether it stands beside a tied head. It then changes the logits but not the embedding, so no merged matrix exists.
+  // True if it stands beside a tied head. It then changes the logits but not the embedding, so no merged matrix exists.
   bool changes_tied_head() const;
 
   // Turns the base model's values of a parameter that the adapter changes into those with the adapter. Errors:
@@ -89,7 +89,7 @@ class Adapter {
   Size size_of(const std::string& module) const;
   double scale_of(const Size& size) const;
   static std::pair<std::int64_t, std::int64_t> sides_of(const Piece& piece);
-  // Whether the config's target_parameters name it.
+  // True if the config's target_parameters name it.
   bool is_targeted(const std::string& parameter) const;
   void place(const SafetensorsEntry& entry, const ParameterTable& base);
   // Tensors that hold several parameters, or one of another name.
@@ -123,10 +123,10 @@ class Adapter {
   Joint joint_;
 };
 
-// Whether the directory holds an adapter; the model that its config names, empty where it names none.
+// True if the directory holds an adapter; the model that its config names, empty where it names none.
 bool is_adapter(const std::filesystem::path& directory);
 std::string base_named_in(const std::filesystem::path& directory);
-// Whether it is one of a ...ForSequenceClassification, a reward model; of a ...ForTokenClassification, a critic.
+// True if it is one of a ...ForSequenceClassification, a reward model; of a ...ForTokenClassification, a critic.
 bool is_reward_adapter(const std::filesystem::path& directory);
 bool is_critic_adapter(const std::filesystem::path& directory);
 

@@ -49,7 +49,7 @@ std::vector<std::string> short_names(const std::vector<std::string>& all, const 
   return {names.begin(), names.end()};
 }
 
-// Whether peft adapts the module by its parameter, as target_parameters: experts and routers always, which are no
+// True if peft adapts the module by its parameter, as target_parameters: experts and routers always, which are no
 // linear layers in transformers; in families with experts also others with these names, because peft reads them in
 // target_modules as names of experts.
 bool is_parameter(const ModelShape& shape, const std::string& module) {

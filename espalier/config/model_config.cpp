@@ -93,7 +93,7 @@ std::vector<std::uint8_t> read_layer_types(const Members& config, std::int64_t l
   return windowed;
 }
 
-// Whether a layer has a window in a config without layer_types. `used`: the config has one.
+// True if a layer has a window in a config without layer_types. `used`: the config has one.
 bool has_window_unlisted(const Members& config, const Family& family, const Reading& reading, std::int64_t layer,
                          std::int64_t period, bool used) {
   constexpr std::int64_t kMaxWindowLayersAbsent = 28;  // of the configuration classes of Qwen

@@ -42,7 +42,7 @@ struct WindowRope {
   double theta = 10000;
 };
 
-// Whether the weights of a row's experts are divided by their sum: as norm_topk_prob says, absent it is false or true;
+// True if the weights of a row's experts are divided by their sum: as norm_topk_prob says, absent it is false or true;
 // or always, or never.
 enum class Renormalises : std::uint8_t { member, member_on, always, never };
 

@@ -30,7 +30,7 @@ class PromptGroup {
   // The normalised hidden row of the last prompt token, [M], filled by the caller that computes the prompt.
   const at::Tensor& last_hidden_M() const { return last_hidden_M_; }
 
-  // Whether rows of another prompt can be taken: where no layer's rows carry a state, which only the last row has.
+  // True if rows of another prompt can be taken: where no layer's rows carry a state, which only the last row has.
   bool can_take_rows() const { return states_ == 0; }
   // The first `rows` rows become those of `other`, whose prompt begins with the same tokens.
   void take_rows(const PromptGroup& other, std::int64_t rows);

@@ -27,7 +27,7 @@ struct BlockShape : BufferSizes {
 
   const LayerShape& layer;
 
-  // Whether half a block changes its last product before adding it to the stream.
+  // True if half a block changes its last product before adding it to the stream.
   bool finishes_branch() const { return layer.has_norms_after() || shape.scales.residual != 1; }
 };
 

@@ -52,7 +52,7 @@ class Decoder {
   NormWeights final_norm(const ModelViews& views) const {
     return {views.final_norm_M, shape_.norm, views.final_norm_bias_M};
   }
-  // Whether this rank's last block continues with output rows alone: on the last stage of pp, unless the block has
+  // True if this rank's last block continues with output rows alone: on the last stage of pp, unless the block has
   // experts and the choices of all rows are counted.
   bool last_block_is_narrow(const ModelInput& input) const;
   LayerContext layer(const DecoderRun& run, std::int64_t layer, const RouterPenalties* penalties = nullptr) const;

@@ -9,7 +9,7 @@
 namespace espalier {
 namespace {
 
-// Whether the layer runs no row of these past keys and values, while other ranks of ep may send theirs.
+// True if the layer runs no row of these past keys and values, while other ranks of ep may send theirs.
 bool only_joins(const LayerContext& c) {
   const std::int64_t rows = c.narrow ? c.input.outputs() : c.input.rows();
   return rows == 0 && c.own.has_experts() && c.mesh.ep.size() > 1;

@@ -74,7 +74,7 @@ class KvPath {
   Latents latents(std::int64_t layer, std::int64_t rows) const;
   Latents top_latents(std::int64_t layer) const;
   const LatentBlock& latent_block() const { return latent_block_; }
-  // Whether the room has the keys and values of the first `rows` rows of this layer; the second call says that it has.
+  // True if the room has the keys and values of the first `rows` rows of this layer; the second call says that it has.
   bool room_holds(std::int64_t layer, std::int64_t rows) const { return layer == room_layer_ && rows <= room_rows_; }
   void filled_room(std::int64_t layer, std::int64_t rows) { room_layer_ = layer, room_rows_ = rows; }
 
@@ -84,7 +84,7 @@ class KvPath {
   Layer top(std::int64_t layer) const;  // the rows of the innermost trunk, or its last ones
   // All kinds of rows that a layer without windows leaves, for a move from row to row: undefined rows are not left.
   std::vector<at::Tensor> rows_of(std::int64_t layer) const;
-  // Whether the layer keeps all rows of a trunk.
+  // True if the layer keeps all rows of a trunk.
   bool keeps_all(std::int64_t layer) const { return window_of_[static_cast<std::size_t>(layer)] == 0; }
   // The depth of the first row that a layer with a window can show below `rows` rows; 0 where all layers keep all rows.
   std::int64_t first_row(std::int64_t rows) const { return first_window_row(rows, window_rows_); }

@@ -77,7 +77,7 @@ class KvSource {
  public:
   virtual ~KvSource() = default;
 
-  // Whether all of the rows' keys and values in this layer outlive the forward. If so, they are written to `kept`, [T,
+  // True if all of the rows' keys and values in this layer outlive the forward. If so, they are written to `kept`, [T,
   // J*D]; otherwise `kept` is undefined.
   virtual bool keeps(std::int64_t /*layer*/) const { return false; }
   virtual KeysValues kept(std::int64_t) const { return {}; }
@@ -90,7 +90,7 @@ class KvSource {
   virtual std::int64_t path_rows() const { return 0; }
   // The same with the rows of the set if they are a trunk's.
   virtual std::int64_t path_rows_with_own() const { return 0; }
-  // Whether the rows are some of a set that ranks of cp share. In latent attention such a source takes the rows'
+  // True if the rows are some of a set that ranks of cp share. In latent attention such a source takes the rows'
   // latents, and it computes keys and values from those of all ranks. Its add_backward then does everything up to the
   // latents: grad_own, overwritten, is of the normed latents [T, C] and of the rotated shared keys [T, K].
   virtual bool divides() const { return false; }

@@ -15,7 +15,7 @@ bool adapts_shared(const BlockShape& b) {
   return adapts(b, ExpertProductNumbers::shared_gate_up) || adapts(b, ExpertProductNumbers::shared_down);
 }
 
-// Whether router logits are wider than rows.
+// True if router logits are wider than rows.
 bool wide_router(const BlockShape& b) { return b.shape.router.wide && b.bytes.activation != b.bytes.accumulator; }
 
 // Beside wide logits A and B are widened, too.

@@ -69,7 +69,7 @@ class ParameterTable {
   const Parameter& at(const std::string& name) const;     // InternalError when absent
   bool contains(const std::string& name) const { return index_.count(name) != 0; }
   const Parameter* find(const std::string& name) const;  // null when absent
-  // Whether another rank, or another table, has the parameter.
+  // True if another rank, or another table, has the parameter.
   bool elsewhere(const std::string& name) const { return elsewhere_.count(name) != 0; }
 
  private:

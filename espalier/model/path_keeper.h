@@ -27,7 +27,7 @@ class PathKeeper {
 
   virtual ~PathKeeper() = default;
 
-  // Whether all layers share one buffer, which holds the layer in use.
+  // True if all layers share one buffer, which holds the layer in use.
   virtual bool one_place() const = 0;
   // Registers a member, which is not in use from now on; returns its number.
   virtual int add(const Member& member) = 0;

@@ -22,7 +22,7 @@ class PathWindow {
   void add_layer_without_rows() { layers_.emplace_back(); }
   bool sleeps(std::int64_t layer) const { return layers_[static_cast<std::size_t>(layer)].sleeps; }
   bool next_stays() const { return static_cast<std::int64_t>(layers_.size()) < layers_awake_; }
-  // Whether layers that are put away use the same buffers in turn, and whether the first of them has been added.
+  // True if layers that are put away use the same buffers in turn; and if, besides, one of them has been added.
   bool keeper_has_one_place() const { return keeper_.one_place(); }
   bool shares_places() const;
 

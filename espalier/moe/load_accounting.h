@@ -42,7 +42,7 @@ class LoadAccounting {
   LoadAccounting(std::int64_t layers, const RouterShape& shape, std::vector<std::int64_t> lengths, RouterLosses losses,
                  bool keep_rollouts = false);
 
-  // Whether all rows must run a last expert block, not only output rows. If not, that layer is not counted, because its
+  // True if all rows must run a last expert block, not only output rows. If not, that layer is not counted, because its
   // router sees output rows only.
   bool all_rows_choose() const { return losses_.any() || keep_rollouts_; }
   bool has_losses() const { return losses_.any(); }

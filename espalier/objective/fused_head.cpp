@@ -41,7 +41,7 @@ class HeadPass {
   // The logits of every block in turn, which are gone when the next one is visited.
   template <class Visit>
   void run(Visit visit);
-  // Whether a block's logits may be computed while those of the block before are in use.
+  // True if a block's logits may be computed while those of the block before are in use.
   bool has_two_rooms() const { return declared_.has_two(); }
   std::int64_t outputs() const { return outputs_; }
   // Of the block that begins at row `first`; those of the block before are gone unless there are two rooms.

@@ -14,7 +14,7 @@ double parse_number(const std::string& text, const std::string& where, const std
 std::int64_t parse_integer(const std::string& text, const std::string& where, const std::string& expected);
 bool parse_flag(const std::string& text, const std::string& where);
 
-// Whether another trainer's value says that there is none: none, None or null.
+// True if another trainer's value says that there is none: none, None or null.
 inline bool is_none(const std::string& value) { return value == "none" || value == "None" || value == "null"; }
 
 // The shortest text that reads back as the same double: 1e-6, 0.2, 3.

@@ -22,7 +22,7 @@ class Unit {
  public:
   virtual ~Unit() = default;
   virtual void run() = 0;
-  // Whether the unit that follows in the line, and waits, can be a part of this one; takes it.
+  // True if the unit that follows in the line, and waits, can be a part of this one; takes it.
   virtual bool joins(const Unit&) const { return false; }
   virtual void take(std::shared_ptr<Unit>) {}
 };

@@ -55,7 +55,7 @@ void for_each_projection(Parameters& p, Adapted& adapted, Visit visit) {
   of_part(p.mlp, adapted.mlp);
 }
 
-// Whether the model can have adapters: its parameters must be modules of transformers, or parts of joined ones. Models
+// True if the model can have adapters: its parameters must be modules of transformers, or parts of joined ones. Models
 // whose blocks may be halves (Nemotron-H), or whose files stack the matrices of modules (Granite 4), take none.
 bool takes_adapters(const ModelShape& shape);
 

@@ -8,7 +8,7 @@
 
 namespace espalier {
 
-// Whether layers with a window keep only the rows that it shows to rows below; these are then always in memory. Under
+// True if layers with a window keep only the rows that it shows to rows below; these are then always in memory. Under
 // cp above 1 layers keep all rows.
 inline bool keeps_windows(const ModelShape& shape, std::int64_t cp) { return cp == 1 && shape.window() > 0; }
 
@@ -26,8 +26,8 @@ inline std::int64_t kv_bytes_per_token(const ModelShape& shape, DType dtype) {
   return numbers * bytes_of(dtype);
 }
 
-// Whether some layer may leave latents in place of keys and values, and whether the path may be carried as these:
-// without windows.
+// True if some layer may leave latents in place of keys and values; and if the path may be carried as these, which
+// windows exclude.
 inline bool narrows_path(const ModelShape& shape) {
   return std::ranges::any_of(shape.layer, [](const LayerShape& layer) { return layer.mixer->narrows_path(); });
 }

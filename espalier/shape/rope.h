@@ -17,7 +17,7 @@ struct RopeScaling {
   bool truncate = true;                                     // yarn: the ramp's ends are whole numbers
   std::vector<double> short_factor = {}, long_factor = {};  // longrope, one per frequency
 
-  // Whether the rows of a longrope step rotate by long_factor. The step's longest rollout, of `longest` tokens, decides
+  // True if the rows of a longrope step rotate by long_factor. The step's longest rollout, of `longest` tokens, decides
   // for all rows.
   bool is_long(std::int64_t longest) const { return longest > original_max_position_embeddings; }
   bool operator==(const RopeScaling&) const = default;

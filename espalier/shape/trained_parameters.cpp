@@ -186,7 +186,7 @@ bool ends_module(const std::string& module, const std::string& item) {
   return module == item || module.ends_with("." + item);
 }
 
-// Whether the item of --lora-target names a module, as peft reads it. Names reach experts if they say so, as in peft,
+// True if the item of --lora-target names a module, as peft reads it. Names reach experts if they say so, as in peft,
 // where a layer's experts are parameters of one module.
 std::function<bool(const Adaptable&)> target_of(const std::string& item) {
   if (item == "all-linear") return [](const Adaptable& one) { return one.linear; };
@@ -286,7 +286,7 @@ std::string words_with_adapters(const ModelShape& shape, const std::string& word
   return out;
 }
 
-// Whether a checkpoint in NF4 leaves the module as it is, as transformers reads its config.
+// True if a checkpoint in NF4 leaves the module as it is, as transformers reads its config.
 bool is_left_out(const StoredNf4& stored, const std::string& weight) {
   const std::string module = weight.substr(0, weight.rfind('.'));
   return std::ranges::any_of(stored.left_out, [&](const std::string& name) {

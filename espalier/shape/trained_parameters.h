@@ -69,7 +69,7 @@ std::vector<std::string> adaptable_modules(const ModelShape& shape);
 
 // True if there are adapters and nothing else trains, so that the model's own parameters do not change.
 bool trains_adapters_alone(const ModelShape& shape);
-// Whether the experts of any layer have an adapter.
+// True if the experts of any layer have an adapter.
 bool adapts_experts(const ModelShape& shape);
 
 // The shape with its `trained` set. Errors: OptionError for a damaged expression; for an item that matches nothing (a

@@ -51,7 +51,7 @@ std::string chat_of(std::string messages, const std::string& fields);
 
 class Tokenizer {
  public:
-  // Whether `directory` holds a tokenizer's files.
+  // True if `directory` holds a tokenizer's files.
   static bool is_in(const std::string& directory);
 
   // Errors: InputError where the directory holds none that can be read; UnsupportedError naming a Python package that

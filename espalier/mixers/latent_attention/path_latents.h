@@ -15,7 +15,7 @@
 
 namespace espalier {
 
-// Whether the source's path carries latents.
+// True if the source's path carries latents.
 inline bool carries_latents(const LayerContext& context) { return context.kv.path_of_latents() != nullptr; }
 
 // Overwrites keys and values of rows with those that their latents expand to, in blocks.

@@ -62,7 +62,7 @@ class RecurrenceBackward : public MixerBackward {
   // may be input_TM, with that of the input.
   virtual void add_project(const at::Tensor& grad_projected_TW, const at::Tensor& input_TM,
                            const at::Tensor& grad_input_TM) const;
-  // Whether any weight that reads the input trains.
+  // True if any weight that reads the input trains.
   virtual bool reads_input() const { return grads_.products.front().trains(); }
 
   const LayerContext& c_;

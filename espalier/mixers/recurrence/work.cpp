@@ -14,7 +14,7 @@ constexpr std::int64_t kBlockRows = 64;    // kStateBlockRows of ops/cpu/delta_r
 constexpr std::int64_t kBlockStates = 21;  // with decays of channels: ops/cpu/channel_decay_ranges.h
 constexpr int kCalls = 8;
 
-// Whether any product before the output's has an adapter.
+// True if any product before the output's has an adapter.
 bool adapts_rows(const Recurrence& mixer, const BlockShape& b) {
   const std::uint32_t rest = ~(std::uint32_t{1} << mixer.output_product());
   return (b.layer.adapted_alike.mixer & rest) != 0;

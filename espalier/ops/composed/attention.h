@@ -78,7 +78,7 @@ struct ComposedCalls {
 };
 ComposedCalls composed_calls(const std::vector<std::int32_t>& subtree_end, std::int64_t most_rows = kAnyRows);
 
-// Whether the problem can be composed: heads and dtype that the library takes, values as wide as keys, a query at each
+// True if the problem can be composed: heads and dtype that the library takes, values as wide as keys, a query at each
 // own row, no window and no soft cap.
 bool composes(const LibraryAttention& library, const AttentionProblem& problem, at::ScalarType dtype);
 

@@ -9,7 +9,7 @@
 
 namespace espalier {
 
-// Whether this process computes products of this dtype in this way.
+// True if this process computes products of this dtype in this way.
 bool widens_products(at::ScalarType dtype);
 
 // out_RN = base_RN + a_RK b_KN. a, b: bfloat16, each contiguous along one of its dimensions. out: bfloat16, or float32,
