@@ -191,8 +191,9 @@ class Communication::Walk {
   // The path's rows of a layer, keys and values.
   void bring_path(const Turn& turn, std::int64_t layer, std::int64_t rows, AxisBytes& phase) {
     if (!turn.on_path || layer < path_.layers_awake || open_rows_ == 0) return;
-    if (std::exchange(layer_here_, layer) == layer) return;
-    for (const PathKind& kind : own_.mixer(layer).path_kinds(path_.latents))
+    const std::vector<PathKind> kinds = own_.mixer(layer).path_kinds(path_.latents);
+    if (kinds.empty() || std::exchange(layer_here_, layer) == layer) return;
+    for (const PathKind& kind : kinds)
       give(cp_, Collective::gather, path_share(rows) * kind.width * b_, phase.cp);
   }
   void sum_path(const Turn& turn, std::int64_t layer, std::int64_t rows, AxisBytes& phase) {
@@ -348,6 +349,7 @@ class Communication::Walk {
       give(cp_, Collective::scatter_sum, cp_.ranks * most_rows(*item) * given_width(layer) * s_, phase.cp);
     if (!experts) return;
     give(tp_, Collective::sum, R * own_.experts_per_token * s_, phase.tp);
+    if (own_.shared_expert.gate) give(tp_, Collective::sum, R * s_, phase.tp);
     exchange(turn, layer, 2 * M * b_ + s_, M * s_ + s_, phase);
   }
 

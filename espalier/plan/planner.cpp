@@ -471,10 +471,10 @@ PlanOptions plan_options_of(const Options& options) {
 
 StepPlan make_plan(std::span<const Rollout> rollouts, const std::vector<PrefixTree>& trees, const LocalShape& shape,
                    const PlanOptions& options, const MachineProfile& profile) {
-  if (path_of(options.path_state, shape.degrees().cp).latents && !may_carry_latents(shape.own()))
+  if (path_of(options.path_state, shape.degrees().cp).latents && !may_carry_latents(shape.whole()))
     throw UnsupportedError(
         {text_of("--path-state ", name_of(options.path_state)), "a model with latent attention and without windows",
-         narrows_path(shape.own()) ? "layers with windows" : "other attention", "use --path-state auto"});
+         narrows_path(shape.whole()) ? "layers with windows" : "other attention", "use --path-state auto"});
   const Search search(rollouts, trees, shape, options, profile);
   StepPlan plan;
   plan.requested = options.schedule;

@@ -67,6 +67,13 @@ bool divides_a_wave(const std::vector<PlanItem>& items, std::int64_t cp) {
   });
 }
 
+std::string text_of_bytes(const TrafficBytes& bytes) {
+  const auto axes = [](const AxisBytes& of) {
+    return text_of("tp ", of.tp, " cp ", of.cp, " pp ", of.pp, " dp ", of.dp, " ep ", of.ep, "; ");
+  };
+  return "a " + axes(bytes.a) + "b " + axes(bytes.b) + "c " + axes(bytes.c) + "reduction " + axes(bytes.reduction);
+}
+
 // What every rank gives to others is what the plan says, and none takes more from its arena than the one with most.
 void expect_planned(const Case& c, const Degrees& degrees) {
   const TrainingData data(make_rollouts(c.rollouts, c.seed), c.options, c.critic);
@@ -83,7 +90,8 @@ void expect_planned(const Case& c, const Degrees& degrees) {
   for (std::int64_t rank = 0; rank < degrees.ranks(); ++rank) {
     const LocalShape local(shape_of(c), degrees, place_of(rank, degrees));
     const TrafficBytes planned = Communication(local, options.dtype, options.kind, machine).of(plans, batch).bytes;
-    EXPECT_TRUE(ranks[static_cast<std::size_t>(rank)].report.bytes == planned) << "bytes of rank " << rank;
+    EXPECT_EQ(text_of_bytes(ranks[static_cast<std::size_t>(rank)].report.bytes), text_of_bytes(planned))
+        << "bytes of rank " << rank;
   }
   PhasePeaks most;
   for (std::int64_t dp = 0; dp < degrees.dp; ++dp) {
