@@ -13,6 +13,7 @@
 #include "espalier/base/error.h"
 #include "espalier/parallel/degrees.h"
 #include "espalier/shape/local_shape.h"
+#include "tests/support/covering.h"
 
 namespace espalier::testing {
 
@@ -51,9 +52,10 @@ inline Degrees drawn_degrees(Draws& draws, const ModelShape& shape) {
   }
 }
 
-// 1 to `count`, or what ESPALIER_GENERATED_LAYOUTS=FIRST:COUNT says.
+// `count` seeds that are others each day, of a year; or what ESPALIER_GENERATED_LAYOUTS=FIRST:COUNT says.
 inline std::vector<std::uint64_t> drawn_seeds(unsigned long long count) {
-  unsigned long long first = 1;
+  constexpr std::uint64_t kDays = 365;
+  unsigned long long first = 1 + count * (seed_of_day() % kDays);
   const char* const given = std::getenv("ESPALIER_GENERATED_LAYOUTS");
   if (given != nullptr && std::sscanf(given, "%llu:%llu", &first, &count) != 2)
     throw std::runtime_error("ESPALIER_GENERATED_LAYOUTS: expected FIRST:COUNT");
