@@ -4,6 +4,7 @@
 #include "espalier/mixers/delta_rule/shape.h"
 #include "espalier/mixers/kimi_delta/shape.h"
 #include "espalier/mixers/mamba2/shape.h"
+#include "espalier/mixers/short_convolution/shape.h"
 
 namespace espalier {
 namespace {
@@ -67,6 +68,13 @@ constexpr ParameterNames kKimiNames{.router = "block_sparse_moe.gate",
                                     .shared_gate = "block_sparse_moe.shared_experts.gate_proj",
                                     .shared_up = "block_sparse_moe.shared_experts.up_proj",
                                     .shared_down = "block_sparse_moe.shared_experts.down_proj"};
+
+constexpr ParameterNames kLfm2Names{.attention_norm = "operator_norm",
+                                    .mlp_norm = "ffn_norm",
+                                    .final_norm = "model.embedding_norm",
+                                    .gate = "feed_forward.w1",
+                                    .up = "feed_forward.w3",
+                                    .down = "feed_forward.w2"};
 
 constexpr Family kFamilies[] = {
     {.name = "Llama",
@@ -708,6 +716,21 @@ constexpr Family kFamilies[] = {
      .usual_members = usual_members_of_kimi,
      .no_rotation = true,
      .names = kKimiNames},
+    {.name = "Lfm2",
+     .model_type = "lfm2",
+     .classifier = false,
+     .qk_norm = true,
+     .max_positions = 128000,
+     .kv_heads = 8,
+     .pad_token = 0,
+     .tied_head = true,
+     .eps_member = "norm_eps",
+     .eps = 1e-5,
+     .rope_theta = 1e6,
+     .mixers = read_lfm2,
+     .silu_alone = true,
+     .usual_members = usual_members_of_lfm2,
+     .names = kLfm2Names},
 };
 
 constexpr VisionFamily kVisionFamilies[] = {

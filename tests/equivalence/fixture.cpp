@@ -173,6 +173,12 @@ Json special_members(const std::string& model_type) {
                                          {"linear_num_heads", 4},
                                          {"linear_head_dim", 5},
                                          {"linear_conv_kernel_dim", 4}});
+  // Convolutions with biases around attention, longer than some responses.
+  if (model_type == "lfm2")
+    return {{"layer_types", {"conv", "full_attention", "conv"}},
+            {"conv_bias", true},
+            {"conv_L_cache", 4},
+            {"block_multiple_of", 8}};
   if (model_type == "seed_oss") return {{"attention_dropout", 0.0}, {"residual_dropout", 0.0}};
   if (model_type == "olmoe") return {{"intermediate_size", 12}};
   if (model_type == "ernie4_5") return {{"use_bias", true}};

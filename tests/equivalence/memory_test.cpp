@@ -60,8 +60,8 @@ TEST(Memory, LossesOfWholeRolloutsKeepTheHeadForTheBackward) {
 
 // States that trunks leave, and those that rows of a set leave for others of it.
 TEST(Memory, StatesAtForksTakeWhatWasPredicted) {
-  for (const char* family :
-       {"qwen3-next", "qwen3-next-last", "qwen3-next-all", "qwen3-next-moe", "Bamba", "GraniteMoeHybrid", "NemotronH"})
+  for (const char* family : {"qwen3-next", "qwen3-next-last", "qwen3-next-all", "qwen3-next-moe", "Bamba",
+                             "GraniteMoeHybrid", "NemotronH", "Lfm2"})
     for (std::uint64_t seed = 1; seed <= 4; ++seed)
       for (const Plan& plan : all_plans({0, 4, 17}))
         for (const DType dtype : {DType::float32, DType::float64, DType::bfloat16}) {

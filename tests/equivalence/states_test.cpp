@@ -14,7 +14,7 @@ Case drawn_for_states(std::uint64_t seed) {
   c.rollouts = ragged_rollouts();
   c.rollouts.rewards = true, c.rollouts.token_advantages = false;
   const char* families[] = {"qwen3",      "llama-windows",   "llama-bias", "qwen2", "qwen3-moe", "qwen3-moe-late",
-                            "qwen3-next", "qwen3-next-last", "DeepseekV3", "Bamba", "NemotronH"};
+                            "qwen3-next", "qwen3-next-last", "DeepseekV3", "Bamba", "NemotronH", "Lfm2"};
   c.family = families[seed % std::size(families)];
   c.options.schedule = "phased";
   c.options.token_budget = static_cast<std::int64_t>(seed % 5 == 0 ? 0 : 3 + seed % 13);

@@ -35,12 +35,21 @@ INSTANTIATE_TEST_SUITE_P(Models, TensorParallel,
 // Key heads with their value heads and channels of the convolution; queries, keys and values are parts of one matrix.
 TEST(TensorParallelStates, EveryPlanGivesTheGradientOfOneProcess) {
   for (const char* family : {"qwen3-next", "qwen3-next-plain", "qwen3-next-last", "qwen3-next-moe", "Bamba",
-                             "GraniteMoeHybrid", "NemotronH"}) {
+                             "GraniteMoeHybrid", "NemotronH", "Lfm2"}) {
     const Case c = ragged(family);
     expect_all_plans(c, {0, 7}, {{.tp = 2}});
     expect_all_plans(c, {7}, {{.tp = 2, .pp = 2}, {.tp = 2, .dp = 2}});
   }
   expect_all_plans(as_critic(ragged("qwen3-next-plain")), {7}, {{.tp = 2}});
+}
+
+TEST(TensorParallelStates, AreRefusedWhereChannelsDoNotDivide) {
+  try {
+    const LocalShape local(tiny_shape("Lfm2"), {.tp = 5}, Place{});
+    FAIL() << "5 ranks share 24 channels";
+  } catch (const OptionError& error) {
+    EXPECT_NE(std::string(error.what()).find("a divisor of"), std::string::npos) << error.what();
+  }
 }
 
 TEST(TensorParallelStates, AreRefusedWhereHeadsDoNotDivide) {

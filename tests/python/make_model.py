@@ -208,6 +208,10 @@ FAMILIES = {
         linear_head_dim=10, layer_types=["linear_attention", "full_attention", "linear_attention"], num_experts=8,
         num_experts_per_token=3, moe_intermediate_size=16, num_shared_experts=2, num_expert_group=4, topk_group=3,
         routed_scaling_factor=1.7)),
+    # Short convolutions with biases around attention; MLPs that are wider than the config says.
+    "lfm2": dict(kind="Lfm2", tied=False, sharded=False, config=dict(
+        num_key_value_heads=2, layer_types=["conv", "full_attention", "conv"], conv_bias=True, conv_L_cache=4, norm_eps=1e-6,
+        block_multiple_of=16, block_ffn_dim_multiplier=1.3)),
 }
 # transformers has a token classifier of these that takes the configuration of the text model.
 CRITICS = [family for family, row in FAMILIES.items()

@@ -263,6 +263,12 @@ PUBLISHED = {
         num_local_experts=0, output_router_logits=False, pad_token_id=5, position_embedding_type="nope", residual_multiplier=0.22,
         rms_norm_eps=1e-05, rope_scaling=None, rope_theta=10000, router_aux_loss_coef=0.01, shared_intermediate_size=40,
         tie_word_embeddings=True),
+    "lfm2_1_2b": config(
+        "Lfm2ForCausalLM", "lfm2", block_auto_adjust_ff_dim=True, block_dim=48, block_ff_dim=80, block_ffn_dim_multiplier=1.0,
+        block_mlp_init_scale=1.0, block_multiple_of=16, block_norm_eps=1e-05, block_out_init_scale=1.0, block_use_swiglu=True,
+        block_use_xavier_init=True, conv_L_cache=3, conv_bias=False, conv_dim=48, conv_dim_out=48, conv_use_xavier_init=True,
+        full_attn_idxs=[2], intermediate_size=..., norm_eps=1e-05, num_heads=4, num_key_value_heads=2, pad_token_id=0,
+        rope_theta=1000000.0, theta=1000000.0, tie_embedding=True, use_pos_enc=True),
     "nemotron_h_8b": config(
         "NemotronHForCausalLM", "nemotron_h", attention_bias=False, attention_dropout=0.0, attention_head_dim=12,
         auto_map=auto_map("nemotron_h", "NemotronH"), chunk_size=128, conv_kernel=4, expand=2, head_dim=12, hidden_dropout=0.0,

@@ -106,6 +106,14 @@ def test_decays_of_channels_run_in_every_verb_of_a_device(espalier, program, tmp
     on("emulate", "grpo", *sampling, "--reward", reward, "--out", tmp_path / "run", "--steps", 1, "--train-batch-size", 2)
 
 
+def test_short_convolutions_are_refused_on_a_device_by_name(espalier, program, model_of, tmp_path):
+    if not (program.parent / "libespalier_emulated.so").exists():
+        pytest.skip("libespalier_emulated.so is not beside the program: the C++ tests are not built")
+    rollouts = write_records(make_rollouts(1, groups=1), tmp_path / "rollouts.jsonl")
+    told = espalier("score", "--device", "emulate", "--model", model_of("lfm2"), "--rollouts", rollouts, "--out", tmp_path / "out.jsonl", expect=4).stderr
+    assert "Lfm2ForCausalLM" in told and "short convolutions" in told and "--device cpu" in told
+
+
 def test_a_missing_library_of_the_device_is_named(espalier, program, model_of, tmp_path):
     if (program.parent / "libespalier_emulated.so").exists():
         espalier("selftest", "--device", "emulate", "--attention", "hopper", "--only", "join_sinks")

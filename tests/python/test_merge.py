@@ -16,7 +16,7 @@ LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 # Of dense models whose files have a matrix for each of LINEAR.
 # peft rewrites targets of qwen3_next for its experts, which this model does not have.
 DENSE = [family for family in FAMILIES if "moe" not in family and "deepseek" not in family
-         and family not in ("phi3", "phi3_long", "glm", "glm4", "starcoder2", "arcee", "youtu", "qwen3_next", "bamba", "granite_hybrid", "nemotron_h")]
+         and family not in ("phi3", "phi3_long", "glm", "glm4", "starcoder2", "arcee", "youtu", "qwen3_next", "bamba", "granite_hybrid", "nemotron_h", "lfm2")]
 QUERY = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
 
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <map>
 
 #include "espalier/mixers/attention/shape.h"
@@ -11,6 +12,7 @@
 #include "espalier/mixers/kimi_delta/shape.h"
 #include "espalier/mixers/latent_attention/shape.h"
 #include "espalier/mixers/mamba2/shape.h"
+#include "espalier/mixers/short_convolution/shape.h"
 #include "espalier/shape/parameter_shapes.h"
 
 namespace espalier::testing {
@@ -219,6 +221,17 @@ Tensor mamba(const RecurrenceShape& s, double eps, const Weights& w, const Tenso
   return at::matmul(y, w[p + "out_proj.weight"].t());
 }
 
+// LFM2's convolution between two gates, of the normed input h [n, M]; the result is what the mixer adds.
+Tensor short_convolution(const ShortConvolutionShape& s, const Weights& w, const Tensor& h, const std::string& p) {
+  const std::int64_t n = h.size(0);
+  const auto parts = affine(h, w[p + "in_proj.weight"], w.bias(p + "in_proj.bias")).chunk(3, 1);
+  const Tensor gated = parts[0] * parts[2], conv = w[p + "conv.weight"].squeeze(1);
+  const Tensor padded = at::cat({at::zeros({s.kernel - 1, s.channels}, h.options()), gated});
+  Tensor mixed = s.bias ? w[p + "conv.bias"].expand({n, s.channels}) : at::zeros({n, s.channels}, h.options());
+  for (std::int64_t j = 0; j < s.kernel; ++j) mixed = mixed + conv.select(1, j) * padded.slice(0, j, j + n);
+  return affine(parts[1] * mixed, w[p + "out_proj.weight"], w.bias(p + "out_proj.bias"));
+}
+
 // The delta rule with decays of channels, one row at a time, as mamba.
 Tensor channel_delta_rule(const RecurrenceShape& s, double eps, const Weights& w, const Tensor& h,
                           const std::string& p) {
@@ -338,19 +351,22 @@ Tensor latent_attention(const LatentShape& s, const Weights& w, const Tensor& h,
                 s.soft_cap, 0, {});
 }
 
+std::string without_weight(const std::string& name) { return name.substr(0, name.size() - std::strlen(".weight")); }
+
 // Attention from the normed input h [n, M], before its output's projection.
 Tensor attention(const ModelShape& shape, const AttentionShape& s, const Weights& w, const Tensor& h,
-                 const std::string& a) {
+                 const std::string& p) {
+  const std::string a = p + "self_attn.";
   const std::int64_t n = h.size(0), D = s.head_dim;
   Tensor gate;
   const auto heads = [&](const char* name, const char* norm_name, std::int64_t count) {
     Tensor y = affine(h, w[a + name + ".weight"], w.bias(a + name + ".bias"));
     if (!s.wide_norm) y = y.view({n, count, -1});
     if (y.dim() == 3 && y.size(2) == 2 * D) gate = y.slice(2, D).reshape({n, count * D}), y = y.slice(2, 0, D);
-    if (s.qk_norm && norm_name != nullptr) y = norm(shape, y, w, a + norm_name);
+    if (s.qk_norm && norm_name != nullptr) y = norm(shape, y, w, p + without_weight(norm_name));
     return y.reshape({n, count, D});
   };
-  Tensor q = heads("q_proj", "q_norm", s.heads), k = heads("k_proj", "k_norm", s.kv_heads),
+  Tensor q = heads("q_proj", s.names.query_norm, s.heads), k = heads("k_proj", s.names.key_norm, s.kv_heads),
          v = heads("v_proj", nullptr, s.kv_heads);
   if (s.rotary > 0) {
     const auto [cos, sin] = turns(s.rope, s.rotary, n, h.options());
@@ -369,20 +385,23 @@ Tensor mixed_rows(const ModelShape& shape, const Mixer& mixer, const Weights& w,
                   const std::string& p) {
   const std::string a = p + "self_attn.";
   const double eps = shape.rms_norm_eps;
-  const auto projected = [&](const Tensor& rows) {
-    return affine(rows, w[a + "o_proj.weight"], w.bias(a + "o_proj.bias"));
+  const auto projected = [&](const Tensor& rows, const std::string& name) {
+    return affine(rows, w[p + name + ".weight"], w.bias(p + name + ".bias"));
   };
   switch (mixer.kind()) {
     case MixerKind::attention:
-      return projected(attention(shape, static_cast<const Attention&>(mixer).shape, w, h, a));
+      return projected(attention(shape, static_cast<const Attention&>(mixer).shape, w, h, p),
+                       static_cast<const Attention&>(mixer).shape.names.output);
     case MixerKind::latent_attention:
-      return projected(latent_attention(static_cast<const LatentAttention&>(mixer).shape, w, h, a));
+      return projected(latent_attention(static_cast<const LatentAttention&>(mixer).shape, w, h, a), "self_attn.o_proj");
     case MixerKind::delta_rule:
       return delta_rule(static_cast<const DeltaRule&>(mixer).shape, eps, w, h, p + "linear_attn.");
     case MixerKind::mamba2:
       return mamba(static_cast<const Mamba2&>(mixer).shape, eps, w, h, p + "mamba.");
     case MixerKind::kimi_delta:
       return channel_delta_rule(static_cast<const KimiDelta&>(mixer).shape, eps, w, h, a);
+    case MixerKind::short_convolution:
+      return short_convolution(static_cast<const ShortConvolution&>(mixer).shape, w, h, p + "conv.");
   }
   return {};
 }

@@ -18,10 +18,10 @@ PartParameters Attention::parameters(std::int64_t hidden) const {
   p.add({{ProductRows::continuing, {{"self_attn.q_proj", queries, M, s.qkv_bias}}},
          {ProductRows::all, {{"self_attn.k_proj", keys, M, s.qkv_bias}, {"self_attn.v_proj", keys, M, s.qkv_bias}}}},
         s.fused_qkv, s.fused_qkv);
-  p.add({{ProductRows::continuing, {{"self_attn.o_proj", M, heads, s.output_bias}}}});
+  p.add({{ProductRows::continuing, {{s.names.output, M, heads, s.output_bias}}}});
   TensorRow query_norm{.of_heads = true}, key_norm{.of_heads = true}, of_sinks;
-  if (s.qk_norm) query_norm.parts = {{"self_attn.q_norm.weight", head_norm(s.heads)}};
-  if (s.qk_norm) key_norm.parts = {{"self_attn.k_norm.weight", head_norm(s.kv_heads)}};
+  if (s.qk_norm) query_norm.parts = {{s.names.query_norm, head_norm(s.heads)}};
+  if (s.qk_norm) key_norm.parts = {{s.names.key_norm, head_norm(s.kv_heads)}};
   if (s.sinks) of_sinks.parts = {{"self_attn.sinks", {{s.heads, Cut::tp}}}};
   p.add(std::move(query_norm));
   p.add(std::move(key_norm));
@@ -77,8 +77,8 @@ Mixer::Refusal Attention::refused_on_gpu(std::int64_t number_bytes) const {
 
 std::string Attention::fingerprint() const {
   const auto& [heads, kv_heads, head_dim, window, scale, soft_cap, qkv_bias, output_bias, qk_norm, wide_norm, norm,
-               norm_eps, sinks, output_gate, rope, rotary, interleaved, query_growth, growth_length,
-               implied_fused_qkv] = shape;
+               norm_eps, sinks, output_gate, rope, rotary, interleaved, query_growth, growth_length, implied_fused_qkv,
+               implied_names] = shape;
   FingerprintWords words("attention");
   words.number("heads", heads);
   words.number("kv_heads", kv_heads);

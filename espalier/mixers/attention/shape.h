@@ -12,6 +12,12 @@
 
 namespace espalier {
 
+// Names of parameters that differ among families.
+struct AttentionNames {
+  const char* output = "self_attn.o_proj";
+  const char *query_norm = "self_attn.q_norm.weight", *key_norm = "self_attn.k_norm.weight";
+};
+
 struct AttentionShape {
   std::int64_t heads = 0, kv_heads = 0, head_dim = 0;  // H, J, D
   std::int64_t window = 0;  // a row attends to itself and the window - 1 rows above it; 0: to all rows above it
@@ -31,6 +37,7 @@ struct AttentionShape {
   double query_growth = 0;
   std::int64_t growth_length = 0;
   const char* fused_qkv = "";  // one matrix of files: q, k, v
+  AttentionNames names = {};
 
   std::int64_t query_width() const { return heads * head_dim; }
   std::int64_t projected_width() const { return (output_gate ? 2 : 1) * query_width(); }  // of the query's projection

@@ -51,6 +51,15 @@ TEST(Fingerprint, TellsHybridsOfTheDeltaRuleApart) {
     "linear_value_head_dim": 8, "linear_conv_kernel_dim": 3})"));
 }
 
+TEST(Fingerprint, TellsShortConvolutionsApart) {
+  const Json config = Json::parse(R"({"architectures": ["Lfm2ForCausalLM"], "hidden_size": 64, "intermediate_size": 96,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3, "vocab_size": 32,
+    "full_attn_idxs": [1]})");
+  expect_apart(config, Json::parse(R"({"full_attn_idxs": [2], "conv_L_cache": 4, "conv_bias": true,
+    "block_multiple_of": 80, "block_ffn_dim_multiplier": 8.0, "block_auto_adjust_ff_dim": false, "block_ff_dim": 1200,
+    "norm_eps": 1e-6, "tie_embedding": false})"));
+}
+
 TEST(Fingerprint, TellsBothFactorsOfLongRopeApart) {
   const Json config = Json::parse(R"({"architectures": ["Phi3ForCausalLM"], "hidden_size": 32, "intermediate_size": 64,
     "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": 32, "pad_token_id": 0,
