@@ -48,7 +48,7 @@ TEST(TensorParallelStates, AreRefusedWhereChannelsDoNotDivide) {
     const LocalShape local(tiny_shape("Lfm2"), {.tp = 5}, Place{});
     FAIL() << "5 ranks share 24 channels";
   } catch (const OptionError& error) {
-    EXPECT_NE(std::string(error.what()).find("a divisor of"), std::string::npos) << error.what();
+    EXPECT_NE(std::string(error.what()).find("a divisor of the 24 channels"), std::string::npos) << error.what();
   }
 }
 
