@@ -1,5 +1,5 @@
 """Folders of espalier/ are stages of the data flow: a file may include only its own stage and those before it. The files of a kind of mixers
-(mixers/<kind>/) belong to stages by their role: shape, work, kernels, layer. So do declarations of buffers (*_buffers), whatever their folder: they know
+(mixers/<kind>/) belong to stages by their role: shape, work, layer. So do declarations of buffers (*_buffers), whatever their folder: they know
 no tensors, and the forecast reads them.
 
 Also: the folders of TORCH_FREE name neither ATen nor torch, nobody includes torch/torch.h, and what stands above the operations
@@ -58,7 +58,7 @@ def stage_of(name):
         return None
     stem = Path(name).stem
     if parts[1] == "mixers" and name != "espalier/mixers/kinds.def":
-        return {"shape": "mixers.shape", "work": "work", "kernels": "ops"}.get(stem.split("_")[-1], "mixers.layer")
+        return {"shape": "mixers.shape", "work": "work"}.get(stem.split("_")[-1], "mixers.layer")
     if name == "espalier/mixers/kinds.def":
         return "shape"
     return "work" if stem.endswith("_buffers") and parts[1] != "device" else parts[1]

@@ -15,6 +15,7 @@
 #include "espalier/ops/norm.h"
 #include "espalier/ops/products.h"
 #include "espalier/ops/rotation.h"
+#include "espalier/ops/short_convolution.h"
 #include "espalier/ops/swiglu.h"
 
 namespace espalier {
@@ -37,6 +38,7 @@ struct Operations : NormOperations,
                     OptimizerOperations,
                     ChoiceOperations,
                     DeltaRuleOperations,
+                    ShortConvolutionOperations,
                     LatentOperations,
                     ModelOperations {};
 

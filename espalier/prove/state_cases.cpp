@@ -1,4 +1,5 @@
-// Cases of layers that carry a state from row to row: the gated delta rule, Mamba-2, and the gates around them.
+// Cases of layers that carry a state from row to row: the gated delta rule, Mamba-2, the gates around them, and short
+// convolutions.
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -26,21 +27,21 @@ struct DeltaSize {
   std::string name;
 };
 
-bool forks(const DeltaSize& size, std::size_t run) {
-  return std::ranges::any_of(size.runs,
-                             [&](const RunSize& each) { return each.after == static_cast<std::int64_t>(run); });
+bool forks(const std::vector<RunSize>& sizes, std::size_t run) {
+  return std::ranges::any_of(sizes, [&](const RunSize& each) { return each.after == static_cast<std::int64_t>(run); });
 }
 
 // The states around runs that the caller keeps: all, or those alone that other runs of the set begin with.
 enum class Kept { all, of_forks };
 
 // States stand behind each other: the given one, then those that runs leave. Gradients likewise.
-std::vector<StateRun> runs_of(const DeltaSize& size, Kept kept, const at::Tensor& states, const at::Tensor& grads) {
+std::vector<StateRun> runs_of(const std::vector<RunSize>& sizes, Kept kept, const at::Tensor& states,
+                              const at::Tensor& grads) {
   std::vector<StateRun> runs;
   std::int64_t row = 0;
-  for (std::size_t r = 0; r < size.runs.size(); ++r) {
-    const auto [rows, after] = size.runs[r];
-    StateRun run{row, row + rows, {}, {}, {}, {}, forks(size, r)};
+  for (std::size_t r = 0; r < sizes.size(); ++r) {
+    const auto [rows, after] = sizes[r];
+    StateRun run{row, row + rows, {}, {}, {}, {}, forks(sizes, r)};
     const bool keeps_end = kept == Kept::all || run.forks;
     if (keeps_end) run.end_N = states[static_cast<std::int64_t>(r) + 1];
     if (after >= -1) run.start_N = states[after + 1];
@@ -75,7 +76,7 @@ void add_delta_cases(std::vector<OperationCase>& cases, const DeltaSize& size) {
   };
   const double terms = 64 + 8 * static_cast<double>(s.key_dim + s.value_dim + s.kernel) * root(longest);
   const auto run_forward = [=](Kept kept, const Ops& o, const Tensors& t, const at::Tensor& out) {
-    const std::vector<StateRun> runs = runs_of(size, kept, t[6], {});
+    const std::vector<StateRun> runs = runs_of(size.runs, kept, t[6], {});
     DeltaRuleProblem p = problem(t);
     p.runs = runs;
     o.delta_rule(p, out);
@@ -114,12 +115,66 @@ void add_delta_cases(std::vector<OperationCase>& cases, const DeltaSize& size) {
     const Kept kept = variant.kept;
     backward.call = [=](const Ops& o, const Tensors& t) {
       run_forward(kept, o, t, {});
-      const std::vector<StateRun> runs = runs_of(size, kept, t[6], t[14]);
+      const std::vector<StateRun> runs = runs_of(size.runs, kept, t[6], t[14]);
       DeltaRuleProblem p = problem(t);
       p.runs = runs;
       DeltaRuleGradients gradients{t[8], t[9], t[10], t[11], bias ? t[12] : at::Tensor(), skip ? t[13] : at::Tensor()};
       if (held) gradients = {t[8], {}, {}, {}, {}, {}};
       o.add_delta_rule_backward(p, t[7], gradients);
+    };
+    cases.push_back(backward);
+  }
+}
+
+// A number of y is a product with a sum of K products and a bias; a weight's gradient sums over rows.
+void add_short_convolution_cases(std::vector<OperationCase>& cases, const ShortConvolutionShape& s,
+                                 const std::vector<RunSize>& sizes, const std::string& name) {
+  std::int64_t T = 0;
+  for (const RunSize& run : sizes) T += run.rows;
+  const std::int64_t C = s.channels, R = static_cast<std::int64_t>(sizes.size());
+  const std::vector<OperationCase::Argument> shared = {{normal({T, s.projected()}, 170)},
+                                                       {normal({C, s.kernel}, 171, 0.5)},
+                                                       {normal({C}, 172, 0.5)},
+                                                       {normal({R + 1, s.state()}, 173, 0.3), Kind::sum, true}};
+  const auto run_forward = [=](Kept kept, const Ops& o, const Tensors& t, const at::Tensor& out) {
+    const std::vector<StateRun> runs = runs_of(sizes, kept, t[3], {});
+    o.short_convolution({s, t[0], t[1], s.bias ? t[2] : at::Tensor(), runs}, out);
+  };
+  const double terms = 16 + 8 * static_cast<double>(s.kernel);
+  OperationCase forward{"short_convolution", name, shared, {}, 1, terms};
+  forward.arguments.push_back({normal({T, C}, 174), Kind::activation, true});
+  for (const Kept kept : {Kept::all, Kept::of_forks}) {
+    forward.sizes = name + (kept == Kept::all ? "" : ", last states dropped");
+    forward.call = [=](const Ops& o, const Tensors& t) { run_forward(kept, o, t, t[4]); };
+    cases.push_back(forward);
+  }
+  forward.sizes = name + ", states alone";
+  forward.arguments.pop_back();
+  forward.call = [=](const Ops& o, const Tensors& t) { run_forward(Kept::all, o, t, {}); };
+  cases.push_back(forward);
+  OperationCase backward{"add_short_convolution_backward", name, shared, {}, 1, 8 * terms * root(T)};
+  backward.arguments[3].result = false;
+  backward.arguments.push_back({normal({T, C}, 175)});
+  backward.arguments.push_back({at::zeros({T, s.projected()}, at::kDouble), Kind::activation, true});
+  backward.arguments.push_back({normal({C, s.kernel}, 176), Kind::sum, true});
+  backward.arguments.push_back({normal({C}, 177), Kind::sum, true});
+  backward.arguments.push_back({normal({R + 1, s.state()}, 178, 0.3), Kind::sum, true});
+  struct Variant {
+    const char* name;
+    bool held;
+    Kept kept;
+  };
+  for (const Variant& variant : {Variant{"", false, Kept::all},
+                                 {", weights held", true, Kept::all},
+                                 {", gradients of states dropped", false, Kept::of_forks}}) {
+    backward.sizes = name + variant.name;
+    backward.call = [=, held = variant.held, kept = variant.kept](const Ops& o, const Tensors& t) {
+      run_forward(kept, o, t, {});
+      const std::vector<StateRun> runs = runs_of(sizes, kept, t[3], t[8]);
+      const ShortConvolutionProblem problem{s, t[0], t[1], s.bias ? t[2] : at::Tensor(), runs};
+      o.add_short_convolution_backward(problem, t[4],
+                                       held ? ShortConvolutionGradients{t[5], {}, {}}
+                                            : ShortConvolutionGradients{t[5], t[6], s.bias ? t[7] : at::Tensor()});
     };
     cases.push_back(backward);
   }
@@ -193,6 +248,8 @@ std::vector<OperationCase> state_cases() {
   add_delta_cases(cases, {bare, small, "Mamba-2 without biases"});
   add_delta_cases(cases, {of_channels, tree, "decays of channels, a tree"});
   add_delta_cases(cases, {wide_channels, {{70, -1}}, "decays of channels, heads of 20 and 33"});
+  add_short_convolution_cases(cases, {.channels = 40, .kernel = 4, .bias = true}, tree, "a tree");
+  add_short_convolution_cases(cases, {.channels = 130, .kernel = 3}, {{3, -2}, {33, 0}}, "without biases");
   add_gate_cases(cases, by_part, 7, "q, k, v of all heads");
   add_gate_cases(cases, by_head, 300, "by key head");
   add_gate_cases(cases, mamba, 9, "Mamba-2");

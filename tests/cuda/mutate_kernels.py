@@ -39,7 +39,7 @@ GROUPS = {"activation.cu": ["Variants"], "attention_merge.cu": ["Merging"], "att
           "gates.cu": ["States"], "head.cu": ["Experts", "Head", "Variants"], "latent.cu": ["Variants"],
           "moving.cu": ["Experts", "Moving", "Optimizer", "Variants"], "norm.cu": ["Rows", "Variants"],
           "optimizer.cu": ["Optimizer"], "rotate.cu": ["Rows"], "rotate_part.cu": ["Variants"],
-          "router.cu": ["Experts", "Variants"], "swiglu.cu": ["Experts", "Rows"],
+          "router.cu": ["Experts", "Variants"], "short_convolution.cu": ["States"], "swiglu.cu": ["Experts", "Rows"],
           "key_tiles.h": ["Attention", "Formula", "Hopper", "HopperTiles", "Unseen"],
           "visible.h": ["Attention", "Formula", "Hopper", "HopperTiles", "Unseen"]}
 HOPPER = "hopper/"  # kernels of this folder see tests/cuda/hopper/twins.h before them

@@ -31,34 +31,41 @@ class Late {
     o.hold_weights = [](const std::vector<at::Tensor>&, at::ScalarType, std::int64_t) {
       return std::shared_ptr<void>();
     };
-    static_assert(std::is_copy_assignable_v<DeltaRuleProblem>, "a problem that holds a reference");
-    o.delta_rule = [](const DeltaRuleProblem& problem, const at::Tensor& out) {
-      Queue::give([kept = Runs(problem), out] { cpu::operations().delta_rule(kept.problem(), out); });
-    };
-    o.add_delta_rule_backward = [](const DeltaRuleProblem& problem, const at::Tensor& grad,
-                                   const DeltaRuleGradients& gradients) {
-      Queue::give([kept = Runs(problem), grad, gradients] {
-        cpu::operations().add_delta_rule_backward(kept.problem(), grad, gradients);
-      });
-    };
+    make_runs_late<&O::delta_rule, &O::add_delta_rule_backward, &O::short_convolution,
+                   &O::add_short_convolution_backward>(o);
     return o;
   }
 
  private:
   // A problem with runs of its own.
+  template <class Problem>
   class Runs {
    public:
-    explicit Runs(const DeltaRuleProblem& problem) : of_(problem), runs_(problem.runs.begin(), problem.runs.end()) {}
-    DeltaRuleProblem problem() const {
-      DeltaRuleProblem problem = of_;
+    explicit Runs(const Problem& problem) : of_(problem), runs_(problem.runs.begin(), problem.runs.end()) {}
+    Problem problem() const {
+      Problem problem = of_;
       problem.runs = runs_;
       return problem;
     }
 
    private:
-    DeltaRuleProblem of_;
+    Problem of_;
     std::vector<StateRun> runs_;
   };
+  template <auto member>
+  struct OfRuns;
+  template <class Group, class Problem, class... Arguments, void (*Group::*member)(const Problem&, Arguments...)>
+  struct OfRuns<member> {
+    static void call(const Problem& problem, Arguments... arguments) {
+      static_assert((std::is_copy_assignable_v<std::decay_t<Arguments>> && ...), "an argument that holds a reference");
+      static_assert(std::is_copy_assignable_v<Problem>, "a problem that holds a reference");
+      Queue::give([kept = Runs(problem), arguments...] { (cpu::operations().*member)(kept.problem(), arguments...); });
+    }
+  };
+  template <auto... members>
+  static void make_runs_late(Operations& operations) {
+    ((operations.*members = OfRuns<members>::call), ...);
+  }
   template <auto member>
   struct One;
   template <class Group, class... Arguments, void (*Group::*member)(Arguments...)>

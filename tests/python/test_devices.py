@@ -66,14 +66,20 @@ def test_a_run_continues_on_a_device(espalier, program, tmp_path):
     assert max(json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 2
 
 
-def test_decays_of_channels_run_in_every_verb_of_a_device(espalier, program, tmp_path):
-    """Kimi Linear: gradients and scores on the device against those of a dense step on a processor; `verify`, `generate` and a closed loop."""
+RECURRENT = {
+    "kimi_linear_moe": ("KimiLinear", dict(moe_intermediate_size=8, layer_types=["linear_attention", "full_attention"], linear_num_heads=2, linear_head_dim=5)),
+    "lfm2": ("Lfm2", dict(layer_types=["conv", "full_attention"]))}
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_states_run_in_every_verb_of_a_device(espalier, program, tmp_path, family):
+    """Decays of channels, short convolutions: gradients and scores on the device against those of a dense step on a processor; `verify`, `generate` and a closed loop."""
     if not (program.parent / "libespalier_emulated.so").exists():
         pytest.skip("libespalier_emulated.so is not beside the program: the C++ tests are not built")
-    config = FAMILIES["kimi_linear_moe"]["config"] | dict(
-        hidden_size=16, intermediate_size=12, moe_intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-        layer_types=["linear_attention", "full_attention"], linear_num_heads=2, linear_head_dim=5, tie_word_embeddings=False)
-    model = make_text_model(tmp_path / "model", byte_level_tokenizer(["one two three four"], 264), kind="KimiLinear", initializer_range=0.3, **config)
+    kind, own = RECURRENT[family]
+    config = FAMILIES[family]["config"] | dict(
+        hidden_size=16, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=False) | own
+    model = make_text_model(tmp_path / "model", byte_level_tokenizer(["one two three four"], 264), kind=kind, initializer_range=0.3, **config)
 
     def on(device, verb, *words, **settings):
         return espalier(verb, "--device", device, "--model", model, *words, **settings)
@@ -104,14 +110,6 @@ def test_decays_of_channels_run_in_every_verb_of_a_device(espalier, program, tmp
 
     assert responses("emulate") == responses("cpu")
     on("emulate", "grpo", *sampling, "--reward", reward, "--out", tmp_path / "run", "--steps", 1, "--train-batch-size", 2)
-
-
-def test_short_convolutions_are_refused_on_a_device_by_name(espalier, program, model_of, tmp_path):
-    if not (program.parent / "libespalier_emulated.so").exists():
-        pytest.skip("libespalier_emulated.so is not beside the program: the C++ tests are not built")
-    rollouts = write_records(make_rollouts(1, groups=1), tmp_path / "rollouts.jsonl")
-    told = espalier("score", "--device", "emulate", "--model", model_of("lfm2"), "--rollouts", rollouts, "--out", tmp_path / "out.jsonl", expect=4).stderr
-    assert "Lfm2ForCausalLM" in told and "short convolutions" in told and "--device cpu" in told
 
 
 def test_a_missing_library_of_the_device_is_named(espalier, program, model_of, tmp_path):

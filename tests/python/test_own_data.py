@@ -212,7 +212,7 @@ def test_a_name_on_the_hub_is_no_directory(espalier, tmp_path):
 
 def test_a_family_that_only_transformers_runs_is_sent_to_espalier_hf(espalier, tmp_path):
     path = write_lines([{"prompt_ids": [3], "response_ids": [4], "reward": 1}], tmp_path / "rollouts.jsonl")
-    for name, served in (("Lfm2ForCausalLM", True), ("T5ForConditionalGeneration", False)):
+    for name, served in (("Lfm2MoeForCausalLM", True), ("T5ForConditionalGeneration", False)):
         (tmp_path / "config.json").write_text(json.dumps({"architectures": [name], "vocab_size": 9}))
         error = espalier("plan", "--model", tmp_path, "--rollouts", path, "--json", expect=4).json["error"]
         assert ("espalier.hf" in error["remedy"]) == served, error

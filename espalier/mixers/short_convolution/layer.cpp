@@ -1,5 +1,5 @@
 // A short convolution at work: b, c, x = the projected columns of n,  y = short_convolution(b, c, x)
-// (mixers/short_convolution/kernels.h). Its source connects the states of runs.
+// (ops/short_convolution.h). Its source connects the states of runs.
 //
 // Shapes: T rows, R rows that continue, W columns of a projected row, C channels, M width.
 #include <ATen/ATen.h>
@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "espalier/device/held_buffers.h"
-#include "espalier/mixers/short_convolution/kernels.h"
 #include "espalier/mixers/short_convolution/work.h"
 #include "espalier/model/mixer_layer.h"
 
@@ -56,7 +55,7 @@ class Forward final : public MixerForward {
     held_.enter(Stage::rows);
     const TimedPart timed(c_.timer, part::kAttention);
     c_.kv.run_states(c_.layer, held_[declared_.states_FN], [&](const std::vector<StateRun>& runs) {
-      short_convolution(problem_of(c_, saved_, runs), saved_.mixed_TC);
+      c_.ops.short_convolution(problem_of(c_, saved_, runs), saved_.mixed_TC);
     });
   }
 
@@ -121,9 +120,11 @@ class Backward final : public MixerBackward {
                                             grads_.tensors[ShortConvolution::conv_bias]};
     c_.kv.run_states_backward(
         c_.ops, c_.layer, held_[declared_.states_FN], held_[declared_.grad_states_FN],
-        [&](const std::vector<StateRun>& runs) { short_convolution(problem_of(c_, saved_, runs), at::Tensor()); },
         [&](const std::vector<StateRun>& runs) {
-          add_short_convolution_backward(problem_of(c_, saved_, runs), held_[declared_.grad_mixed_TC], of_rows);
+          c_.ops.short_convolution(problem_of(c_, saved_, runs), at::Tensor());
+        },
+        [&](const std::vector<StateRun>& runs) {
+          c_.ops.add_short_convolution_backward(problem_of(c_, saved_, runs), held_[declared_.grad_mixed_TC], of_rows);
         });
   }
 

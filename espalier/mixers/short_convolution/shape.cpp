@@ -37,7 +37,8 @@ void ShortConvolution::require(const Degrees& d) const {
 }
 
 Mixer::Refusal ShortConvolution::refused_on_gpu(std::int64_t) const {
-  return {"layers that have kernels for a GPU", "short convolutions, which have none"};
+  if (shape.kernel <= kLongestGpuShortConvolution) return {};
+  return {text_of("short convolutions of at most ", kLongestGpuShortConvolution, " rows"), text_of(shape.kernel)};
 }
 
 std::string ShortConvolution::fingerprint() const {

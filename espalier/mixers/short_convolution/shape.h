@@ -43,13 +43,16 @@ class ShortConvolution final : public Mixer {
   MixerTraffic traffic() const override;
   std::int64_t widest_row() const override { return shape.projected(); }
   std::int64_t cpu_scratch(const ScratchRows& rows) const override;
-  GpuScratch gpu_scratch(const ScratchRows&) const override { return {}; }
+  GpuScratch gpu_scratch(const ScratchRows& rows) const override;
   std::int64_t saved_bytes(const BlockShape& block, const BlockRows& rows) const override;
   std::int64_t forward_bytes(const BlockShape& block, const BlockRows& rows, BlockBytes of_block) const override;
   std::int64_t backward_bytes(const BlockShape& block, const BlockRows& rows, BlockBytes of_block) const override;
 
   const ShortConvolutionShape shape;
 };
+
+// On a GPU: parts of the rows that have sums of their own of the weights' gradients, and the longest convolution.
+inline constexpr std::int64_t kGpuConvolutionParts = 64, kLongestGpuShortConvolution = 31;
 
 // Rows and channels that a thread takes at once, and the numbers that it holds for them.
 inline constexpr std::int64_t kConvolutionRows = 64, kConvolutionChannels = 64;

@@ -1,5 +1,7 @@
 #include "espalier/mixers/short_convolution/work.h"
 
+#include <algorithm>
+
 namespace espalier {
 namespace {
 
@@ -67,6 +69,14 @@ MixerFlops ShortConvolution::flops() const {
 
 // A row reads its three parts and leaves one.
 MixerTraffic ShortConvolution::traffic() const { return {4 * static_cast<double>(shape.channels), 1}; }
+
+// Sums of parts of at least 64 rows, of the convolution and the bias.
+GpuScratch ShortConvolution::gpu_scratch(const ScratchRows& rows) const {
+  if (!rows.gradients) return {};
+  constexpr std::int64_t kLeastRows = 64;
+  const std::int64_t parts = std::min(kGpuConvolutionParts, (rows.rows + kLeastRows - 1) / kLeastRows);
+  return {parts * shape.channels * (shape.kernel + 1) * element_bytes(rows.dtype).accumulator, 0};
+}
 
 std::int64_t ShortConvolution::cpu_scratch(const ScratchRows& rows) const {
   return rows.threads * element_bytes(rows.dtype).accumulator * 2 * convolution_scratch(shape.kernel);

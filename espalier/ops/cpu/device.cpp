@@ -79,19 +79,13 @@ std::unique_ptr<Device> cpu::device_with(const Operations& operations) {
 }
 
 const Operations& cpu::operations() {
-  static const Operations all{norm_operations(),
-                              rotation_operations(),
-                              swiglu_operations(),
-                              product_operations(),
-                              moving_operations(),
-                              attention_operations(),
-                              head_operations(),
-                              expert_operations(),
-                              optimizer_operations(),
-                              choice_operations(),
-                              delta_rule_operations(),
-                              latent_operations(),
-                              {}};
+  static const Operations all{norm_operations(),       rotation_operations(),
+                              swiglu_operations(),     product_operations(),
+                              moving_operations(),     attention_operations(),
+                              head_operations(),       expert_operations(),
+                              optimizer_operations(),  choice_operations(),
+                              delta_rule_operations(), short_convolution_operations(),
+                              latent_operations(),     {}};
   return all;
 }
 

@@ -23,6 +23,7 @@ ExpertOperations expert_operations();
 OptimizerOperations optimizer_operations();
 ChoiceOperations choice_operations();
 DeltaRuleOperations delta_rule_operations();
+ShortConvolutionOperations short_convolution_operations();
 LatentOperations latent_operations();
 
 // All of them; with attention by ATen's FlashAttention.

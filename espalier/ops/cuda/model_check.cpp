@@ -6,11 +6,13 @@
 #include "espalier/device/scalar_type.h"
 #include "espalier/mixers/attention/shape.h"
 #include "espalier/mixers/recurrence/shape.h"
+#include "espalier/mixers/short_convolution/shape.h"
 #include "espalier/ops/cuda/attention.h"
 #include "espalier/ops/cuda/delta_rule.h"
 #include "espalier/ops/cuda/experts.h"
 #include "espalier/ops/cuda/norm.h"
 #include "espalier/ops/cuda/operations.h"
+#include "espalier/ops/cuda/short_convolution.h"
 #include "espalier/shape/model_shape.h"
 
 namespace espalier::cuda {
@@ -19,6 +21,7 @@ namespace {
 // The limits that mixers state are those of the kernels.
 static_assert(kLargestGpuHead == kLargestHead && kWidestGpuNorm == kWidestNorm);
 static_assert(kMostStateBytes == kMostDeltaBytes && kLongestGpuConvolution == kLargestKernel);
+static_assert(kGpuConvolutionParts == kConvolutionParts && kLongestGpuShortConvolution == kLongestShortConvolution);
 
 void require(bool taken, const ModelShape& shape, std::string expected, std::string found) {
   if (!taken)

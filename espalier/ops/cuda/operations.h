@@ -22,6 +22,7 @@ ExpertOperations expert_operations();
 OptimizerOperations optimizer_operations();
 ChoiceOperations choice_operations();
 DeltaRuleOperations delta_rule_operations();
+ShortConvolutionOperations short_convolution_operations();
 LatentOperations latent_operations();
 void require_taken(const ModelShape& shape, at::ScalarType dtype);
 

@@ -62,10 +62,11 @@ ProductOperations product_operations() {
 }
 
 const Operations& operations() {
-  static const Operations all{
-      norm_operations(),       rotation_operations(), swiglu_operations(), product_operations(),   moving_operations(),
-      attention_operations(),  head_operations(),     expert_operations(), optimizer_operations(), choice_operations(),
-      delta_rule_operations(), latent_operations(),   {require_taken}};
+  static const Operations all{norm_operations(),    rotation_operations(),   swiglu_operations(),
+                              product_operations(), moving_operations(),     attention_operations(),
+                              head_operations(),    expert_operations(),     optimizer_operations(),
+                              choice_operations(),  delta_rule_operations(), short_convolution_operations(),
+                              latent_operations(),  {require_taken}};
   return all;
 }
 

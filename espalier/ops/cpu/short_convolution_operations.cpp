@@ -1,25 +1,24 @@
 // A thread takes a range of channels, which share nothing with other channels, and goes through all runs in blocks of
 // rows. A row's numbers do not depend on its block: the same row has the same bits in every plan.
-#include "espalier/mixers/short_convolution/kernels.h"
-
 #include <algorithm>
 #include <vector>
 
 #include "espalier/base/instruction_set.h"
 #include "espalier/ops/cpu/convolution_ranges.h"
 #include "espalier/ops/cpu/dispatch.h"
+#include "espalier/ops/cpu/operations.h"
 
-namespace espalier {
+namespace espalier::cpu {
 namespace {
 
 std::size_t size(std::int64_t count) { return static_cast<std::size_t>(count); }
 
 template <class T>
-class Channels {
+class ConvolvedChannels {
  public:
   using A = accumulator_t<T>;
 
-  Channels(const ShortConvolutionProblem& problem, std::int64_t first)
+  ConvolvedChannels(const ShortConvolutionProblem& problem, std::int64_t first)
       : C_(problem.shape.channels),
         K_(problem.shape.kernel),
         first_(first),
@@ -153,13 +152,11 @@ class Channels {
   std::vector<double> sums_, bias_sums_;
 };
 
-}  // namespace
-
 void short_convolution(const ShortConvolutionProblem& problem, const at::Tensor& y) {
   dispatch(problem.projected_TW.scalar_type(), [&]<class T>() {
 #pragma omp parallel for schedule(static)
     for (std::int64_t first = 0; first < problem.shape.channels; first += kConvolutionChannels) {
-      Channels<T> channels(problem, first);
+      ConvolvedChannels<T> channels(problem, first);
       for (const StateRun& run : problem.runs) channels.forward(run, pointer<T>(y));
     }
   });
@@ -170,7 +167,7 @@ void add_short_convolution_backward(const ShortConvolutionProblem& problem, cons
   dispatch(grad_y.scalar_type(), [&]<class T>() {
 #pragma omp parallel for schedule(static)
     for (std::int64_t first = 0; first < problem.shape.channels; first += kConvolutionChannels) {
-      Channels<T> channels(problem, first);
+      ConvolvedChannels<T> channels(problem, first);
       for (auto run = problem.runs.rbegin(); run != problem.runs.rend(); ++run)
         channels.add_backward(*run, pointer<T>(grad_y), gradients);
       channels.add_sums(gradients);
@@ -178,4 +175,10 @@ void add_short_convolution_backward(const ShortConvolutionProblem& problem, cons
   });
 }
 
-}  // namespace espalier
+}  // namespace
+
+ShortConvolutionOperations short_convolution_operations() {
+  return {short_convolution, add_short_convolution_backward};
+}
+
+}  // namespace espalier::cpu

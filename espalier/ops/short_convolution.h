@@ -1,4 +1,4 @@
-// The short convolution's own operations, on a CPU.
+// A short convolution between two gates (LFM2, arXiv 2511.23404), which passes a state from row to row:
 //
 //   u_t = b_t x_t,  m_t = bias + sum_j w_j u_{t - K + 1 + j},  y_t = c_t m_t          of each channel
 //
@@ -29,11 +29,13 @@ struct ShortConvolutionGradients {
   at::Tensor conv_CK, conv_bias_C;  // A; added to; undefined: not computed
 };
 
-// Overwrites y. If y is undefined, computes the states only.
-void short_convolution(const ShortConvolutionProblem& problem, const at::Tensor& y_TC);
-// Goes from the last run to the first, so that grad_end_N is complete when its run is reached. Every start_N must hold
-// the state of the forward.
-void add_short_convolution_backward(const ShortConvolutionProblem& problem, const at::Tensor& grad_y_TC,
-                                    const ShortConvolutionGradients& gradients);
+struct ShortConvolutionOperations {
+  // Overwrites y. If y is undefined, computes the states only.
+  void (*short_convolution)(const ShortConvolutionProblem& problem, const at::Tensor& y_TC);
+  // Goes from the last run to the first, so that grad_end_N is complete when its run is reached. Every start_N must
+  // hold the state of the forward.
+  void (*add_short_convolution_backward)(const ShortConvolutionProblem& problem, const at::Tensor& grad_y_TC,
+                                         const ShortConvolutionGradients& gradients);
+};
 
 }  // namespace espalier
