@@ -9,9 +9,9 @@
 #include "espalier/device/cuda_library.h"
 #include "espalier/device/device.h"
 #include "espalier/measure/gpu_profile.h"
-#include "espalier/prove/large_attention.h"
-#include "espalier/prove/operation_check.h"
-#include "espalier/prove/operation_rates.h"
+#include "espalier/selftest/large_attention.h"
+#include "espalier/selftest/operation_check.h"
+#include "espalier/selftest/operation_rates.h"
 
 namespace espalier::cli {
 namespace {

@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 ORDER = (
     "base options observe device parallel rollout text grouping shape mixers.shape config program work forecast plan ops moe model mixers.layer saved objective "
-    "gradient execute optimizer checkpoint measure step train prove doctor generate replay report loop serve hosting binding"
+    "gradient execute optimizer checkpoint measure step train selftest prove doctor generate replay report loop serve hosting binding"
 ).split()
 # These are pure functions of tokens, shapes and options: no tensor may enter.
 TORCH_FREE = {"base", "options", "rollout", "text", "grouping", "shape", "mixers.shape", "config", "program", "work", "forecast", "plan", "serve"}

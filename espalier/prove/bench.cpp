@@ -17,7 +17,7 @@
 #include "espalier/measure/machine.h"
 #include "espalier/mixers/attention/shape.h"
 #include "espalier/plan/planner.h"
-#include "espalier/prove/operation_rates.h"
+#include "espalier/selftest/operation_rates.h"
 #include "espalier/shape/trained_parameters.h"
 #include "espalier/step/held_models.h"
 #include "espalier/step/planning.h"

@@ -18,7 +18,7 @@
 #include "espalier/ops/cuda/cudnn.h"
 #include "espalier/ops/cuda/cudnn_attention.h"
 #include "espalier/program/step_kind.h"
-#include "espalier/prove/operation_check.h"
+#include "espalier/selftest/operation_check.h"
 
 namespace espalier::cuda {
 namespace {

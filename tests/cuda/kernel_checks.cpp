@@ -7,7 +7,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/ops/cuda/attention.h"
-#include "espalier/prove/operation_check.h"
+#include "espalier/selftest/operation_check.h"
 #include "tests/cuda/emulated_runtime.h"
 #include "tests/cuda/emulation.h"
 

@@ -49,7 +49,7 @@ HEADERS = ["delta_rows.h", "hopper/backward.h", "hopper/key_stages.h", "hopper/l
 FLAGS = ["-std=c++20", "-x", "c++", "-fPIC", "-O1", "-g1", "-ffp-contract=off", "-Werror=vla", "-Wno-narrowing", "-fmax-errors=0",
          "-DESPALIER_EMULATED", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0",
          "-fsanitize=bounds,shift,integer-divide-by-zero", "-fsanitize-undefined-trap-on-error"]
-MADE_OF = ["tests/cuda/kernel_checks.cpp", *[f"tests/cuda/hopper/{name}.cpp" for name in ("hopper_checks", "barriers", "copies", "products", "warpgroups")], "tests/cuda/accesses.cpp", "tests/cuda/emulation.cpp", "tests/cuda/emulation.h", "espalier/prove/operation_check.cpp",
+MADE_OF = ["tests/cuda/kernel_checks.cpp", *[f"tests/cuda/hopper/{name}.cpp" for name in ("hopper_checks", "barriers", "copies", "products", "warpgroups")], "tests/cuda/accesses.cpp", "tests/cuda/emulation.cpp", "tests/cuda/emulation.h", "espalier/selftest/operation_check.cpp",
            *[f"espalier/prove/{name}_cases.cpp" for name in ("attention", "head", "row", "state", "variant")], f"{FOLDER}/ptx.h"]
 
 

@@ -15,7 +15,7 @@
 #include "espalier/mixers/recurrence/gpu_work.h"
 #include "espalier/ops/cuda/launch.h"
 #include "espalier/ops/cuda/runtime.h"
-#include "espalier/prove/operation_check.h"
+#include "espalier/selftest/operation_check.h"
 #include "espalier/shape/model_shape.h"
 #include "tests/cuda/emulated_runtime.h"
 #include "tests/cuda/emulation.h"

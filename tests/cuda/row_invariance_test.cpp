@@ -6,7 +6,7 @@
 #include <functional>
 #include <string>
 
-#include "espalier/prove/operation_check.h"
+#include "espalier/selftest/operation_check.h"
 #include "tests/cuda/emulated_runtime.h"
 
 namespace espalier::testing {

@@ -6,7 +6,7 @@
 #include <set>
 
 #include "espalier/ops/composed/attention.h"
-#include "espalier/prove/operation_check.h"
+#include "espalier/selftest/operation_check.h"
 
 namespace espalier {
 namespace {

@@ -1,4 +1,4 @@
-#include "espalier/prove/operation_rates.h"
+#include "espalier/selftest/operation_rates.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -10,7 +10,7 @@
 #include "espalier/base/error.h"
 #include "espalier/device/scalar_type.h"
 #include "espalier/ops/operations.h"
-#include "espalier/prove/operation_check.h"
+#include "espalier/selftest/operation_check.h"
 
 namespace espalier {
 namespace {

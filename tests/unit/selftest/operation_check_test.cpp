@@ -1,5 +1,5 @@
 // `selftest` notices an operation that is wrong, one that answers another time with other bits, and no others.
-#include "espalier/prove/operation_check.h"
+#include "espalier/selftest/operation_check.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

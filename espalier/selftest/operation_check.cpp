@@ -1,4 +1,4 @@
-#include "espalier/prove/operation_check.h"
+#include "espalier/selftest/operation_check.h"
 
 #include <ATen/ATen.h>
 

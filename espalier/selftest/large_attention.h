@@ -6,7 +6,7 @@
 
 #include <vector>
 
-#include "espalier/prove/operation_check.h"
+#include "espalier/selftest/operation_check.h"
 
 namespace espalier {
 

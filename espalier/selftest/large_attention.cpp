@@ -1,4 +1,4 @@
-#include "espalier/prove/large_attention.h"
+#include "espalier/selftest/large_attention.h"
 
 #include <ATen/ATen.h>
 

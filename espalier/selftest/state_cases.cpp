@@ -7,7 +7,7 @@
 #include <limits>
 
 #include "espalier/base/error.h"
-#include "espalier/prove/operation_check.h"
+#include "espalier/selftest/operation_check.h"
 
 namespace espalier {
 namespace {

@@ -4,7 +4,7 @@
 #include <cmath>
 
 #include "espalier/base/error.h"
-#include "espalier/prove/operation_check.h"
+#include "espalier/selftest/operation_check.h"
 
 namespace espalier {
 namespace {
