@@ -9,6 +9,7 @@
 #include "espalier/generate/generate_records.h"
 #include "espalier/generate/prompts_file.h"
 #include "espalier/loop/run_start.h"
+#include "espalier/loop/word_tasks.h"
 #include "espalier/objective/objective.h"
 #include "espalier/shape/trained_parameters.h"
 #include "espalier/step/held_models.h"
@@ -99,7 +100,7 @@ void dry_generate(Context& context) {
 void dry_grpo(Context& context) {
   const Options& options = context.options;
   require_new_run(options);
-  if (options.resume.empty()) check_new_run(options, context.progress);
+  if (options.resume.empty()) check_new_run(options, word_tasks(), context.progress);
   context.text << (options.resume.empty() ? "a new run in " + options.out : "more of the run in " + options.resume)
                << "\n";
 }

@@ -10,7 +10,9 @@
 
 #include "cli/verbs.h"
 #include "espalier/base/units.h"
+#include "espalier/loop/word_tasks.h"
 #include "espalier/observe/timer.h"
+#include "espalier/report/plan_picture.h"
 #include "espalier/text/tracker.h"
 
 namespace espalier::cli {
@@ -141,7 +143,8 @@ int run_grpo(Context& context) {
     if (line["kind"] == "step") context.result["steps"].push_back(without_kind(line));
     if (line["kind"] == "evaluation") context.result["evaluations"].push_back(without_kind(line));
   };
-  const GrpoReport report = grpo(context.options, context.progress, on_line, context.mesh);
+  const GrpoReport report =
+      grpo(context.options, {word_tasks(), plan_picture}, context.progress, on_line, context.mesh);
   if (tracker) tracker->finish();
   const std::string run = report.run.string();
   context.result["run"] = run;

@@ -78,13 +78,4 @@ void write_fresh_model(const fs::path& directory, const Json& config) {
                   {{"tokenizer_class", "PreTrainedTokenizerFast"}, {"eos_token", "<end>"}, {"unk_token", "<end>"}});
 }
 
-bool has_weights(const fs::path& directory) {
-  std::error_code failure;
-  for (fs::directory_iterator entry(directory, failure), end; !failure && entry != end; entry.increment(failure)) {
-    const std::string ending = entry->path().extension().string();
-    if (ending == ".safetensors" || ending == ".bin" || ending == ".pt" || ending == ".pth") return true;
-  }
-  return false;
-}
-
 }  // namespace espalier

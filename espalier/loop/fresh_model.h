@@ -17,7 +17,4 @@ Json fresh_config(FreshModel kind, std::int64_t positions);
 // Errors: OptionError where the directory cannot be written.
 void write_fresh_model(const std::filesystem::path& directory, const Json& config);
 
-// True if a model directory holds weights beside its config.json.
-bool has_weights(const std::filesystem::path& directory);
-
 }  // namespace espalier

@@ -12,15 +12,11 @@
 #include "espalier/config/model_config.h"
 #include "espalier/config/rope_config.h"
 #include "espalier/loop/checkpoint.h"
-#include "espalier/loop/fresh_model.h"
 #include "espalier/loop/random_streams.h"
 #include "espalier/loop/run_start.h"
 #include "espalier/loop/sampling.h"
-#include "espalier/loop/task_questions.h"
-#include "espalier/loop/warm_start.h"
 #include "espalier/observe/part_progress.h"
 #include "espalier/observe/timer.h"
-#include "espalier/report/plan_picture.h"
 #include "espalier/rollout/mini_batches.h"
 #include "espalier/rollout/writer.h"
 #include "espalier/step/step.h"
@@ -47,10 +43,11 @@ void keep_old_logprobs(std::span<const double> logprobs, Rollout& rollout) {
 
 class Loop {
  public:
-  Loop(RunStart start, Progress& progress, const MetricLine& on_line, const Mesh& mesh)
+  Loop(RunStart start, const LoopParts& given, Progress& progress, const MetricLine& on_line, const Mesh& mesh)
       : folder_(*start.folder),
         start_(std::move(start)),
         options_(start_.options),
+        given_(given),
         progress_(progress),
         parts_(progress),
         mesh_(mesh) {
@@ -104,6 +101,7 @@ class Loop {
   const RunFolder& folder_;
   RunStart start_;
   const Options& options_;
+  const LoopParts& given_;
   Progress& progress_;
   PartProgress parts_;  // of everything after the weights are there, under one bar for the run
   const Mesh& mesh_;
@@ -143,8 +141,7 @@ void Loop::begin(const MetricLine& on_line) {
   std::filesystem::path source = options_.model;
   if (source.empty()) {
     source = folder_.fresh();
-    if (mesh_.writes())
-      write_fresh_model(source, fresh_config(options_.fresh, options_.prompt_length + options_.max_response_length));
+    if (mesh_.writes()) given_.tasks.write_fresh_model(source, given_.tasks.fresh_config(options_));
     mesh_.world.wait_for_all();
   }
   const DType dtype = options_.dtype;
@@ -177,22 +174,22 @@ void Loop::start_warm(const MetricLine& on_line) {
     if (step.held_out) line["held_out"] = *step.held_out;
     write_line(line);
   };
-  WarmStart warm(*model_, task_of(options_), options_, start_.machine);
+  const auto warm = given_.tasks.warm_start(*model_, options_, start_.machine);
   std::int64_t bytes = 0;
-  if (is_espalier_output(folder_.warm_start())) bytes = warm.load(folder_.warm_start());
-  if (warm.last().step > 0)
+  if (is_espalier_output(folder_.warm_start())) bytes = warm->load(folder_.warm_start());
+  if (warm->last().step > 0)
     progress_.note(
-        text_of("continuing ", folder_.root().string(), " in its warm start, after step ", warm.last().step));
-  open_metrics(bytes, warm.last().step + 1, on_line);
+        text_of("continuing ", folder_.root().string(), " in its warm start, after step ", warm->last().step));
+  open_metrics(bytes, warm->last().step + 1, on_line);
   progress_.on_interrupt(OnInterrupt::finish);
-  if (!warm.run(progress_, write)) {
+  if (!warm->run(progress_, write)) {
     if (mesh_.writes()) std::filesystem::create_directories(folder_.checkpoint(0).parent_path());
-    warm.save(folder_.warm_start(), metrics_ ? metrics_->bytes() : 0);
-    throw Interrupted{signal_of_any_rank(progress_, mesh_), text_of("in the warm start, after step ", warm.last().step),
-                      folder_.root()};
+    warm->save(folder_.warm_start(), metrics_ ? metrics_->bytes() : 0);
+    throw Interrupted{signal_of_any_rank(progress_, mesh_),
+                      text_of("in the warm start, after step ", warm->last().step), folder_.root()};
   }
-  const WarmStartStep& last = warm.last();
-  if (last.held_out.value_or(0) < kWarmStartRight)
+  const WarmStartStep& last = warm->last();
+  if (!warm->learned())
     progress_.note(text_of("the warm start ended after ", last.step, " steps with ", format_percent(last.right),
                            " right answers at ", last.prompt_length, " of ", options_.prompt_length,
                            " prompt tokens; more --warm-start-steps would help"));
@@ -365,7 +362,7 @@ void Loop::run_steps(const TrainingData& data, const Json& batch) {
     const GradientReport& gradient = report.gradient;
     if (data.rollouts().front().old_logprobs.empty())  // then there is one step, with these weights
       for (const RolloutSeries& series : gradient.series) keep_old_logprobs(series.logprob, last_rollouts_[at++]);
-    last_picture_ = plan_picture(gradient.plan, mini_batch.rollouts);
+    if (given_.picture) last_picture_ = given_.picture(gradient.plan, mini_batch.rollouts);
 
     Json line{{"kind", "step"}};
     line.update(step_json(report));
@@ -450,10 +447,11 @@ void Loop::write_model() const {
 
 }  // namespace
 
-GrpoReport grpo(const Options& options, Progress& progress, const MetricLine& on_line, const Mesh& mesh) {
+GrpoReport grpo(const Options& options, const LoopParts& parts, Progress& progress, const MetricLine& on_line,
+                const Mesh& mesh) {
   std::optional<ClaimedDirectory> record;
   if (mesh.writes() && !options.record.empty()) record.emplace(options.record, options.overwrite);
-  return Loop(start_run(options, progress, mesh), progress, on_line, mesh).run();
+  return Loop(start_run(options, parts.tasks, progress, mesh), parts, progress, on_line, mesh).run();
 }
 
 }  // namespace espalier

@@ -15,16 +15,28 @@
 #pragma once
 
 #include <filesystem>
+#include <functional>
 #include <optional>
+#include <span>
 
+#include "espalier/loop/built_in_tasks.h"
 #include "espalier/observe/metrics.h"
 #include "espalier/observe/progress.h"
 #include "espalier/options/options.h"
 #include "espalier/parallel/mesh.h"
+#include "espalier/program/step_plan.h"
+#include "espalier/rollout/rollout.h"
 
 namespace espalier {
 
 inline constexpr std::int64_t kDefaultGrpoSteps = 60;  // optimizer steps where --steps is 0
+
+// What the program adds to the loop.
+struct LoopParts {
+  const BuiltInTasks& tasks;
+  // A step's plan as it is kept in metrics.jsonl for the report page. Empty: none is kept.
+  std::function<Json(const StepPlan& plan, std::span<const Rollout> rollouts)> picture = {};
+};
 
 struct GrpoReport {
   std::filesystem::path run;
@@ -39,7 +51,7 @@ struct GrpoReport {
 // OptionError, InputError, UnsupportedError, and those of the parts; the run can be continued after each. Every
 // rank of the mesh runs it; rank 0 writes, rewards and sees the lines. --out must be a folder that all of them
 // see.
-GrpoReport grpo(const Options& options, Progress& progress, const MetricLine& on_line,
+GrpoReport grpo(const Options& options, const LoopParts& parts, Progress& progress, const MetricLine& on_line,
                 const Mesh& mesh = mesh_of_one());
 
 }  // namespace espalier

@@ -4,16 +4,16 @@
 
 #include "espalier/base/error.h"
 #include "espalier/generate/generate_records.h"
+#include "espalier/loop/built_in_tasks.h"
 #include "espalier/loop/file_questions.h"
-#include "espalier/loop/fresh_model.h"
-#include "espalier/loop/task_questions.h"
 
 namespace espalier {
 
 namespace {
 
-std::unique_ptr<Questions> questions_of(const Options& options, const std::filesystem::path& source,
-                                        const ModelShape& shape, Progress& progress) {
+std::unique_ptr<Questions> questions_of(const Options& options, const BuiltInTasks& tasks,
+                                        const std::filesystem::path& source, const ModelShape& shape,
+                                        Progress& progress) {
   if (options.prompts.empty()) {
     if (!options.stop_ids.empty())
       throw OptionError({"--stop-ids", "no stop tokens for a built-in task, because its answers end with <end>",
@@ -23,7 +23,7 @@ std::unique_ptr<Questions> questions_of(const Options& options, const std::files
       if (!value.empty())
         throw OptionError(
             {name, "no such option for a built-in task, which has its own prompts and answers", value, "leave it out"});
-    return std::make_unique<TaskQuestions>(options);
+    return tasks.questions(options);
   }
   if (options.model.empty())
     throw OptionError({"--model", "a model with weights and tokenizer for --prompts", "nothing",
@@ -42,10 +42,21 @@ std::unique_ptr<Questions> questions_of(const Options& options, const std::files
 
 }  // namespace
 
-std::unique_ptr<Questions> make_questions(const Options& options, const std::filesystem::path& source,
-                                          const ModelShape& shape, Progress& progress) {
+bool has_weights(const std::filesystem::path& directory) {
+  std::error_code failure;
+  for (std::filesystem::directory_iterator entry(directory, failure), end; !failure && entry != end;
+       entry.increment(failure)) {
+    const std::string ending = entry->path().extension().string();
+    if (ending == ".safetensors" || ending == ".bin" || ending == ".pt" || ending == ".pth") return true;
+  }
+  return false;
+}
+
+std::unique_ptr<Questions> make_questions(const Options& options, const BuiltInTasks& tasks,
+                                          const std::filesystem::path& source, const ModelShape& shape,
+                                          Progress& progress) {
   check_environment(options);
-  std::unique_ptr<Questions> out = questions_of(options, source, shape, progress);
+  std::unique_ptr<Questions> out = questions_of(options, tasks, source, shape, progress);
   if (!options.env.empty()) out->set_environment(std::make_unique<Environment>(options.env, options.reward_timeout));
   return out;
 }

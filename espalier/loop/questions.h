@@ -58,9 +58,15 @@ class Questions {
   std::unique_ptr<Environment> environment_;
 };
 
+// True if a model directory holds weights beside its config.json.
+bool has_weights(const std::filesystem::path& directory);
+
+class BuiltInTasks;
+
 // `source`: the directory of the model's tokenizer. All errors of prompts, tokenizer and reward function are found
 // here. Errors: OptionError, InputError, UnsupportedError.
-std::unique_ptr<Questions> make_questions(const Options& options, const std::filesystem::path& source,
-                                          const ModelShape& shape, Progress& progress);
+std::unique_ptr<Questions> make_questions(const Options& options, const BuiltInTasks& tasks,
+                                          const std::filesystem::path& source, const ModelShape& shape,
+                                          Progress& progress);
 
 }  // namespace espalier

@@ -7,8 +7,7 @@
 #include "espalier/config/model_config.h"
 #include "espalier/device/device.h"
 #include "espalier/generate/generate_records.h"
-#include "espalier/loop/fresh_model.h"
-#include "espalier/loop/model_words.h"
+#include "espalier/loop/built_in_tasks.h"
 #include "espalier/loop/sampling.h"
 #include "espalier/measure/machine.h"
 #include "espalier/options/options_json.h"
@@ -39,21 +38,21 @@ std::filesystem::path source_of(const RunFolder& folder, const Options& options)
   return step && !has_adapters(options) ? folder.checkpoint(*step) : std::filesystem::path(options.model);
 }
 
-ModelShape shape_of(const Options& options) {
+ModelShape shape_of(const Options& options, const BuiltInTasks& tasks) {
   if (options.model.empty() && has_adapters(options))
     throw OptionError({"--lora-rank", "0 without --model, because a fresh model trains all parameters",
                        text_of(options.lora_rank), "give --model, or leave --lora-rank out"});
   if (options.model.empty() && options.train != "all")
     throw OptionError({"--train", "all without --model, because a fresh model trains all parameters",
                        "'" + options.train + "'", "give --model, or leave --train out"});
-  if (options.model.empty())
-    return model_shape_of(fresh_config(options.fresh, options.prompt_length + options.max_response_length), "--fresh");
+  if (options.model.empty()) return model_shape_of(tasks.fresh_config(options), "--fresh");
   const ModelShape shape = read_trained_shape(options.model, trained_choice(options));
-  if (options.prompts.empty()) check_words(options.model, shape);
+  if (options.prompts.empty()) tasks.check_words(options.model, shape);
   return shape;
 }
 
-RunStart continue_run(const std::filesystem::path& root, const Options& given, Progress& progress, const Mesh& mesh) {
+RunStart continue_run(const std::filesystem::path& root, const Options& given, const BuiltInTasks& tasks,
+                      Progress& progress, const Mesh& mesh) {
   RunStart out;
   out.folder = std::make_unique<RunFolder>(root);
   Json run = out.folder->description();
@@ -68,8 +67,8 @@ RunStart continue_run(const std::filesystem::path& root, const Options& given, P
   run["options"] = options_to_json(out.options, 'l');
   // Its own copy of the tokenizer, which the model directory may have lost.
   const std::filesystem::path source = source_of(*out.folder, out.options);
-  const ModelShape shape = source != out.options.model ? read_model_shape(source) : shape_of(out.options);
-  out.questions = make_questions(out.options, source, shape, progress);
+  const ModelShape shape = source != out.options.model ? read_model_shape(source) : shape_of(out.options, tasks);
+  out.questions = make_questions(out.options, tasks, source, shape, progress);
   const bool launched_anew = run.value("launch", "") != mesh.run;
   run["launch"] = mesh.run;
   if (launched_anew || run["options"] != recorded) out.folder->write_description(run);
@@ -84,7 +83,8 @@ void check_disk_space(const std::filesystem::path& root, const ModelShape& shape
   require_disk_space({{root, bytes}});
 }
 
-RunStart new_run(const std::filesystem::path& root, const Options& given, Progress& progress, const Mesh& mesh) {
+RunStart new_run(const std::filesystem::path& root, const Options& given, const BuiltInTasks& tasks, Progress& progress,
+                 const Mesh& mesh) {
   RunStart out;
   out.options = given;
   out.options.overwrite = false;  // it is done once, here
@@ -93,7 +93,7 @@ RunStart new_run(const std::filesystem::path& root, const Options& given, Progre
         text_of(std::max<std::int64_t>(
                     bound_device().free_bytes() / bound_device().sharing_memory(mesh.local_ranks) / 10 * 9, 1 << 20),
                 "B");
-  CheckedRun checked = check_new_run(out.options, progress, mesh);
+  CheckedRun checked = check_new_run(out.options, tasks, progress, mesh);
   out.questions = std::move(checked.questions);
   out.machine = machine_profile(out.options, progress);
   check_disk_space(root, checked.shape, out.options);
@@ -121,12 +121,12 @@ std::vector<HeldModel> models_of_loop(const ModelShape& shape, const Options& op
   return held;
 }
 
-CheckedRun check_new_run(const Options& options, Progress& progress, const Mesh& mesh) {
+CheckedRun check_new_run(const Options& options, const BuiltInTasks& tasks, Progress& progress, const Mesh& mesh) {
   check_sampling(options);
   CheckedRun out;
-  out.shape = shape_of(options);
+  out.shape = shape_of(options, tasks);
   require_room(models_of_loop(out.shape, options, mesh), options);
-  out.questions = make_questions(options, options.model, out.shape, progress);
+  out.questions = make_questions(options, tasks, options.model, out.shape, progress);
   return out;
 }
 
@@ -141,13 +141,13 @@ void require_new_run(const Options& options) {
 
 namespace {
 
-RunStart start_on_disk(const Options& given, Progress& progress, const Mesh& mesh) {
+RunStart start_on_disk(const Options& given, const BuiltInTasks& tasks, Progress& progress, const Mesh& mesh) {
   const std::filesystem::path root = root_of(given);
   if (given.overwrite && !given.resume.empty())
     throw OptionError({"--overwrite", "a new run", "--resume, which continues a run", "leave one of the two out"});
   require_new_run(given);
-  if (!given.resume.empty()) return continue_run(root, given, progress, mesh);
-  return new_run(root, given, progress, mesh);
+  if (!given.resume.empty()) return continue_run(root, given, tasks, progress, mesh);
+  return new_run(root, given, tasks, progress, mesh);
 }
 
 // What rank 0 has found, as text, and the start that another rank makes of it.
@@ -158,27 +158,28 @@ std::string told(const RunStart& start) {
       .dump();
 }
 
-RunStart start_as_told(const Json& told, Progress& progress) {
+RunStart start_as_told(const Json& told, const BuiltInTasks& tasks, Progress& progress) {
   RunStart out;
   out.options = options_from_json(told["options"], "rank 0: ");
   choose_products(out.options);
   out.machine = profile_of(told["machine"], "the machine profile of rank 0");
   out.folder = RunFolder::seen_by_rank(told["root"].get<std::string>());
   const std::filesystem::path source = source_of(*out.folder, out.options);
-  out.questions = make_questions(
-      out.options, source, source != out.options.model ? read_model_shape(source) : shape_of(out.options), progress);
+  out.questions =
+      make_questions(out.options, tasks, source,
+                     source != out.options.model ? read_model_shape(source) : shape_of(out.options, tasks), progress);
   return out;
 }
 
 }  // namespace
 
-RunStart start_run(const Options& given, Progress& progress, const Mesh& mesh) {
+RunStart start_run(const Options& given, const BuiltInTasks& tasks, Progress& progress, const Mesh& mesh) {
   check_environment(given);
-  if (mesh.world.size() == 1) return start_on_disk(given, progress, mesh);
+  if (mesh.world.size() == 1) return start_on_disk(given, tasks, progress, mesh);
   RunStart out;
-  if (mesh.writes()) out = start_on_disk(given, progress, mesh);
+  if (mesh.writes()) out = start_on_disk(given, tasks, progress, mesh);
   const Json of_rank_0 = Json::parse(text_of_rank(mesh.world, mesh.writes() ? told(out) : ""));
-  return mesh.writes() ? std::move(out) : start_as_told(of_rank_0, progress);
+  return mesh.writes() ? std::move(out) : start_as_told(of_rank_0, tasks, progress);
 }
 
 }  // namespace espalier

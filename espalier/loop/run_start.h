@@ -33,7 +33,8 @@ struct CheckedRun {
   ModelShape shape;
   std::unique_ptr<Questions> questions;
 };
-CheckedRun check_new_run(const Options& options, Progress& progress, const Mesh& mesh = mesh_of_one());
+CheckedRun check_new_run(const Options& options, const BuiltInTasks& tasks, Progress& progress,
+                         const Mesh& mesh = mesh_of_one());
 
 // Errors: OptionError if --out holds a run with a checkpoint or an interrupted warm start, and neither --resume nor
 // --overwrite is given.
@@ -42,6 +43,7 @@ void require_new_run(const Options& options);
 // Opens --resume, or --out; writes run.json where it is new or its options have changed. Rank 0 does this and
 // sends the result to the others. Errors: OptionError, InputError, UnsupportedError; nothing has been written
 // then.
-RunStart start_run(const Options& given, Progress& progress, const Mesh& mesh = mesh_of_one());
+RunStart start_run(const Options& given, const BuiltInTasks& tasks, Progress& progress,
+                   const Mesh& mesh = mesh_of_one());
 
 }  // namespace espalier

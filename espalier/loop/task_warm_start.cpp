@@ -1,4 +1,4 @@
-#include "espalier/loop/warm_start.h"
+#include "espalier/loop/task_warm_start.h"
 
 #include <algorithm>
 #include <cmath>
@@ -80,7 +80,7 @@ void Curriculum::restore(std::int64_t prompt_length, double smoothed) {
   smoothed_ = smoothed;
 }
 
-WarmStart::WarmStart(ModelState& model, const Task& task, const Options& options, const MachineProfile& machine)
+TaskWarmStart::TaskWarmStart(ModelState& model, const Task& task, const Options& options, const MachineProfile& machine)
     : model_(model),
       options_(supervised(options)),
       machine_(machine),
@@ -90,7 +90,7 @@ WarmStart::WarmStart(ModelState& model, const Task& task, const Options& options
       held_out_(demonstrations(task, Split::held_out, random_of(options.seed, Stream::warm_start_held_out))),
       curriculum_(task) {}
 
-WarmStartStep WarmStart::step() {
+WarmStartStep TaskWarmStart::step() {
   const Random draws = random_of(options_.seed, Stream::warm_start).fork(static_cast<std::uint64_t>(last_.step));
   const TrainingData data(demonstrations(curriculum_.task(), Split::train, draws), options_);
   const StepReport report = run_step(actor_, data.mini_batch(0), false);
@@ -106,9 +106,9 @@ WarmStartStep WarmStart::step() {
   return found;
 }
 
-bool WarmStart::run(Progress& progress, const std::function<void(const WarmStartStep&)>& on_step) {
+bool TaskWarmStart::run(Progress& progress, const std::function<void(const WarmStartStep&)>& on_step) {
   progress.begin("warm start", options_.warm_start_steps, "steps");
-  while (last_.step < options_.warm_start_steps && last_.held_out.value_or(0) < kWarmStartRight) {
+  while (last_.step < options_.warm_start_steps && !learned()) {
     if (signal_of_any_rank(progress, model_.mesh) != 0) return false;
     last_ = step();
     on_step(last_);
@@ -118,7 +118,7 @@ bool WarmStart::run(Progress& progress, const std::function<void(const WarmStart
   return true;
 }
 
-void WarmStart::save(const std::filesystem::path& directory, std::int64_t metrics_bytes) const {
+void TaskWarmStart::save(const std::filesystem::path& directory, std::int64_t metrics_bytes) const {
   RunState state;
   state.random_state = std::to_string(options_.seed);
   state.extra = Json{{"metrics_bytes", metrics_bytes},
@@ -131,7 +131,7 @@ void WarmStart::save(const std::filesystem::path& directory, std::int64_t metric
   if (target) target->commit();
 }
 
-std::int64_t WarmStart::load(const std::filesystem::path& directory) {
+std::int64_t TaskWarmStart::load(const std::filesystem::path& directory) {
   const RunState former = continue_trained_model(directory, model_, optimizer_);
   const Json extra = Json::parse(former.extra);
   for (const char* member : {"metrics_bytes", "prompt_length", "smoothed"})

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "espalier/forecast/cost_model.h"
+#include "espalier/loop/built_in_tasks.h"
 #include "espalier/loop/task.h"
 #include "espalier/observe/progress.h"
 #include "espalier/optimizer/adamw.h"
@@ -17,14 +18,6 @@
 #include "espalier/step/step.h"
 
 namespace espalier {
-
-struct WarmStartStep {
-  std::int64_t step = 0;           // from 1
-  double loss = 0;                 // mean of -log p over the answers' tokens
-  double right = 0;                // mean probability of the whole right answer, on this step's new problems
-  std::int64_t prompt_length = 0;  // of this step's problems
-  std::optional<double> held_out;  // the same on held-out problems of the full length; every kProbeEvery steps
-};
 
 // Prompts are short at first, for a fact is found sooner among two than among a hundred; their length doubles whenever
 // `right`, smoothed over steps, has reached kStageRight. The warm start ends as soon as `held_out`, the accuracy to
@@ -50,19 +43,16 @@ class Curriculum {
 };
 
 // Minimises -log p(answer and end) by AdamW at --warm-start-lr, at most --warm-start-steps steps. Documents of a step
-// are asked many questions each, so most rows are shared. Everything is a function of the options and the steps done,
-// so that a warm start that is saved, loaded and run ends in the bits of one that was never interrupted.
-class WarmStart {
+// are asked many questions each, so most rows are shared. Everything is a function of the options and the steps done.
+class TaskWarmStart final : public WarmStart {
  public:
-  WarmStart(ModelState& model, const Task& task, const Options& options, const MachineProfile& machine);
+  TaskWarmStart(ModelState& model, const Task& task, const Options& options, const MachineProfile& machine);
 
-  // Overwrites the model's weights, step by step. False: an interrupt came, and steps are left to run.
-  bool run(Progress& progress, const std::function<void(const WarmStartStep&)>& on_step);
-  const WarmStartStep& last() const { return last_; }
-
-  // Saves a checkpoint with `metrics_bytes`, which load returns. Errors: OptionError; InputError in load.
-  void save(const std::filesystem::path& directory, std::int64_t metrics_bytes) const;
-  std::int64_t load(const std::filesystem::path& directory);
+  bool run(Progress& progress, const std::function<void(const WarmStartStep&)>& on_step) override;
+  const WarmStartStep& last() const override { return last_; }
+  bool learned() const override { return last_.held_out.value_or(0) >= kWarmStartRight; }
+  void save(const std::filesystem::path& directory, std::int64_t metrics_bytes) const override;
+  std::int64_t load(const std::filesystem::path& directory) override;
 
  private:
   WarmStartStep step();
