@@ -10,9 +10,9 @@
 
 #include "cli/verbs.h"
 #include "espalier/base/units.h"
-#include "espalier/loop/word_tasks.h"
 #include "espalier/observe/timer.h"
 #include "espalier/report/plan_picture.h"
+#include "espalier/tasks/word_tasks.h"
 #include "espalier/text/tracker.h"
 
 namespace espalier::cli {

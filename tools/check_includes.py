@@ -1,6 +1,6 @@
 """Folders of espalier/ are stages of the data flow: a file may include only its own stage and those before it. The files of a kind of mixers
 (mixers/<kind>/) belong to stages by their role: shape, work, layer. So do declarations of buffers (*_buffers), whatever their folder: they know
-no tensors, and the forecast reads them.
+no tensors, and the forecast reads them. The engine is the first part of the order; what stands beside it comes after.
 
 Also: the folders of TORCH_FREE name neither ATen nor torch, nobody includes torch/torch.h, and what stands above the operations
 (espalier/ops/operations.h) touches no tensor's memory and no kernel: it calls operations and the device's copies. espalier/CMakeLists.txt lists every source
@@ -13,10 +13,14 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ORDER = (
+# What a training step, a sample and the closed loop are made of.
+ENGINE = (
     "base options observe device parallel rollout text grouping shape mixers.shape config program work forecast plan ops moe model mixers.layer saved objective "
-    "gradient execute optimizer checkpoint measure step train selftest prove doctor generate replay report loop serve hosting binding"
+    "gradient execute optimizer checkpoint measure step train generate loop"
 ).split()
+# What the program and the Python package add to it. The engine includes none of these.
+BESIDE_ENGINE = "selftest prove doctor replay report tasks serve hosting binding".split()
+ORDER = ENGINE + BESIDE_ENGINE
 # These are pure functions of tokens, shapes and options: no tensor may enter.
 TORCH_FREE = {"base", "options", "rollout", "text", "grouping", "shape", "mixers.shape", "config", "program", "work", "forecast", "plan", "serve"}
 # What calls operations: a pointer, a number type, a thread or an ATen kernel here would be the CPU's alone.
@@ -87,7 +91,8 @@ def faults_of(name):
             continue
         stage = stage_of(included)
         if stage not in ORDER or ORDER.index(stage) > ORDER.index(folder):
-            yield f"{where}: espalier/{folder} may not include {included} (it stands later in the order)"
+            beside = "is no part of the engine" if folder in ENGINE and stage in BESIDE_ENGINE else "stands later in the order"
+            yield f"{where}: espalier/{folder} may not include {included} (it {beside})"
         if not (ROOT / included).is_file():
             yield f"{where}: {included} does not exist"
 

@@ -16,8 +16,8 @@
 #include <vector>
 
 #include "espalier/base/random.h"
-#include "espalier/loop/vocabulary.h"
 #include "espalier/options/choices.h"
+#include "espalier/tasks/vocabulary.h"
 
 namespace espalier {
 

@@ -1,9 +1,9 @@
-#include "espalier/loop/word_tasks.h"
+#include "espalier/tasks/word_tasks.h"
 
-#include "espalier/loop/fresh_model.h"
-#include "espalier/loop/model_words.h"
-#include "espalier/loop/task_questions.h"
-#include "espalier/loop/task_warm_start.h"
+#include "espalier/tasks/fresh_model.h"
+#include "espalier/tasks/model_words.h"
+#include "espalier/tasks/task_questions.h"
+#include "espalier/tasks/warm_start.h"
 
 namespace espalier {
 namespace {

@@ -1,4 +1,4 @@
-#include "espalier/loop/fresh_model.h"
+#include "espalier/tasks/fresh_model.h"
 
 #include <bit>
 
@@ -6,7 +6,7 @@
 #include "espalier/base/error.h"
 #include "espalier/base/json.h"
 #include "espalier/checkpoint/json_file.h"
-#include "espalier/loop/vocabulary.h"
+#include "espalier/tasks/vocabulary.h"
 
 namespace espalier {
 namespace {

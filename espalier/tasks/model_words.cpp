@@ -1,8 +1,8 @@
-#include "espalier/loop/model_words.h"
+#include "espalier/tasks/model_words.h"
 
 #include "espalier/base/error.h"
 #include "espalier/checkpoint/json_file.h"
-#include "espalier/loop/vocabulary.h"
+#include "espalier/tasks/vocabulary.h"
 
 namespace espalier {
 namespace {

@@ -1,4 +1,4 @@
-#include "espalier/loop/task_warm_start.h"
+#include "espalier/tasks/warm_start.h"
 
 #include <algorithm>
 #include <cmath>

@@ -4,7 +4,7 @@
 #include <optional>
 
 #include "espalier/loop/questions.h"
-#include "espalier/loop/task.h"
+#include "espalier/tasks/task.h"
 #include "espalier/text/reward_function.h"
 
 namespace espalier {

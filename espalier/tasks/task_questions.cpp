@@ -1,4 +1,4 @@
-#include "espalier/loop/task_questions.h"
+#include "espalier/tasks/task_questions.h"
 
 #include <algorithm>
 

@@ -9,13 +9,13 @@
 
 #include "espalier/forecast/cost_model.h"
 #include "espalier/loop/built_in_tasks.h"
-#include "espalier/loop/task.h"
 #include "espalier/observe/progress.h"
 #include "espalier/optimizer/adamw.h"
 #include "espalier/options/options.h"
 #include "espalier/rollout/rollout.h"
 #include "espalier/step/model_state.h"
 #include "espalier/step/step.h"
+#include "espalier/tasks/task.h"
 
 namespace espalier {
 

@@ -1,4 +1,4 @@
-#include "espalier/loop/vocabulary.h"
+#include "espalier/tasks/vocabulary.h"
 
 #include <charconv>
 

@@ -1,4 +1,4 @@
-#include "espalier/loop/task.h"
+#include "espalier/tasks/task.h"
 
 #include <algorithm>
 #include <utility>
