@@ -7,7 +7,7 @@
 #include "espalier/base/error.h"
 #include "espalier/options/nearest_option.h"
 #include "espalier/options/option_value.h"
-#include "espalier/options/trl_names.h"
+#include "espalier/settings/trl_names.h"
 
 namespace espalier::cli {
 namespace {

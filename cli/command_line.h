@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "cli/verbs.h"
-#include "espalier/options/settings.h"
+#include "espalier/settings/settings.h"
 
 namespace espalier::cli {
 

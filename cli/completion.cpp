@@ -3,7 +3,7 @@
 
 #include "cli/verbs.h"
 #include "espalier/base/error.h"
-#include "espalier/options/option_help.h"
+#include "espalier/settings/option_help.h"
 
 namespace espalier::cli {
 namespace {

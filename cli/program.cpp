@@ -26,11 +26,11 @@
 #include "espalier/observe/processors.h"
 #include "espalier/observe/progress_text.h"
 #include "espalier/observe/timer.h"
-#include "espalier/options/config_file.h"
 #include "espalier/options/objective_options.h"
-#include "espalier/options/option_help.h"
 #include "espalier/options/options_json.h"
 #include "espalier/options/products.h"
+#include "espalier/settings/config_file.h"
+#include "espalier/settings/option_help.h"
 
 namespace espalier::cli {
 namespace {

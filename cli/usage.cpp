@@ -5,7 +5,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/options/nearest_option.h"
-#include "espalier/options/option_help.h"
+#include "espalier/settings/option_help.h"
 
 namespace espalier::cli {
 namespace {

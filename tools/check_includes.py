@@ -19,13 +19,13 @@ ENGINE = (
     "gradient execute optimizer checkpoint measure step train generate loop"
 ).split()
 # What the program and the Python package add to it. The engine includes none of these.
-BESIDE_ENGINE = "selftest prove doctor replay report tasks serve hosting binding".split()
+BESIDE_ENGINE = "settings selftest prove doctor replay report tasks serve hosting binding".split()
 ORDER = ENGINE + BESIDE_ENGINE
 # These are pure functions of tokens, shapes and options: no tensor may enter.
-TORCH_FREE = {"base", "options", "rollout", "text", "grouping", "shape", "mixers.shape", "config", "program", "work", "forecast", "plan", "serve"}
+TORCH_FREE = {"base", "options", "settings", "rollout", "text", "grouping", "shape", "mixers.shape", "config", "program", "work", "forecast", "plan", "serve"}
 # What calls operations: a pointer, a number type, a thread or an ATen kernel here would be the CPU's alone.
 # binding hands memory of a caller on the host to the kernels; serve reads messages, and knows no tensors.
-ABOVE_OPERATIONS = set(ORDER[ORDER.index("ops") + 1:]) - {"checkpoint", "report", "serve", "binding"}
+ABOVE_OPERATIONS = set(ORDER[ORDER.index("ops") + 1:]) - {"settings", "checkpoint", "report", "serve", "binding"}
 BELOW = re.compile(r"\b(data_ptr|pointer<|dispatch\(|memcpy|memmove|memset|omp\.h|omp_get\w+|espalier/ops/cpu/[\w/.]+)|#pragma omp")
 # Of those, what runs in a step: its tensors are a device's throughout.
 IN_A_STEP = {"model", "mixers.layer", "moe", "objective", "gradient", "execute", "optimizer", "generate"}

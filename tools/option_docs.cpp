@@ -2,7 +2,7 @@
 #include <cstdio>
 #include <string>
 
-#include "espalier/options/option_help.h"
+#include "espalier/settings/option_help.h"
 
 int main() {
   const std::string page = espalier::option_docs();

@@ -11,10 +11,10 @@
 #include "espalier/binding/guarded.h"
 #include "espalier/grouping/prefix_tree.h"
 #include "espalier/mixers/attention/shape.h"
-#include "espalier/options/option_help.h"
-#include "espalier/options/trl_names.h"
 #include "espalier/plan/planner.h"
 #include "espalier/rollout/mini_batches.h"
+#include "espalier/settings/option_help.h"
+#include "espalier/settings/trl_names.h"
 
 using namespace espalier;  // NOLINT: the interface's own names are the C ones
 

@@ -4,8 +4,8 @@
 #include <algorithm>
 
 #include "espalier/base/json.h"
-#include "espalier/options/option_help.h"
 #include "espalier/options/options.h"
+#include "espalier/settings/option_help.h"
 #include "tests/hostile/cli/program_run.h"
 
 namespace espalier::testing {

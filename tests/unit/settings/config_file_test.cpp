@@ -1,11 +1,11 @@
-#include "espalier/options/config_file.h"
+#include "espalier/settings/config_file.h"
 
 #include <unistd.h>
 
 #include <filesystem>
 #include <fstream>
 
-#include "espalier/options/option_help.h"
+#include "espalier/settings/option_help.h"
 #include "tests/unit/options/thrown_error.h"
 
 namespace espalier {

@@ -1,4 +1,4 @@
-#include "espalier/options/option_help.h"
+#include "espalier/settings/option_help.h"
 
 #include <algorithm>
 #include <array>
@@ -8,8 +8,8 @@
 
 #include "espalier/options/nearest_option.h"
 #include "espalier/options/option_value.h"
-#include "espalier/options/peft_names.h"
-#include "espalier/options/trl_names.h"
+#include "espalier/settings/peft_names.h"
+#include "espalier/settings/trl_names.h"
 
 namespace espalier {
 namespace {

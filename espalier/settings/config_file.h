@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "espalier/options/settings.h"
+#include "espalier/settings/settings.h"
 
 namespace espalier {
 

@@ -1,4 +1,4 @@
-#include "espalier/options/config_file.h"
+#include "espalier/settings/config_file.h"
 
 #define TOML_EXCEPTIONS 1
 #include <toml++/toml.h>
@@ -10,7 +10,7 @@
 #include "espalier/base/json.h"
 #include "espalier/options/nearest_option.h"
 #include "espalier/options/option_value.h"
-#include "espalier/options/trl_names.h"
+#include "espalier/settings/trl_names.h"
 
 namespace espalier {
 namespace {

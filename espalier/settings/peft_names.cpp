@@ -1,4 +1,4 @@
-#include "espalier/options/peft_names.h"
+#include "espalier/settings/peft_names.h"
 
 #include <algorithm>
 #include <array>

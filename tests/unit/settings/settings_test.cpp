@@ -1,12 +1,12 @@
 // TRL's names and settings from several sources.
-#include "espalier/options/trl_names.h"
+#include "espalier/settings/trl_names.h"
 
 #include <algorithm>
 #include <array>
 #include <cmath>
 
 #include "espalier/options/options_json.h"
-#include "espalier/options/peft_names.h"
+#include "espalier/settings/peft_names.h"
 #include "tests/unit/options/thrown_error.h"
 
 namespace espalier {

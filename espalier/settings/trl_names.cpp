@@ -1,4 +1,4 @@
-#include "espalier/options/trl_names.h"
+#include "espalier/settings/trl_names.h"
 
 #include <algorithm>
 #include <cctype>
@@ -7,7 +7,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/options/option_value.h"
-#include "espalier/options/peft_names.h"
+#include "espalier/settings/peft_names.h"
 
 namespace espalier {
 namespace {

@@ -1,10 +1,10 @@
-#include "espalier/options/settings.h"
+#include "espalier/settings/settings.h"
 
 #include <algorithm>
 #include <iterator>
 
-#include "espalier/options/peft_names.h"
-#include "espalier/options/trl_names.h"
+#include "espalier/settings/peft_names.h"
+#include "espalier/settings/trl_names.h"
 
 namespace espalier {
 namespace {

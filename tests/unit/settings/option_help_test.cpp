@@ -1,4 +1,4 @@
-#include "espalier/options/option_help.h"
+#include "espalier/settings/option_help.h"
 
 #include <algorithm>
 #include <cstring>
@@ -6,7 +6,7 @@
 #include <sstream>
 
 #include "espalier/options/options.h"
-#include "espalier/options/trl_names.h"
+#include "espalier/settings/trl_names.h"
 #include "tests/support/source_dir.h"
 #include "tests/unit/options/thrown_error.h"
 
