@@ -57,6 +57,28 @@ function(espalier_library name)
   endif()
 endfunction()
 
+# espalier_refuse_links(TARGET OTHERS...): an error if the target links one of the others, directly or not.
+function(espalier_refuse_links target)
+  set(found ${target})
+  set(left ${target})
+  while(left)
+    list(POP_FRONT left library)
+    get_target_property(links ${library} INTERFACE_LINK_LIBRARIES)
+    foreach(link IN LISTS links)
+      if(TARGET "${link}" AND NOT link IN_LIST found)
+        list(APPEND found "${link}")
+        list(APPEND left "${link}")
+        set(reason_${link} "${reason_${library}} -> ${link}")
+      endif()
+    endforeach()
+  endwhile()
+  foreach(other ${ARGN})
+    if(other IN_LIST found)
+      message(FATAL_ERROR "${target} must not link ${other}, found ${target}${reason_${other}}")
+    endif()
+  endforeach()
+endfunction()
+
 # Headers that most files include, compiled once for each kind of target: json.h alone takes two seconds.
 set(ESPALIER_COMMON_HEADERS <algorithm> <chrono> <cmath> <cstdint> <filesystem> <fstream> <functional> <map> <memory>
   <optional> <span> <sstream> <string> <unordered_map> <vector> "${PROJECT_SOURCE_DIR}/espalier/base/json.h")

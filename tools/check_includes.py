@@ -13,12 +13,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# What a training step, a sample and the closed loop are made of.
+# Parts of a training step, a sample and the closed loop.
 ENGINE = (
     "base options observe device parallel rollout text grouping shape mixers.shape config program work forecast plan ops moe model mixers.layer saved objective "
     "gradient execute optimizer checkpoint measure step train generate loop"
 ).split()
-# What the program and the Python package add to it. The engine includes none of these.
+# Parts that the program and the Python package add. The engine includes none of them.
 BESIDE_ENGINE = "settings selftest prove doctor replay report tasks serve hosting binding".split()
 ORDER = ENGINE + BESIDE_ENGINE
 # These are pure functions of tokens, shapes and options: no tensor may enter.

@@ -1,4 +1,4 @@
-// What the closed loop asks of built-in tasks: questions for a run without --prompts, a model for one without --model,
+// Built-in tasks as the closed loop sees them: questions for a run without --prompts, a model for one without --model,
 // and right answers for a model without weights. The loop knows no task; the program gives it those of
 // espalier/tasks/.
 #pragma once

@@ -31,7 +31,7 @@ namespace espalier {
 
 inline constexpr std::int64_t kDefaultGrpoSteps = 60;  // optimizer steps where --steps is 0
 
-// What the program adds to the loop.
+// Parts that the program adds to the loop.
 struct LoopParts {
   const BuiltInTasks& tasks;
   // A step's plan as it is kept in metrics.jsonl for the report page. Empty: none is kept.
