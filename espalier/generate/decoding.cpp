@@ -14,11 +14,13 @@
 #include "espalier/device/control_block.h"
 #include "espalier/device/host_values.h"
 #include "espalier/generate/group_source.h"
+#include "espalier/generate/kept_draws.h"
 #include "espalier/generate/whole_logits.h"
 #include "espalier/model/block_buffers.h"
 #include "espalier/model/decoder_pass.h"
 #include "espalier/observe/timer.h"
 #include "espalier/ops/operations.h"
+#include "espalier/rollout/kept_sets.h"
 #include "espalier/shape/path_leaves.h"
 
 namespace espalier {
@@ -30,7 +32,7 @@ DType dtype_of(at::ScalarType type) {
 
 bool alike(const DecodingRules& a, const DecodingRules& b) {
   return a.choice.temperature == b.choice.temperature && a.choice.top_k == b.choice.top_k &&
-         a.choice.top_p == b.choice.top_p && a.raw_logprobs == b.raw_logprobs;
+         a.choice.top_p == b.choice.top_p && a.raw_logprobs == b.raw_logprobs && a.kept_sets == b.kept_sets;
 }
 
 // Of the log-probs that the rules ask for.
@@ -61,6 +63,9 @@ struct Decoding::Prompt {
   std::unique_ptr<PromptGroup> group;    // while some have one, and while it is kept
   std::vector<std::shared_ptr<PromptReading>> readings;  // until it is computed
   std::int64_t known = 0;                                // rows that were copied
+  std::int64_t ready = 0;                                // rows that are there
+  std::vector<std::int64_t> fresh;                       // responses with a place, until the prompt is computed
+  bool first = false;                                    // came by add_first
   bool computed = false;
   std::uint64_t last_used = 0;
 
@@ -108,6 +113,13 @@ struct Decoding::ChoiceRows {
   }
 };
 
+// Tokens drawn for rows, with their log-probs over the whole vocabulary, and over their sets where these are kept.
+struct Decoding::Draws {
+  std::vector<TokenLogprob> tokens;
+  bool keeps_sets = false;
+  KeptDraws kept;
+};
+
 Decoding::Decoding(const Decoder& decoder, const DecodingLimits& limits, Arena& arena)
     : decoder_(decoder),
       limits_(limits),
@@ -148,25 +160,42 @@ std::int64_t Decoding::add(std::vector<std::int32_t> ids, std::vector<DecodingRu
   for (const DecodingRules& rules : responses) longest = std::max(longest, rules.longest);
   Prompt* prompt = joinable(ids, std::ssize(responses), longest, reading != nullptr);
   for (DecodingRules& rules : responses) {
-    if (prompt == nullptr || !limits_.share_prompts) {
-      prompts_.push_back(std::make_unique<Prompt>());
-      prompt = prompts_.back().get();
-      prompt->ids = ids;
-      prompt->where = where;
-    }
+    if (prompt == nullptr || !limits_.share_prompts) prompt = &new_prompt(prompts_.end(), ids, where);
     prompt->longest = std::max(prompt->longest, prompt->group ? 0 : longest);
-    const std::int64_t number = next_number_++;
-    prompt->waiting.push_back(number);
-    auto response = std::make_unique<Response>();
-    response->prompt = prompt;
-    response->rules = std::move(rules);
-    response->out.cached_rows = prompt->computed || number != first ? prompt->rows() : 0;
-    responses_.emplace(number, std::move(response));
-    ++waiting_;
+    add_response(*prompt, std::move(rules), prompt->computed || next_number_ != first);
   }
   if (reading) prompt->readings.push_back(std::move(reading));
-  prompt->last_used = ++clock_;
   return first;
+}
+
+std::int64_t Decoding::add_first(std::vector<std::int32_t> ids, DecodingRules rules, const std::string& where) {
+  ESPALIER_INTERNAL(!ids.empty(), where);
+  const auto before = std::ranges::find_if(prompts_, [](const auto& one) { return !one->first; });
+  Prompt& prompt = new_prompt(before, ids, where);
+  prompt.first = true;
+  prompt.longest = rules.longest;
+  return add_response(prompt, std::move(rules), false);
+}
+
+Decoding::Prompt& Decoding::new_prompt(std::list<std::unique_ptr<Prompt>>::iterator before,
+                                       const std::vector<std::int32_t>& ids, const std::string& where) {
+  Prompt& prompt = **prompts_.insert(before, std::make_unique<Prompt>());
+  prompt.ids = ids;
+  prompt.where = where;
+  return prompt;
+}
+
+std::int64_t Decoding::add_response(Prompt& prompt, DecodingRules rules, bool is_cached) {
+  const std::int64_t number = next_number_++;
+  prompt.waiting.push_back(number);
+  prompt.last_used = ++clock_;
+  auto response = std::make_unique<Response>();
+  response->prompt = &prompt;
+  response->rules = std::move(rules);
+  response->out.cached_rows = is_cached ? prompt.rows() : 0;
+  responses_.emplace(number, std::move(response));
+  ++waiting_;
+  return number;
 }
 
 // Keys and values that a prompt with so many live responses may come to hold. Rows of finished responses are used
@@ -203,7 +232,6 @@ std::list<std::unique_ptr<Decoding::Prompt>>::iterator Decoding::oldest_unused()
 
 // Gives places to waiting responses, in order, while there is memory for their longest.
 void Decoding::admit() {
-  std::vector<Prompt*> opened;
   bool full = false;
   for (const auto& each : prompts_) {
     Prompt& prompt = *each;
@@ -226,17 +254,17 @@ void Decoding::admit() {
       }
       if (!prompt.group) {
         open(prompt);
-        opened.push_back(&prompt);
+        opened_.push_back(&prompt);
       }
       const std::int64_t number = prompt.waiting.front();
       prompt.waiting.pop_front();
       at(number).has_place = true;
-      fresh_.push_back(number);
+      (prompt.computed ? fresh_ : prompt.fresh).push_back(number);
       ++prompt.live, ++held_, ++running_, --waiting_;
     }
     if (full) break;
   }
-  compute_prompts(opened);
+  compute_prompts();
 }
 
 void Decoding::open(Prompt& prompt) {
@@ -268,18 +296,23 @@ void Decoding::take_known_rows(Prompt& prompt) {
       prompt.known = common, best = other.get();
   }
   if (best != nullptr) prompt.group->take_rows(*best->group, prompt.known);
+  prompt.ready = prompt.known;
 }
 
-// Prompts end to end in sets of rows; a long one is cut over several sets.
-void Decoding::compute_prompts(std::span<Prompt* const> opened) {
-  if (opened.empty()) return;
+// Prompts end to end in sets of rows; a long one is cut over several sets, and over steps where a step has a limit.
+void Decoding::compute_prompts() {
+  if (opened_.empty()) return;
   const Timer timer;
+  std::int64_t left = limits_.prompt_rows > 0 ? limits_.prompt_rows : std::numeric_limits<std::int64_t>::max();
   AppendedRows rows;
   ModelInput& input = rows.input;
-  for (Prompt* prompt : opened) {
+  std::vector<Prompt*> computed;
+  for (Prompt* prompt : opened_) {
     const bool read = !prompt->readings.empty();
-    for (std::int64_t begin = prompt->known; begin < prompt->rows();) {
-      const std::int64_t end = std::min(prompt->rows(), begin + limits_.token_budget - input.rows());
+    while (prompt->ready < prompt->rows() && left > 0) {
+      std::int64_t begin = prompt->ready;
+      const std::int64_t end = std::min(prompt->rows(), begin + std::min(left, limits_.token_budget - input.rows()));
+      prompt->ready = end, left -= end - begin;
       rows.kv.add(prompt->group->append_prompt(begin, end));
       const bool last = end == prompt->rows();
       const std::int64_t first = read ? begin : last ? end - 1 : end;  // that is an output
@@ -293,12 +326,19 @@ void Decoding::compute_prompts(std::span<Prompt* const> opened) {
       }
       if (input.rows() == limits_.token_budget) compute_prompt_rows(rows);
     }
-    for (const std::int64_t number : fresh_)
-      if (at(number).prompt == prompt && at(number).out.cached_rows == 0) at(number).out.cached_rows = prompt->known;
-    prompt->computed = true;
+    if (prompt->ready == prompt->rows()) computed.push_back(prompt);
+    if (left == 0) break;
   }
   compute_prompt_rows(rows);
-  for (Prompt* prompt : opened) prompt->readings.clear();
+  for (Prompt* prompt : computed) {
+    for (const std::int64_t number : prompt->fresh)
+      if (at(number).out.cached_rows == 0) at(number).out.cached_rows = prompt->known;
+    fresh_.insert(fresh_.end(), prompt->fresh.begin(), prompt->fresh.end());
+    prompt->fresh.clear();
+    prompt->readings.clear();
+    prompt->computed = true;
+    std::erase(opened_, prompt);
+  }
   counts_.seconds_prompt += timer.total();
 }
 
@@ -340,7 +380,7 @@ void Decoding::read_prompt(Prompt& prompt, const at::Tensor& hidden_OM, std::int
       for (std::int64_t i = 0; i < reading->draws; ++i) uniforms.push_back(reading->random.uniform());
       begin.push_back(static_cast<std::int32_t>(uniforms.size()));
     }
-    const std::vector<TokenLogprob> tokens = draw(hidden_OM, reading->draw_rule, 1, begin, uniforms);
+    const std::vector<TokenLogprob> tokens = draw(hidden_OM, reading->draw_rule, 1, false, begin, uniforms).tokens;
     for (std::size_t i = 0; i < tokens.size(); ++i) {
       if (i % static_cast<std::size_t>(reading->draws) == 0) reading->drawn.emplace_back();
       reading->drawn.back().push_back(tokens[i]);
@@ -372,7 +412,7 @@ std::vector<std::int64_t> Decoding::step() {
     count_held();
   }
   ++counts_.decode_steps;
-  if (on_rows_) on_rows_(static_cast<std::int64_t>(chosen.size()));
+  if (on_tokens_) on_tokens_(std::ssize(chosen));
   return end_some(chosen);
 }
 
@@ -466,8 +506,9 @@ void Decoding::choose_alike(const at::Tensor& hidden_OM, const ChoiceRows& rows,
   std::vector<double> uniforms;
   for (const std::int64_t number : rows.response) uniforms.push_back(at(number).rules.random.uniform());
   const DecodingRules& rules = at(rows.response.front()).rules;
-  const std::vector<TokenLogprob> tokens =
-      draw(hidden_OM, rules.choice, temperature_of_logprobs(rules), rows.begin, uniforms);
+  const Draws draws =
+      draw(hidden_OM, rules.choice, temperature_of_logprobs(rules), rules.kept_sets, rows.begin, uniforms);
+  const std::vector<TokenLogprob>& tokens = draws.tokens;
   std::vector<HeadEdge> edges;
   std::int64_t top = 0;
   for (std::int64_t row = 0, i = 0; row < rows.rows(); ++row)
@@ -478,7 +519,7 @@ void Decoding::choose_alike(const at::Tensor& hidden_OM, const ChoiceRows& rows,
   const std::vector<LikelyTokens> likeliest = top > 0 ? likeliest_of(hidden_OM, top) : std::vector<LikelyTokens>();
   for (std::size_t i = 0; i < tokens.size(); ++i) {
     const std::int64_t number = rows.response[i];
-    append(number, tokens[i]);
+    append(number, draws, i);
     chosen.push_back(number);
     if (likeliest.empty()) continue;
     const LikelyTokens& row = likeliest[static_cast<std::size_t>(edges[i].output)];
@@ -493,9 +534,9 @@ VocabularyPart Decoding::vocabulary_part() const {
 }
 
 // Tokens for rows of hidden values, with their log-probs at a temperature: [begin[row], begin[row + 1]) of the numbers
-// belong to a row.
-std::vector<TokenLogprob> Decoding::draw(const at::Tensor& hidden_OM, const ChoiceRule& rule, double temperature,
-                                         const std::vector<std::int32_t>& begin, const std::vector<double>& uniforms) {
+// belong to a row. The log-probs come from the operations of the head, so that training finds the same bits.
+Decoding::Draws Decoding::draw(const at::Tensor& hidden_OM, const ChoiceRule& rule, double temperature, bool kept_sets,
+                               const std::vector<std::int32_t>& begin, const std::vector<double>& uniforms) {
   Device& device = decoder_.device();
   at::Tensor begin_O1, uniform_N;
   ControlBlock block;
@@ -503,15 +544,22 @@ std::vector<TokenLogprob> Decoding::draw(const at::Tensor& hidden_OM, const Choi
   block.add(uniforms, uniform_N);
   block.hand_over(device);
   const at::Tensor drawn_2N = device.allocate({2, std::ssize(uniforms)}, at::kDouble);
-  std::vector<TokenLogprob> out;
+  Draws out;
+  out.keeps_sets = kept_sets;
   const auto visit = [&](std::int64_t first_row, const at::Tensor& logits_BV) {
     const std::int64_t rows = logits_BV.size(0), first = begin[static_cast<std::size_t>(first_row)];
     const std::int64_t tokens = begin[static_cast<std::size_t>(first_row + rows)] - first;
     const ArenaScope scope(arena_);
     const at::Tensor whole_BV = whole_logits(decoder_, logits_BV, arena_), drawn = drawn_2N.narrow(1, first, tokens);
+    const at::Tensor kept_BW =
+        kept_sets ? device.allocate({rows, (whole_BV.size(1) + 31) / 32}, at::kInt) : at::Tensor();
     device.operations().choose_tokens(whole_BV, rule, begin_O1.narrow(0, first_row, rows + 1),
                                       uniform_N.narrow(0, first, tokens), drawn.select(0, 0), drawn.select(0, 1),
-                                      at::Tensor());
+                                      kept_BW);
+    if (kept_sets)
+      out.kept.add(device, whole_BV, temperature,
+                   std::span(begin).subspan(static_cast<std::size_t>(first_row), static_cast<std::size_t>(rows) + 1),
+                   drawn.select(0, 0), kept_BW);
     const at::Tensor on_host = device.to_host(drawn.select(0, 0));
     const auto ids = host_values<const double>(on_host);
     std::vector<HeadEdge> edges;
@@ -520,7 +568,7 @@ std::vector<TokenLogprob> Decoding::draw(const at::Tensor& hidden_OM, const Choi
            n < begin[static_cast<std::size_t>(first_row + row + 1)]; ++n)
         edges.push_back({static_cast<std::int32_t>(row), static_cast<std::int32_t>(ids[edges.size()])});
     const std::vector<double> logprobs = score(whole_BV, temperature, edges, device);
-    for (std::size_t i = 0; i < edges.size(); ++i) out.push_back({edges[i].target, logprobs[i]});
+    for (std::size_t i = 0; i < edges.size(); ++i) out.tokens.push_back({edges[i].target, logprobs[i]});
   };
   for_each_logits(hidden_OM, decoder_.weights().head_VM, vocabulary_part(), visit, arena_);
   return out;
@@ -573,14 +621,21 @@ std::vector<LikelyTokens> Decoding::likeliest_of(const at::Tensor& hidden_OM, st
   return out;
 }
 
-void Decoding::append(std::int64_t number, const TokenLogprob& token) {
+void Decoding::append(std::int64_t number, const Draws& draws, std::size_t draw) {
   Response& one = at(number);
+  const TokenLogprob& token = draws.tokens[draw];
   if (!std::isfinite(token.logprob))
     throw InputError({one.prompt->where.empty() ? "the model" : one.prompt->where, "finite logits",
                       text_of(token.logprob), "are the weights damaged, or too large for --dtype?"});
   one.out.tokens.push_back(token.token);
-  one.out.logprobs.push_back(token.logprob);
+  one.out.logprobs.push_back(draws.keeps_sets ? draws.kept.logprobs()[draw] : token.logprob);
   one.out.sampled.push_back(1);
+  if (draws.keeps_sets) {
+    const std::span<const std::int32_t> kept = draws.kept.set_of(draw);
+    one.out.full_logprobs.push_back(token.logprob);
+    add_kept_set(one.out.kept_sets, kept);
+    counts_.kept_ids += kept.empty() ? decoder_.local().whole().vocabulary : std::ssize(kept);
+  }
   ++one.pending;
   ++counts_.sampled_tokens;
 }
@@ -621,11 +676,42 @@ void Decoding::carry_on(std::int64_t number, std::span<const std::int32_t> token
   Response& one = at(number);
   ESPALIER_INTERNAL(one.stopped && std::ssize(one.out.tokens) + std::ssize(tokens) < one.rules.longest, "response ",
                     number);
-  one.out.tokens.insert(one.out.tokens.end(), tokens.begin(), tokens.end());
-  one.out.logprobs.resize(one.out.tokens.size(), 0.0);
-  one.out.sampled.resize(one.out.tokens.size(), 0);
-  if (one.rules.top > 0) one.out.likeliest.resize(one.out.tokens.size());
   one.pending += std::ssize(tokens);
+  add_given(one, tokens);
+  go_on(number, one);
+}
+
+bool Decoding::restart(std::int64_t number, std::span<const std::int32_t> tokens) {
+  Response& one = at(number);
+  ESPALIER_INTERNAL(one.stopped && !tokens.empty() && std::ssize(tokens) < one.rules.longest, "response ", number);
+  const std::vector<std::int32_t>& before = one.out.tokens;
+  const auto shorter = static_cast<std::ptrdiff_t>(std::min(before.size(), tokens.size()));
+  const std::int64_t common =
+      std::mismatch(before.begin(), before.begin() + shorter, tokens.begin()).first - before.begin();
+  const std::int64_t rows = std::min({common, std::ssize(before) - one.pending, std::ssize(tokens) - 1});
+  if (one.has_run && !one.prompt->group->keep_first(number, rows)) return false;
+  const std::int64_t cached = one.out.cached_rows;
+  one.out = {};
+  one.out.cached_rows = cached;
+  one.pending = std::ssize(tokens) - rows;
+  add_given(one, tokens);
+  go_on(number, one);
+  return true;
+}
+
+void Decoding::add_given(Response& one, std::span<const std::int32_t> tokens) {
+  DecodedResponse& out = one.out;
+  out.tokens.insert(out.tokens.end(), tokens.begin(), tokens.end());
+  out.logprobs.resize(out.tokens.size(), 0.0);
+  out.sampled.resize(out.tokens.size(), 0);
+  if (one.rules.top > 0) out.likeliest.resize(out.tokens.size());
+  if (!one.rules.kept_sets) return;
+  out.full_logprobs.resize(out.tokens.size(), 0.0);
+  for (std::size_t t = 0; t < tokens.size(); ++t) add_kept_set(out.kept_sets, {});
+}
+
+// Sampling goes on behind the tokens that the response has now.
+void Decoding::go_on(std::int64_t number, Response& one) {
   one.turn_begin = std::ssize(one.out.tokens);
   one.out.end = ResponseEnd::none;
   one.stopped = false;
@@ -641,6 +727,7 @@ void Decoding::remove(std::int64_t number) {
     --prompt.live, --held_;
     running_ -= one.stopped ? 0 : 1;
     std::erase(fresh_, number);
+    std::erase(prompt.fresh, number);
   } else {
     prompt.waiting.remove(number);
     --waiting_;
@@ -654,6 +741,7 @@ void Decoding::close_if_unused(Prompt& prompt) {
   if (!prompt.unused()) return;
   prompt.last_used = ++clock_;
   if (limits_.kept_prompts == 0 || !prompt.computed) {
+    std::erase(opened_, &prompt);
     prompts_.remove_if([&](const auto& one) { return one.get() == &prompt; });
     return;
   }

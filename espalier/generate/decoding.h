@@ -1,4 +1,5 @@
-// The machine below every sampler: responses are added at any time, each with its own rules, and decoded side by side.
+// The one machine below `generate`, the loop of `grpo`, and `serve`: responses are added at any time, each with its own
+// rules, and decoded side by side.
 //
 // A step runs one row for each live response of all prompts, so that weights are read once a step. Attention runs once
 // a prompt, over the prompt's rows (the path) and the rows of its responses (own), with the operation that training
@@ -24,6 +25,7 @@
 #include "espalier/model/decoder.h"
 #include "espalier/objective/fused_head.h"
 #include "espalier/ops/choice.h"
+#include "espalier/rollout/rollout.h"
 #include "espalier/text/stop_strings.h"
 
 namespace espalier {
@@ -32,6 +34,7 @@ struct DecodingLimits {
   std::int64_t most_at_once = kMostDecoded;     // responses
   std::int64_t token_budget = kMostPromptRows;  // rows of prompts, or of given tokens, computed at once
   std::int64_t kv_bytes = 0;                    // of keys and values held at once
+  std::int64_t prompt_rows = 0;                 // of prompts computed in one step, at most; 0: of all that have a place
   bool share_prompts = true;      // false: the prompt is computed and held for every response (the comparison)
   std::int64_t spare_places = 0;  // responses that may join a prompt after its first step
   std::int64_t kept_prompts = 0;  // whose rows stay after their last response, while memory allows
@@ -46,6 +49,7 @@ struct DecodingRules {
   StopStrings* stops = nullptr;        // or with the token that completes one of these texts; null: none
   Random random{0};                    // draws one number for each token
   bool raw_logprobs = false;           // log-probs at temperature 1, whatever the temperature is
+  bool kept_sets = false;              // log-probs are over what top_k and top_p keep; for temperatures above 0
   std::int64_t top = 0;                // the likeliest tokens beside each sampled one
 };
 
@@ -60,6 +64,8 @@ enum class ResponseEnd { none, stop, length };
 struct DecodedResponse {
   std::vector<std::int32_t> tokens;
   std::vector<double> logprobs;         // 0 for given tokens
+  std::vector<double> full_logprobs;    // with DecodingRules::kept_sets: over the whole vocabulary
+  KeptSets kept_sets;                   // with DecodingRules::kept_sets; no set: the whole vocabulary
   std::vector<LikelyTokens> likeliest;  // with DecodingRules::top; empty for given tokens
   std::vector<std::uint8_t> sampled;    // 0 for given tokens
   ResponseEnd end = ResponseEnd::none;
@@ -82,6 +88,7 @@ struct PromptReading {
 
 struct DecodingCounts {
   std::int64_t prompt_rows = 0, decode_steps = 0, sampled_tokens = 0;
+  std::int64_t kept_ids = 0;           // of all tokens sampled with kept sets
   std::int64_t kv_bytes = 0;           // most keys, values and recurrent states held at once
   std::int64_t kv_bytes_unshared = 0;  // the same if each response held its own prompt
   double seconds_prompt = 0;
@@ -101,6 +108,8 @@ class Decoding {
   // null) must live until the prompt was computed; it is then filled.
   std::int64_t add(std::vector<std::int32_t> prompt, std::vector<DecodingRules> responses, const std::string& where,
                    std::shared_ptr<PromptReading> reading = nullptr);
+  // A response to a prompt of its own, before all that were given to add() and wait.
+  std::int64_t add_first(std::vector<std::int32_t> prompt, DecodingRules rules, const std::string& where);
   // Gives places to waiting responses, computes their prompts, and samples one token for every running response.
   // Returns the responses that ended, which keep their rows until they are removed or continued. Errors: InputError for
   // logits that are not finite; MemoryBudgetError where not even one response fits. After an error nothing more may be
@@ -117,6 +126,9 @@ class Decoding {
   const DecodingRules& rules(std::int64_t number) const;
   // Tokens follow an ended response, and sampling goes on behind them.
   void carry_on(std::int64_t number, std::span<const std::int32_t> tokens);
+  // `tokens`, at least one, take the place of an ended response's, and sampling goes on behind them. The rows of what
+  // both begin with stay. False, and nothing changes, where rows carry states, which cannot go back.
+  bool restart(std::int64_t number, std::span<const std::int32_t> tokens);
   // Frees the response's place; its tokens are gone. In any state.
   void remove(std::int64_t number);
 
@@ -127,8 +139,10 @@ class Decoding {
   void set_kv_bytes(std::int64_t bytes) { limits_.kv_bytes = bytes; }
   // Called before every forward of the decoder: where ranks run theirs together.
   void set_before_forward(std::function<void()> call) { before_forward_ = std::move(call); }
-  // Rows of prompts that have been computed, and tokens sampled, for those who show progress.
+  // Called with the rows of prompts that have been computed, and with the tokens of a step, for those who show
+  // progress.
   void set_on_rows(std::function<void(std::int64_t rows)> call) { on_rows_ = std::move(call); }
+  void set_on_tokens(std::function<void(std::int64_t tokens)> call) { on_tokens_ = std::move(call); }
 
  private:
   struct Prompt;
@@ -136,14 +150,19 @@ class Decoding {
   struct AppendedRows;
   struct ChoiceRows;
 
+  struct Draws;
+
   Response& at(std::int64_t number) const;
+  Prompt& new_prompt(std::list<std::unique_ptr<Prompt>>::iterator before, const std::vector<std::int32_t>& ids,
+                     const std::string& where);
+  std::int64_t add_response(Prompt& prompt, DecodingRules rules, bool is_cached);
   Prompt* joinable(const std::vector<std::int32_t>& ids, std::int64_t responses, std::int64_t longest, bool reads);
   void admit();
   bool make_room(std::int64_t bytes);
   std::list<std::unique_ptr<Prompt>>::iterator oldest_unused();
   void open(Prompt& prompt);
   void take_known_rows(Prompt& prompt);
-  void compute_prompts(std::span<Prompt* const> opened);
+  void compute_prompts();
   void compute_prompt_rows(AppendedRows& rows);
   void read_prompt(Prompt& prompt, const at::Tensor& hidden_OM, std::int64_t first_row);
   at::Tensor forward(AppendedRows& rows);
@@ -151,12 +170,14 @@ class Decoding {
   at::Tensor hidden_of_step(AppendedRows& rows, ChoiceRows& asked);
   void choose(const at::Tensor& hidden_OM, const ChoiceRows& asked, std::vector<std::int64_t>& chosen);
   void choose_alike(const at::Tensor& hidden_OM, const ChoiceRows& rows, std::vector<std::int64_t>& chosen);
-  std::vector<TokenLogprob> draw(const at::Tensor& hidden_OM, const ChoiceRule& rule, double temperature,
-                                 const std::vector<std::int32_t>& begin, const std::vector<double>& uniforms);
+  Draws draw(const at::Tensor& hidden_OM, const ChoiceRule& rule, double temperature, bool kept_sets,
+             const std::vector<std::int32_t>& begin, const std::vector<double>& uniforms);
   std::vector<double> logprobs_of(const at::Tensor& hidden_OM, std::span<const HeadEdge> edges);
   std::vector<LikelyTokens> likeliest_of(const at::Tensor& hidden_OM, std::int64_t count);
   VocabularyPart vocabulary_part() const;
-  void append(std::int64_t number, const TokenLogprob& token);
+  void append(std::int64_t number, const Draws& draws, std::size_t draw);
+  static void add_given(Response& response, std::span<const std::int32_t> tokens);
+  void go_on(std::int64_t number, Response& response);
   std::vector<std::int64_t> end_some(std::span<const std::int64_t> chosen);
   void close_if_unused(Prompt& prompt);
   void count_held();
@@ -168,12 +189,13 @@ class Decoding {
   std::int64_t kv_bytes_, state_bytes_;         // of one row; of a prompt, and of each response that lives
   std::list<std::unique_ptr<Prompt>> prompts_;  // in the order in which they came
   std::map<std::int64_t, std::unique_ptr<Response>> responses_;
-  std::vector<std::int64_t> fresh_;  // admitted, without a token yet, prompt by prompt
+  std::vector<Prompt*> opened_;      // whose rows are being computed, in order
+  std::vector<std::int64_t> fresh_;  // without a token yet, of prompts that have been computed, prompt by prompt
   std::int64_t next_number_ = 0, running_ = 0, waiting_ = 0, held_ = 0;
   std::uint64_t clock_ = 0;
   DecodingCounts counts_;
   std::function<void()> before_forward_;
-  std::function<void(std::int64_t)> on_rows_;
+  std::function<void(std::int64_t)> on_rows_, on_tokens_;
 };
 
 }  // namespace espalier

@@ -5,7 +5,9 @@ namespace espalier::generation {
 
 // Asks about ended turns, and takes up what was asked about kStepsAhead steps ago, or now where nothing else can run.
 void Generation::exchange_turns() {
-  if (!asked_.empty() && (report_.decode_steps - asked_at_ >= kStepsAhead || !anything_runs())) {
+  const bool anything_runs = decoding_.running() > 0;
+  const std::int64_t steps = decoding_.counts().decode_steps;
+  if (!asked_.empty() && (steps - asked_at_ >= kStepsAhead || !anything_runs)) {
     std::vector<NextTurn> answers;
     try {
       answers = settings_.turns->answers();
@@ -15,19 +17,16 @@ void Generation::exchange_turns() {
     }
     const std::vector<std::int64_t> asked = std::exchange(asked_, {});
     for (std::size_t i = 0; i < asked.size(); ++i) take_up(asked[i], answers[i]);
-    std::erase_if(open_, [](const PromptState* state) { return state->group == nullptr; });
   }
   if (!asked_.empty() || ended_.empty()) return;
   for (const EndedTurn& turn : ended_) asked_.push_back(turn.response);
   settings_.turns->ask(std::exchange(ended_, {}));
-  asked_at_ = report_.decode_steps;
+  asked_at_ = steps;
 }
 
 void Generation::take_up(std::int64_t index, const NextTurn& next) {
   Response& one = response(index);
   const Rollout& rollout = result(index);
-  one.waits = false;
-  --waiting_;
   if (next.done) return finish(index, Finish::done);
   if (rollout.length() == one.limit) return finish(index, Finish::length);
   if (one.turns == settings_.most_turns) return finish(index, Finish::turns);
@@ -35,32 +34,15 @@ void Generation::take_up(std::int64_t index, const NextTurn& next) {
   observe(index, next.observation_ids);
 }
 
-// Appends the series of `count` further tokens that the model did not sample.
-void Generation::add_silent(Rollout& rollout, std::int64_t count) const {
-  const std::size_t size = rollout.loss_mask.size() + static_cast<std::size_t>(count);
-  rollout.rollout_logprobs.resize(size, 0.0);
-  rollout.loss_mask.resize(size, 0);
-  if (!keeps_sets_) return;
-  rollout.full_logprobs.resize(size, 0.0);
-  for (std::int64_t t = 0; t < count; ++t) add_kept_set(rollout.kept_sets, {});
-}
-
-void Generation::clear_series(Rollout& rollout) {
-  rollout.rollout_logprobs.clear(), rollout.loss_mask.clear(), rollout.full_logprobs.clear();
-  rollout.kept_sets = {};
-}
-
 // Tokens without loss, and then the next turn.
 void Generation::observe(std::int64_t index, std::span<const std::int32_t> ids) {
   Response& one = response(index);
-  Rollout& rollout = result(index);
+  const Rollout& rollout = result(index);
   const auto count = std::ssize(ids);
   if (rollout.length() + count >= one.limit) return finish(index, Finish::length);
-  rollout.response_ids.insert(rollout.response_ids.end(), ids.begin(), ids.end());
-  add_silent(rollout, count);
-  one.pending += count, one.turn_begin = rollout.response_length();
+  decoding_.carry_on(one.number, ids);
+  one.turn_begin = rollout.response_length() + count;
   report_.observation_tokens += count, done_ += count;
-  keep_rows(index);
 }
 
 // The trajectory goes on from `history`. What it has in common with the tokens so far stays.
@@ -79,38 +61,24 @@ void Generation::take_history(std::int64_t index, std::span<const std::int32_t> 
   one.earlier.push_back(std::move(record));
   one.first_turn = one.turns;
   report_.observation_tokens += std::ssize(history) - common;
-  const std::int64_t prompt = rollout.prompt_length(), run = rollout.response_length() - one.pending;
-  const std::int64_t rows = std::min({run, common - prompt, std::ssize(history) - prompt - 1});
-  if (rows < 0 || (one.has_run && !one.state->group->keep_first(index, rows))) return move_to(index, history);
-  clear_series(rollout);
-  rollout.response_ids.assign(history.begin() + prompt, history.end());
-  add_silent(rollout, rollout.response_length());
-  one.rendered = one.turn_begin = rollout.response_length();
-  one.pending = rollout.response_length() - rows;
-  keep_rows(index);
+  const auto prompt = static_cast<std::size_t>(rollout.prompt_length());
+  if (static_cast<std::size_t>(common) < prompt || history.size() <= prompt ||
+      !decoding_.restart(one.number, history.subspan(prompt)))
+    return move_to(index, history);
+  one.rendered = one.turn_begin = std::ssize(history) - rollout.prompt_length();
 }
 
-// The history is the prompt of a group of its own.
+// The history is a prompt of its own.
 void Generation::move_to(std::int64_t index, std::span<const std::int32_t> history) {
   Response& one = response(index);
-  Rollout& rollout = result(index);
-  PromptState& left = *one.state;
-  if (one.has_run) left.group->remove(index);
-  --live_;
-  if (++left.finished == left.responses.size()) left.group.reset();
-  histories_.push_back(std::make_unique<PromptState>());
-  PromptState& state = *histories_.back();
-  state.history.assign(history.begin(), history.end());
-  state.ids = state.history;
-  state.where = left.where, state.dp_rank = left.dp_rank;
-  state.responses = {index};
-  state.places = 1, state.longest = one.limit - state.prompt_rows();
-  rollout.prompt_ids = state.history;
-  rollout.response_ids.clear();
-  clear_series(rollout);
-  one.state = &state, one.has_run = false;
-  one.pending = one.turn_begin = one.rendered = 0;
-  moved_.push_back(&state);
+  DecodingRules rules = decoding_.rules(one.number);
+  rules.longest = one.limit - std::ssize(history);
+  of_machine_.erase(one.number);
+  decoding_.remove(one.number);
+  one.number = decoding_.add_first({history.begin(), history.end()}, std::move(rules), one.where);
+  of_machine_[one.number] = index;
+  result(index).prompt_ids.assign(history.begin(), history.end());
+  one.turn_begin = one.rendered = 0;
 }
 
 // The trajectory's newest record. The text of its first prompt is not that of a history.

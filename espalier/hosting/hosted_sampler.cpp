@@ -38,8 +38,9 @@ Decoding& HostedSampler::decoding() {
     DecodingLimits limits;
     limits.kv_bytes = kv_bytes_;
     limits.spare_places = kSparePlaces, limits.kept_prompts = kKeptPrompts;
-    limits.may_wait = true;  // for other samplers, which have the memory now
-    decoding_ = std::make_unique<Decoding>(decoder(), limits, hosting_.workspace.arena);
+    limits.prompt_rows = kMostPromptRows;  // after which others have their turn
+    limits.may_wait = true;                // for other samplers, which have the memory now
+    decoding_ = std::make_unique<Decoding>(decoder(), limits, hosting_.calls.decoding().arena);
   }
   return *decoding_;
 }
