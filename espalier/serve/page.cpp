@@ -64,12 +64,13 @@ async function show() {
     if (!answer.ok) throw new Error(answer.status === 401 ? "this server wants a key" : "status " + answer.status);
     const s = await answer.json(), rows = s.rows_computed + s.rows_shared;
     document.getElementById("about").textContent = `${s.version}, up ${age(s.uptime)}: ${s.models.join(", ")}`;
-    const facts = [["tokens in training", count(rows)], ["computed once for several", rows ? (100 * s.rows_shared / rows).toFixed(1) + " %" : "-"],
-      ["sampled tokens", count(s.sampled_tokens)], ["prompt tokens found", s.prompt_tokens ? (100 * s.cached_tokens / s.prompt_tokens).toFixed(1) + " %" : "-"],
+    const facts = [["tokens in training", count(rows)], ["of these shared", rows ? (100 * s.rows_shared / rows).toFixed(1) + " %" : "-"],
+      ["sampled tokens", count(s.sampled_tokens)], ["prompt tokens from the cache", s.prompt_tokens ? (100 * s.cached_tokens / s.prompt_tokens).toFixed(1) + " %" : "-"],
       ["waiting requests", count(s.waiting)], ["live samples", count(s.live_samples)], ["memory of the process", bytes(s.resident_bytes)]];
     document.getElementById("facts").replaceChildren(...facts.map(([name, value]) => { const e = document.createElement("div"); e.append(cell(name, "dt"), cell(value, "dd")); return e; }));
-    table("runs", [["model"], ["base"], ["rank", 1], ["steps", 1], ["tokens", 1], ["shared", 1], ["last request"], ["loss:sum of calls"]], s.runs.map(r => [r.id, r.base, r.rank, count(r.steps),
-      count(r.rows_computed + r.rows_shared), r.rows_shared ? (100 * r.rows_shared / (r.rows_computed + r.rows_shared)).toFixed(0) + " %" : "-", r.ended ? "ended" : age(r.idle) + " ago", curve(r.loss)]));
+    table("runs", [["model"], ["base"], ["rank", 1], ["steps", 1], ["tokens", 1], ["shared", 1], ["last request"], ["last loss:sum", 1], ["loss:sum of calls"]], s.runs.map(r => [r.id, r.base, r.rank, count(r.steps),
+      count(r.rows_computed + r.rows_shared), r.rows_shared ? (100 * r.rows_shared / (r.rows_computed + r.rows_shared)).toFixed(0) + " %" : "-", r.ended ? "ended" : age(r.idle) + " ago",
+      r.loss.length ? r.loss[r.loss.length - 1].toPrecision(4) : "-", curve(r.loss)]));
     table("samplers", [["sampler"], ["base"], ["checkpoint"], ["live requests", 1], ["last request"]], s.samplers.map(r => [r.id, r.base, r.path || "-", r.live, age(r.idle) + " ago"]));
   } catch (error) { document.getElementById("about").textContent = String(error.message || error); }
   setTimeout(show, 2000);

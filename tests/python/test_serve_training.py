@@ -6,7 +6,7 @@ import torch
 
 tinker = pytest.importorskip("tinker", reason="the SDK is not installed (tools/requirements-tests.txt)")
 pytest.importorskip("peft")
-from serve_client import NAME, RANK, Dense, draw_group, external_weights, ready, takes  # noqa: E402
+from serve_client import NAME, RANK, Dense, dense_loss, draw_group, external_weights, ready, takes  # noqa: E402
 
 # With these a weight moves by lr g / (|g| + eps), about 1e-3 g, from which g follows.
 SMALL_STEP = dict(learning_rate=1e6, beta1=0.0, beta2=0.0, eps=1e9)
@@ -91,21 +91,26 @@ def test_custom_losses_take_two_passes(server, training, model_of):
     assert answer.metrics["first"] == pytest.approx(dense.logprobs(data[0])[0].item(), abs=1e-5)
 
 
-def test_steps_are_torchs_adamw_with_settings_of_their_own(server, service, training, model_of):
+@pytest.mark.parametrize("loss", ["cross_entropy", "importance_sampling", *CONFIGS])
+def test_three_steps_of_each_loss_are_those_of_a_dense_computation(server, service, training, model_of, loss):
+    """Losses, log-probs and weights, with torch's AdamW, whose settings differ from step to step."""
     dense = Dense(model_of("qwen3_tied"), external_weights(server, training, "start"))
     # The first step of the fixture is in the server's moments, so they begin anew from a checkpoint.
-    path = training.save_state("start").result().path
-    training = ready(service.create_training_client_from_state(path))
-    parameters = list(dense.parameters.values())
+    training = ready(service.create_training_client_from_state(training.save_state("start").result().path))
+    parameters, config = list(dense.parameters.values()), CONFIGS.get(loss)
     optimizer = torch.optim.AdamW(parameters, lr=1)
     for step, (lr, betas, eps, decay, clip) in enumerate([(1e-2, (0.9, 0.95), 1e-12, 0, 0), (3e-3, (0.8, 0.99), 1e-8, 0.1, 1.0), (2e-2, (0.5, 0.9), 1e-6, 0.3, 1e3)]):
-        data = draw_group(20 + step, "cross_entropy")
-        training.forward_backward(data[:1], "cross_entropy").result()
-        training.forward_backward(data[1:], "cross_entropy").result()
+        data = draw_group(20 + step, loss)
+        answers = [training.forward_backward(part, loss, config).result() for part in (data[:1], data[1:])]
         norm = training.optim_step(tinker.AdamParams(learning_rate=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=decay, grad_clip_norm=clip)).result().metrics["grad_norm:mean"]
         optimizer.zero_grad()
-        total = sum(-(datum.loss_fn_inputs["weights"].to_torch().double() * dense.logprobs(datum)).sum() for datum in data)
+        logprobs = [dense.logprobs(datum) for datum in data]
+        total = sum(dense_loss(loss, datum, lp, config) for datum, lp in zip(data, logprobs))
         total.backward()
+        assert sum(answer.metrics["loss:sum"] for answer in answers) == pytest.approx(total.item(), rel=EXACT)
+        for wanted, found in zip(logprobs, (output for answer in answers for output in answer.loss_fn_outputs)):
+            difference = (found["logprobs"].to_torch().double() - wanted.detach()).abs()
+            assert (difference <= 2 ** -24 * wanted.detach().abs() * (1 + EXACT) + EXACT).all()  # rounded to float32 on the wire
         found = torch.nn.utils.clip_grad_norm_(parameters, clip if clip > 0 else float("inf"))
         assert norm == pytest.approx(found.item(), rel=1e-9)
         optimizer.param_groups[0].update(lr=lr, betas=betas, eps=eps, weight_decay=decay)
