@@ -1,4 +1,5 @@
 // `serve`: a training server for clients of the tinker SDK.
+#include <algorithm>
 #include <cstdio>
 #include <fstream>
 
@@ -9,6 +10,7 @@
 #include "espalier/measure/machine.h"
 #include "espalier/serve/http.h"
 #include "espalier/serve/service.h"
+#include "espalier/step/planning.h"
 
 namespace espalier::cli {
 namespace {
@@ -49,6 +51,7 @@ int run_serve(Context& context) {
   settings.state = options.state;
   settings.sync_journal = options.journal == JournalOf::sync;
   settings.save_freq = options.save_freq;
+  settings.queue_bytes = std::min(settings.queue_bytes, arena_limit(options) / 8);
   settings.join_calls = options.join_calls == OnOff::on;
   serve::Service* service = nullptr;
   serve::HttpServer server(

@@ -45,6 +45,7 @@ class Executor {
     books_.book(step, [&] { run.forward(); });
     result.trunk_rows += run.rows();
     ++result.trunk_forwards;
+    report(step);
   }
 
   void begin_wave(const Step& step) {
@@ -60,7 +61,7 @@ class Executor {
   void end_wave(const Step& step) {
     if (step_.trains()) books_.book(step, [&] { add_backward(items_.wave(step.region)); });
     items_.end_wave(step.region);
-    if (step_.on_rows) step_.on_rows(step.rows_behind);
+    report(step);
   }
 
   void close_trunk(const Step& step) {
@@ -69,6 +70,11 @@ class Executor {
     if (step.last_below) items_.trunk(1).ask_ahead();
     if (step_.trains()) books_.book(step, [&] { add_backward(items_.trunk()); });
     items_.close_trunk();
+    report(step);
+  }
+
+  void report(const Step& step) const {
+    if (step_.on_rows) step_.on_rows(step.rows_behind);
   }
 
   void add_backward(ItemRun& run) {

@@ -99,7 +99,7 @@ TunedModel& Host::run_of(const std::string& name) {
 bool Host::park_idle_run() {
   std::pair<const std::string, Run>* oldest = nullptr;
   for (auto& entry : runs_)
-    if (entry.second.live && !entry.second.live->has_gradient() &&
+    if (entry.second.live && entry.second.live->is_idle() &&
         (oldest == nullptr || entry.second.last_used < oldest->second.last_used))
       oldest = &entry;
   if (oldest == nullptr) return false;
@@ -115,16 +115,17 @@ void Host::create(const std::string& run, const std::string& base, const serve::
 }
 
 std::vector<serve::TrainingOutcome> Host::forward_backward(const std::string& run,
-                                                           const std::vector<const serve::TrainingCall*>& calls) {
+                                                           const std::vector<const serve::TrainingCall*>& calls,
+                                                           const serve::Pause& pause) {
   TunedModel& model = run_of(run);
   if (calls.size() > 1) try {
-      return model.forward_backward(calls);
+      return model.forward_backward(calls, pause);
     } catch (const std::exception&) {  // of which call is not known: each by itself
     }
   std::vector<serve::TrainingOutcome> outcomes;
   for (const serve::TrainingCall* call : calls) {
     try {
-      outcomes.push_back(std::move(model.forward_backward({call}).front()));
+      outcomes.push_back(std::move(model.forward_backward({call}, pause).front()));
     } catch (const std::exception& error) {
       if (call->backward) model.break_gradient(error.what());
       outcomes.push_back({{}, std::current_exception()});
@@ -254,6 +255,7 @@ bool Host::step_samples() {
   for (const auto& [name, each] : samplers_) {
     if (!each.live || each.live->idle()) continue;
     HostedSampler& sampler = *each.live;
+    if (sampling.empty()) hosting_->calls.begin_decoding();
     sampler.base().hold_weights(true);
     sampling.insert(&sampler.base());
     if (kv_bytes_of(sampler) < hosting_->kv_bytes / 2)

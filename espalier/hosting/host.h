@@ -31,7 +31,8 @@ class Host final : public serve::Engine {
   void create(const std::string& run, const std::string& base, const serve::LoraConfig& lora) override;
   void drop(const std::string& run) override;
   std::vector<serve::TrainingOutcome> forward_backward(const std::string& run,
-                                                       const std::vector<const serve::TrainingCall*>& calls) override;
+                                                       const std::vector<const serve::TrainingCall*>& calls,
+                                                       const serve::Pause& pause) override;
   void break_gradient(const std::string& run, const std::string& why) override;
   std::map<std::string, double> optim_step(const std::string& run, const serve::AdamParams& params) override;
   void save(const std::string& run, const std::filesystem::path& folder, serve::CheckpointKind kind,

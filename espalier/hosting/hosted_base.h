@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "espalier/forecast/cost_model.h"
+#include "espalier/hosting/call_memory.h"
 #include "espalier/options/options.h"
 #include "espalier/step/model_state.h"
-#include "espalier/step/workspace.h"
 #include "espalier/text/tokenizer.h"
 
 namespace espalier {
@@ -21,21 +21,19 @@ struct Hosting {
   Hosting(const Options& run_options, const MachineProfile& machine_profile, std::int64_t left)
       : options(run_options),
         machine(machine_profile),
-        step_bytes(left / 2),
         kv_bytes(left / 4),
         adapter_bytes(left / 4),
         check_every(run_options.check_every),
         raw_logprobs(run_options.sampled_logprobs == SampledLogprobs::raw),
-        workspace(step_bytes) {}
+        calls(left / 2) {}
 
   Options options;
   MachineProfile machine;
-  std::int64_t step_bytes;  // of activations: the same for every call, so that its plan does not depend on other models
-  std::int64_t kv_bytes;    // of keys and values of all samplers
+  std::int64_t kv_bytes;       // of keys and values of all samplers
   std::int64_t adapter_bytes;  // of adapters, their gradients and optimizers, and of the weights of samplers
   std::int64_t check_every;    // calls after which one runs without sharing, too; 0: never
   bool raw_logprobs;           // of samples: at temperature 1, whatever the temperature is
-  Workspace workspace;         // passes take turns
+  CallMemory calls;            // of activations: the same for every call, whatever else the server holds
 };
 
 class HostedBase {

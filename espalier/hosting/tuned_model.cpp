@@ -29,20 +29,42 @@ std::int64_t longest_of(const std::vector<Rollout>& rollouts) {
   return longest;
 }
 
-// A plan of its own budget: what this model holds, and what every call may use besides.
-Options step_options(const Hosting& hosting, const HeldModel& held) {
+// Rows of a wave after which others have their turn, where the user does not say.
+constexpr std::int64_t kRowsOfTurn = 8192;
+
+// A plan of its own budget: what this model holds, and `bytes` besides.
+Options step_options(const Hosting& hosting, const HeldModel& held, std::int64_t bytes) {
   Options options = hosting.options;
   const HeldModel models[] = {held};
-  options.memory_budget = text_of(bytes_held(models, options.dtype) + hosting.step_bytes, "B");
+  options.memory_budget = text_of(bytes_held(models, options.dtype) + bytes, "B");
   return options;
 }
+
+// Progress of a pass: a pause after each item.
+class Pauses final : public Progress {
+ public:
+  explicit Pauses(CallMemory::Turns& turns) : turns_(turns) {}
+  void begin(std::string_view, std::int64_t, std::string_view) override {}
+  void advance_to(std::int64_t) override { turns_.pause(); }
+  void end() override {}
+  void note(std::string_view) override {}
+
+ private:
+  CallMemory::Turns& turns_;
+};
+
+struct Running {
+  explicit Running(bool& flag) : runs(flag) { runs = true; }
+  ~Running() { runs = false; }
+  bool& runs;
+};
 
 [[noreturn]] void refuse_too_large(const StepTooLarge& step, const Options& options, const Hosting& hosting) {
   const std::int64_t given = parse_bytes(options.memory_budget), missing = step.needed - given;
   throw MemoryBudgetError(
       {"the call",
-       text_of("one that fits the ", format_bytes(hosting.step_bytes), " which this server keeps for calls"),
-       text_of("one that needs ", format_bytes(hosting.step_bytes + missing)),
+       text_of("one that fits the ", format_bytes(hosting.calls.bytes()), " which this server keeps for calls"),
+       text_of("one that needs ", format_bytes(hosting.calls.bytes() + missing)),
        text_of("send fewer or shorter data, or start the server with a --memory-budget that is larger by ",
                format_bytes(2 * missing))});
 }
@@ -126,33 +148,59 @@ std::int64_t TunedModel::bytes_of(const HostedBase& base, const serve::LoraConfi
          (espalier::bytes_of(dtype) + sums * espalier::bytes_of(accumulator_of(dtype)));
 }
 
-double TunedModel::check_gradient(const DatumRollouts& data, const at::Tensor& gradient) {
+double TunedModel::check_gradient(const DatumRollouts& data, const at::Tensor& gradient, const Options& options,
+                                  CallMemory::Turns& turns) {
   Timer timer;
-  Learner learner(*model_, hosting_.options, hosting_.machine, hosting_.workspace, &optimizer_);
-  learner.options = step_options(hosting_, learner.held());
+  Learner learner(*model_, options, hosting_.machine, turns.workspace(), &optimizer_);
+  learner.on_share = [&](double) { turns.pause(); };
   learner.options.schedule = Schedule::dense;
   learner.options.share = ShareMode::off;
+  learner.options.token_budget = hosting_.options.token_budget;
   DatumLoss loss(data.terms);
-  LanguageHead head(model_->decoder, data.rollouts, hosting_.workspace.arena, &loss, &learner.gradients);
+  LanguageHead head(model_->decoder, data.rollouts, turns.workspace().arena, &loss, &learner.gradients);
   run_gradient_pass(learner, data.rollouts, head, nullptr, true, timer);
   const double size = at::linalg_vector_norm(gradient, 2).item().toDouble();
   const double difference = at::linalg_vector_norm(at::sub(learner.gradients.flat(), gradient), 2).item().toDouble();
   return size > 0 ? difference / size : difference;
 }
 
-TunedModel::Pass TunedModel::run_backward(const DatumRollouts& data) {
-  base_.reserve_positions(model_->decoder, longest_of(data.rollouts));
-  Timer timer;
-  Learner learner(*model_, hosting_.options, hosting_.machine, hosting_.workspace, &optimizer_);
-  learner.options = step_options(hosting_, learner.held());
-  DatumLoss loss(data.terms);
-  LanguageHead head(model_->decoder, data.rollouts, hosting_.workspace.arena, &loss, &learner.gradients);
-  PassReport report;
+// A call has the plan that fits half the memory for calls, in waves after which others have their turn. Where there is
+// none, the waves are as large as the planner wants them. One that needs more than half runs alone. So a plan depends
+// on the call and the server's options, not on what else the server does.
+void TunedModel::run_in_turns(const HeldModel& held, CallMemory::Turns& turns,
+                              const std::function<void(const Options&)>& pass) {
+  const bool chosen = hosting_.options.token_budget == 0;
+  Options options = step_options(hosting_, held, hosting_.calls.half());
+  if (chosen) try {
+      options.token_budget = kRowsOfTurn;
+      return pass(options);
+    } catch (const StepTooLarge&) {  // no row has run
+      options.token_budget = 0;
+    }
   try {
-    report = run_gradient_pass(learner, data.rollouts, head, nullptr, true, timer);
-  } catch (const StepTooLarge& step) {
-    refuse_too_large(step, learner.options, hosting_);
+    return pass(options);
+  } catch (const StepTooLarge&) {
+    turns.run_alone();
   }
+  options = step_options(hosting_, held, hosting_.calls.bytes());
+  try {
+    pass(options);
+  } catch (const StepTooLarge& step) {
+    refuse_too_large(step, options, hosting_);
+  }
+}
+
+TunedModel::Pass TunedModel::run_backward(const DatumRollouts& data, CallMemory::Turns& turns) {
+  Learner learner(*model_, hosting_.options, hosting_.machine, turns.workspace(), &optimizer_);
+  learner.on_share = [&](double) { turns.pause(); };
+  DatumLoss loss(data.terms);
+  LanguageHead head(model_->decoder, data.rollouts, turns.workspace().arena, &loss, &learner.gradients);
+  PassReport report;
+  run_in_turns(learner.held(), turns, [&](const Options& options) {
+    Timer timer;
+    learner.options = options;
+    report = run_gradient_pass(learner, data.rollouts, head, nullptr, true, timer);
+  });
   Pass pass;
   for (std::size_t i = 0; i < data.rollouts.size(); ++i) {
     const auto rollout = static_cast<std::int32_t>(i);
@@ -163,31 +211,27 @@ TunedModel::Pass TunedModel::run_backward(const DatumRollouts& data) {
                         "check its log-probs, advantages and weights for extreme values"});
   }
   if (hosting_.check_every > 0 && ++calls_ % hosting_.check_every == 0)
-    pass.check = check_gradient(data, learner.gradients.flat());
+    pass.check = check_gradient(data, learner.gradients.flat(), learner.options, turns);
   add_gradient(learner.gradients.flat());
   pass.series = std::move(head.series());
   pass.logical_rows = report.plan.logical_rows, pass.physical_rows = report.plan.physical_rows();
   return pass;
 }
 
-TunedModel::Pass TunedModel::run_forward(const DatumRollouts& data) {
-  base_.reserve_positions(model_->decoder, longest_of(data.rollouts));
-  const Options options = step_options(hosting_, {model_->decoder.local(), kWeightsOnly});
-  LanguageHead head(model_->decoder, data.rollouts, hosting_.workspace.arena);
-  NoProgress silent;
+TunedModel::Pass TunedModel::run_forward(const DatumRollouts& data, CallMemory::Turns& turns) {
+  LanguageHead head(model_->decoder, data.rollouts, turns.workspace().arena);
+  Pauses pauses(turns);
   ForwardReport report;
-  try {
+  run_in_turns({model_->decoder.local(), kWeightsOnly}, turns, [&](const Options& options) {
     report = run_forward_pass({.decoder = model_->decoder,
                                .rollouts = data.rollouts,
                                .options = options,
                                .machine = hosting_.machine,
-                               .workspace = hosting_.workspace,
-                               .progress = silent,
+                               .workspace = turns.workspace(),
+                               .progress = pauses,
                                .task = "log-probs"},
                               head);
-  } catch (const StepTooLarge& step) {
-    refuse_too_large(step, options, hosting_);
-  }
+  });
   DatumLoss loss(data.terms);
   Pass pass;
   pass.series = std::move(head.series());
@@ -203,9 +247,13 @@ TunedModel::Pass TunedModel::run_forward(const DatumRollouts& data) {
   return pass;
 }
 
-std::vector<serve::TrainingOutcome> TunedModel::forward_backward(const std::vector<const serve::TrainingCall*>& calls) {
+std::vector<serve::TrainingOutcome> TunedModel::forward_backward(const std::vector<const serve::TrainingCall*>& calls,
+                                                                 const serve::Pause& pause) {
   const DatumRollouts data(calls);
-  const Pass pass = calls.front()->backward ? run_backward(data) : run_forward(data);
+  const Running running(runs_);
+  CallMemory::Turns turns(hosting_.calls, pause);
+  base_.reserve_positions(model_->decoder, longest_of(data.rollouts));
+  const Pass pass = calls.front()->backward ? run_backward(data, turns) : run_forward(data, turns);
   std::vector<serve::TrainingOutcome> outcomes;
   std::size_t next = 0;  // datum
   std::int64_t rows_before = 0;

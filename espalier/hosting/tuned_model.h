@@ -7,16 +7,19 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "espalier/hosting/call_memory.h"
 #include "espalier/hosting/datum_rollouts.h"
 #include "espalier/hosting/hosted_base.h"
 #include "espalier/optimizer/adamw.h"
 #include "espalier/serve/calls.h"
 #include "espalier/serve/engine.h"
+#include "espalier/step/held_models.h"
 #include "espalier/step/model_state.h"
 
 namespace espalier {
@@ -30,11 +33,14 @@ class TunedModel {
   TunedModel(HostedBase& base, Hosting& hosting, const serve::LoraConfig& lora, const std::filesystem::path& folder,
              bool optimizer);
 
-  // The answers to calls that run as one: one call, or several that all go backward. Errors: InputError for a loss that
-  // is not finite; MemoryBudgetError with the budget that would suffice. The gradient is then as it was.
-  std::vector<serve::TrainingOutcome> forward_backward(const std::vector<const serve::TrainingCall*>& calls);
+  // The answers to calls that run as one: one call, or several that all go backward. `pause` is called between items of
+  // the plan. Errors: InputError for a loss that is not finite; MemoryBudgetError with the budget that would suffice;
+  // what `pause` throws. The gradient is then as it was.
+  std::vector<serve::TrainingOutcome> forward_backward(const std::vector<const serve::TrainingCall*>& calls,
+                                                       const serve::Pause& pause);
   void break_gradient(const std::string& why);
-  bool has_gradient() const { return gradient_.defined() || broken_; }  // or the wreck of one
+  // No call runs, and there is no gradient nor the wreck of one.
+  bool is_idle() const { return !runs_ && !gradient_.defined() && !broken_; }
   // Errors: InputError, without a step and with the gradient dropped, if it is broken or not finite.
   AdamW::Update step(const serve::AdamParams& params);
 
@@ -51,12 +57,15 @@ class TunedModel {
 
  private:
   struct Pass;
-  Pass run_backward(const DatumRollouts& data);
-  Pass run_forward(const DatumRollouts& data);
+  Pass run_backward(const DatumRollouts& data, CallMemory::Turns& turns);
+  Pass run_forward(const DatumRollouts& data, CallMemory::Turns& turns);
+  // Runs `pass` with options whose plan fits.
+  void run_in_turns(const HeldModel& held, CallMemory::Turns& turns, const std::function<void(const Options&)>& pass);
   void add_gradient(const at::Tensor& gradient);
   void drop_gradient();
   // Runs the data once more without sharing: the difference of the gradients, relative to the gradient.
-  double check_gradient(const DatumRollouts& data, const at::Tensor& gradient);
+  double check_gradient(const DatumRollouts& data, const at::Tensor& gradient, const Options& options,
+                        CallMemory::Turns& turns);
 
   HostedBase& base_;
   Hosting& hosting_;
@@ -64,6 +73,7 @@ class TunedModel {
   std::unique_ptr<ModelState> model_;
   AdamW optimizer_;
   at::Tensor gradient_;                // undefined: zero
+  bool runs_ = false;                  // a call does, or pauses
   std::int64_t calls_ = 0;             // that went backward
   std::optional<std::string> broken_;  // why a part of the gradient is missing
 };

@@ -41,6 +41,9 @@ struct SamplerSource {
   LoraConfig lora;  // of the run or the checkpoint
 };
 
+// Lets others have their turn on the engine's thread.
+using Pause = std::function<void()>;
+
 // Called once, on the engine's thread: an answer, or an error.
 using SampleDone = std::function<void(const SampleAnswer* answer, std::exception_ptr error)>;
 
@@ -52,16 +55,20 @@ class Engine {
 
   virtual const std::vector<BaseModel>& models() const = 0;  // any thread
 
-  // The rest: the engine's thread alone, begin_thread first. `run` names a training model.
+  // The rest: the engine's thread alone, begin_thread first. (Threads that have it in turns count as one.) `run` names
+  // a training model.
   virtual void begin_thread() = 0;
   virtual void create(const std::string& run, const std::string& base, const LoraConfig& lora) = 0;
   virtual void drop(const std::string& run) = 0;
 
-  // The answer to each call, in order, or its error. Calls that go backward add the gradients of their summed losses to
-  // the run's; the error of such a call breaks the gradient. Several calls, all of which go backward, run as one, so
-  // that they share what their data have in common; one that fails does not keep the others from it.
+  // The answer to each call, in order, or its error. `pause` is called between parts of the work, each of bounded rows:
+  // whatever else the engine has to do may be done in it, except for calls of this run, and what it throws ends the
+  // call. Calls that go backward add the gradients of their summed losses to the run's; the error of such a call breaks
+  // the gradient. Several calls, all of which go backward, run as one, so that they share what their data have in
+  // common; one that fails does not keep the others from it.
   virtual std::vector<TrainingOutcome> forward_backward(const std::string& run,
-                                                        const std::vector<const TrainingCall*>& calls) = 0;
+                                                        const std::vector<const TrainingCall*>& calls,
+                                                        const Pause& pause) = 0;
   // A call that never reached the engine: the gradient lacks its part, and the next optimizer step is refused.
   virtual void break_gradient(const std::string& run, const std::string& why) = 0;
   // Takes a step with the gradient, which is then zero. A broken gradient is dropped without a step, with an error.

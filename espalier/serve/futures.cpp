@@ -69,7 +69,7 @@ void Futures::poll(const std::string& id, bool metadata_suffices, Respond respon
         410, {{"detail", "unknown request " + id + ": the server was restarted, or the result has been dropped"}}));
   if (found->second.done) return send(id, found->second, metadata_suffices, respond);
   const std::int64_t number = next_waiter_++;
-  auto timer = server_.after(kPollSeconds, [this, id, number] {
+  auto timer = server_.after(poll_seconds_, [this, id, number] {
     const auto waiting = futures_.find(id);
     if (waiting == futures_.end()) return;
     const auto waiter = waiting->second.waiters.find(number);

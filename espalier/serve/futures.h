@@ -34,7 +34,8 @@ FutureResult error_result(const std::string& text, const char* category);
 class Futures {
  public:
   // `result_bytes`: of all finished results that nobody has fetched, before the oldest are dropped.
-  Futures(HttpServer& server, std::int64_t result_bytes) : server_(server), most_bytes_(result_bytes) {}
+  Futures(HttpServer& server, std::int64_t result_bytes, double poll_seconds = kPollSeconds)
+      : server_(server), most_bytes_(result_bytes), poll_seconds_(poll_seconds) {}
 
   void open(const std::string& id);
   bool has(const std::string& id) const { return futures_.contains(id); }
@@ -73,7 +74,9 @@ class Futures {
   std::map<std::string, Future> futures_;
   std::list<std::string> finished_;  // the oldest first
   std::function<std::string(const std::string&)> reason_;
-  std::int64_t most_bytes_, held_bytes_ = 0, unfinished_ = 0, next_waiter_ = 0;
+  std::int64_t most_bytes_;
+  double poll_seconds_;
+  std::int64_t held_bytes_ = 0, unfinished_ = 0, next_waiter_ = 0;
 };
 
 }  // namespace espalier::serve

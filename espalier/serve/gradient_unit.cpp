@@ -5,7 +5,7 @@
 namespace espalier::serve {
 namespace {
 
-// Tokens of calls that run as one: several waves, after which others have their turn.
+// Tokens of calls that run as one: several waves.
 constexpr std::int64_t kMostTokens = 65536;
 
 std::int64_t tokens_of(const TrainingCall& call) {

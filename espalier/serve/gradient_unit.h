@@ -26,6 +26,7 @@ class GradientUnit final : public Unit {
   GradientUnit(Part part, std::optional<RunJournal::Joined> before, bool may_join, Compute compute);
 
   void run() override { compute_(parts_); }
+  bool pauses() const override { return true; }
   bool joins(const Unit& next) const override;
   void take(std::shared_ptr<Unit> next) override;
 

@@ -43,6 +43,9 @@ class HttpServer::State {
 
 namespace {
 
+// After an answer of 429 a client waits so long.
+constexpr const char* kRetrySeconds = "1";
+
 HttpAnswer failure(int status, const char* detail) {
   return {status, "application/json",
           std::make_shared<const std::string>(std::string(R"({"detail": ")") + detail + "\"}")};
@@ -147,6 +150,7 @@ class Connection : public std::enable_shared_from_this<Connection<Server>> {
     answer_.emplace(static_cast<http::status>(answer.status), 11);
     answer_->set(http::field::content_type, answer.type);
     for (const auto& [name, value] : answer.headers) answer_->set(name, value);
+    if (answer.status == 429) answer_->set(http::field::retry_after, kRetrySeconds);
     answer_->keep_alive(keep_alive_);
     answer_->body() = {body_->data(), body_->size()};
     answer_->prepare_payload();

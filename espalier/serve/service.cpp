@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "espalier/base/error.h"
+#include "espalier/base/units.h"
 #include "espalier/serve/gradient_unit.h"
 
 namespace espalier::serve {
@@ -104,7 +105,7 @@ std::string Service::waiting_reason(const std::string& future) const {
     if (run->second.future(number) == future)
       return text_of("request ", run->second.next, " of this model has not come yet, and this one comes after it");
   const std::string running = thread_.running();
-  if (running.empty() || running == id) return "";
+  if (running.empty() || running == id || thread_.has_begun(id)) return "";
   return text_of("the engine works for another client; ", thread_.waiting(), " pieces of work wait for it");
 }
 
@@ -279,7 +280,12 @@ std::shared_ptr<Unit> Service::gradient_unit(const std::string& run_id, std::int
     for (const GradientUnit::Part& part : parts) calls.push_back(part.call.get());
     std::vector<TrainingOutcome> outcomes(parts.size());
     try {
-      outcomes = timed(WorkKind::gradient, [&] { return engine_.forward_backward(run_id, calls); });
+      outcomes = timed(WorkKind::gradient, [&] {
+        return engine_.forward_backward(run_id, calls,
+                                        [this] { untimed(WorkKind::gradient, [this] { thread_.pause(); }); });
+      });
+    } catch (const EngineThread::Stopped&) {
+      throw;
     } catch (...) {
       for (TrainingOutcome& outcome : outcomes) outcome.error = std::current_exception();
     }
@@ -319,22 +325,24 @@ void Service::note_gradient(const std::string& run, std::int64_t number, const s
   });
 }
 
-void Service::enqueue(Call& call, TrainingRun& run, std::int64_t number,
-                      const std::function<std::shared_ptr<Unit>(std::int64_t bytes)>& make) {
+void Service::enqueue(Call& call, TrainingRun& run, std::int64_t number, std::int64_t bytes,
+                      const std::function<std::shared_ptr<Unit>()>& make) {
   const std::string future = run.future(number);
   const auto promise = [&] { call.answer({{"request_id", future}, {"model_id", run.id}}); };
   if (run.has_seen(number)) return promise();
   if (run.early.size() >= kMostEarly && number != run.next)
     throw Refused{429, text_of("too many requests of ", run.id, " wait for seq_id ", run.next)};
-  const auto bytes = static_cast<std::int64_t>(call.request.body.size());
-  if (!replaying_ && queued_bytes_ + bytes > settings_.queue_bytes && queued_bytes_ > 0)
-    throw Refused{429, "the requests that wait take all the memory that they may: try again"};
+  // The request that early ones wait for is never refused: they go on with it.
+  const bool lets_others_go_on = number == run.next && !run.early.empty();
+  if (!replaying_ && queued_bytes_ + bytes > settings_.queue_bytes && queued_bytes_ > 0 && !lets_others_go_on)
+    throw Refused{429, text_of("the requests that wait take ", format_bytes(queued_bytes_), " of the ",
+                               format_bytes(settings_.queue_bytes), " that they may: try again")};
   if (!replaying_) try {
       journal_of(run.id).add_request(number, call.request);
     } catch (const Error& error) {
       throw Refused{503, error.what()};
     }
-  run.early[number] = make(bytes);
+  run.early[number] = make();
   futures_.open(future);
   std::vector<std::shared_ptr<Unit>> ready;
   for (auto next = run.early.begin(); next != run.early.end() && next->first == run.next; next = run.early.begin()) {
@@ -348,7 +356,8 @@ void Service::enqueue(Call& call, TrainingRun& run, std::int64_t number,
 
 void Service::accept(Call& call, TrainingRun& run, std::optional<std::int64_t> given, Work work, bool changes) {
   const std::int64_t number = given.value_or(run.free_number());
-  enqueue(call, run, number, [&](std::int64_t bytes) {
+  const std::int64_t bytes = std::ssize(call.request.body);
+  enqueue(call, run, number, bytes, [&] {
     // After a restart the result may be there already: only what the request changed is to be done again.
     const bool known = replaying_ && futures_.is_done(run.future(number));
     return unit_of(run.id, number, bytes,

@@ -144,9 +144,9 @@ class Service {
   std::shared_ptr<Unit> unit_of(const std::string& run, std::int64_t number, std::int64_t bytes, Work work);
   std::shared_ptr<Unit> gradient_unit(const std::string& run, std::int64_t number, std::int64_t bytes,
                                       std::shared_ptr<const TrainingCall> call);
-  // The common part: retries, limits, the journal, the order. `make` gets the bytes of the request.
-  void enqueue(Call& call, TrainingRun& run, std::int64_t number,
-               const std::function<std::shared_ptr<Unit>(std::int64_t bytes)>& make);
+  // The common part: retries, limits, the journal, the order. `bytes`: of the request in memory.
+  void enqueue(Call& call, TrainingRun& run, std::int64_t number, std::int64_t bytes,
+               const std::function<std::shared_ptr<Unit>()>& make);
   void start_creation(TrainingRun& run, std::function<void()> make, const std::string& result);
 
   // The folder of a run, in which its checkpoints are.
@@ -168,16 +168,24 @@ class Service {
   // Adds the time that `work` takes; on the engine's thread.
   template <class Timed>
   auto timed(WorkKind kind, Timed&& work) {
-    struct Clock {
-      std::atomic<std::int64_t>& sum;
-      std::chrono::steady_clock::time_point begin = std::chrono::steady_clock::now();
-      ~Clock() {
-        sum += std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now() - begin).count();
-      }
-    };
-    const Clock clock{engine_counts_.microseconds[static_cast<std::size_t>(kind)]};
+    const Clock clock{engine_counts_.microseconds[static_cast<std::size_t>(kind)], 1};
     return work();
   }
+  // Inside of `timed`: work that does not count.
+  template <class Untimed>
+  void untimed(WorkKind kind, Untimed&& work) {
+    const Clock clock{engine_counts_.microseconds[static_cast<std::size_t>(kind)], -1};
+    work();
+  }
+  struct Clock {
+    std::atomic<std::int64_t>& sum;
+    std::int64_t sign;
+    std::chrono::steady_clock::time_point begin = std::chrono::steady_clock::now();
+    ~Clock() {
+      const auto time = std::chrono::steady_clock::now() - begin;
+      sum += sign * std::chrono::duration_cast<std::chrono::microseconds>(time).count();
+    }
+  };
   void lock_folder();
   // Why a future has no result yet, if its client cannot know: an earlier request is missing, or others have their
   // turn.

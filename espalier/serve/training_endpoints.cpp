@@ -143,7 +143,8 @@ void Service::forward_backward(Call& call) {
     return accept_refused(call, run, number, why, backward);
   }
   const std::int64_t place = number.value_or(run.free_number());
-  enqueue(call, run, place, [&](std::int64_t bytes) { return gradient_unit(run.id, place, bytes, work); });
+  const std::int64_t bytes = std::ssize(body);
+  enqueue(call, run, place, bytes, [&] { return gradient_unit(run.id, place, bytes, work); });
 }
 
 void Service::optim_step(Call& call) {

@@ -130,6 +130,19 @@ def dense_loss(name, datum, logprobs, config=None):
     return -torch.minimum(ratio * advantages, clipped * advantages).sum()
 
 
+def group_data(generator, groups, n, prompt, response):
+    """Data by hand: groups of n responses to a prompt, with these lengths."""
+    out = []
+    for _ in range(groups):
+        shared = generator.integers(0, VOCABULARY, prompt).tolist()
+        for _ in range(n):
+            tokens = shared + generator.integers(0, VOCABULARY, response).tolist()
+            targets = [0] * (prompt - 1) + tokens[prompt:]
+            zeros = [0.0] * (prompt - 1)
+            out.append((tokens[:-1], {"target_tokens": targets, "logprobs": zeros + [-4.5] * response, "advantages": zeros + generator.normal(size=response).tolist()}))
+    return out
+
+
 class ByHand:
     """A session and a model of its own, and requests as bytes."""
 
@@ -169,6 +182,17 @@ class ByHand:
 
     def save_for_sampler(self, number, sampler):
         return self.server.post("/api/v1/save_weights_for_sampler", {"model_id": self.model, "seq_id": number, "sampling_session_seq_id": sampler})
+
+    def sample(self, number, **params):
+        """Tokens and log-probs of two samples with the weights that it has now, by a snapshot."""
+        made = self.server.result(self.save_for_sampler(number, number)[1]["request_id"])[1]
+        asked = self.server.post("/api/v1/asample", {"sampling_session_id": made["sampling_session_id"], "seq_id": 1, "num_samples": 2,
+                                                     "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 9, 2]}]}, "sampling_params": {"max_tokens": 8, "seed": 3, **params}})
+        status, answer = self.server.result(asked[1]["request_id"])
+        assert status == 200 and isinstance(answer, bytes), answer
+        out = pb.SampleResponse()
+        out.ParseFromString(answer)
+        return [(one.tokens, one.logprobs) for one in out.sequences]
 
     def metrics(self, future):
         status, answer = self.server.result(future)

@@ -1,8 +1,11 @@
 """`espalier serve` under load and among strangers: keys, addresses, back-pressure, thousands of polls, the rows that a call computes."""
 
 import asyncio
+import re
 import resource
 import time
+import urllib.error
+import urllib.request
 
 import numpy as np
 import pytest
@@ -10,7 +13,7 @@ import pytest
 tinker = pytest.importorskip("tinker", reason="the SDK is not installed (tools/requirements-tests.txt)")
 pytest.importorskip("peft")
 from make_model import VOCABULARY  # noqa: E402
-from serve_client import NAME, ByHand  # noqa: E402
+from serve_client import NAME, ByHand, group_data, ready  # noqa: E402
 from serve_process import Server, without_proxies  # noqa: E402
 
 SMALL_BUDGET = "24MiB"  # of which a quarter is for adapters
@@ -97,19 +100,80 @@ def test_a_quick_request_is_quick_beside_two_thousand_polls(server):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     # The median: a machine that does other things stalls single requests.
     assert seconds[len(seconds) // 2] < 0.05
-    assert float(dict(line.rsplit(" ", 1) for line in server.get("/metrics")[1].decode().splitlines() if line[0] != "#")["espalier_unfinished_futures"]) == 0
+    assert counts(server)["espalier_unfinished_futures"] == 0
 
 
-def group_data(generator, groups, n, prompt, response):
-    out = []
-    for _ in range(groups):
-        shared = generator.integers(0, VOCABULARY, prompt).tolist()
-        for _ in range(n):
-            tokens = shared + generator.integers(0, VOCABULARY, response).tolist()
-            targets = [0] * (prompt - 1) + tokens[prompt:]
-            zeros = [0.0] * (prompt - 1)
-            out.append((tokens[:-1], {"target_tokens": targets, "logprobs": zeros + [-4.5] * response, "advantages": zeros + generator.normal(size=response).tolist()}))
-    return out
+def counts(server):
+    """The numbers of /metrics by name and labels."""
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in server.get("/metrics")[1].decode().splitlines() if line[0] != "#")}
+
+
+def wait_for_429(server, before):
+    end = time.monotonic() + 60
+    while counts(server).get('espalier_answers_total{status="429"}', 0) <= before:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def large_wrong_call(model, number):
+    """1.2 MB that name an id beyond the vocabulary: the future fails at once, and the request keeps its place, and its bytes, until its turn."""
+    tokens = [9] * 500
+    return model.message(number, [(tokens, {"target_tokens": [VOCABULARY] * 500})] * 200)
+
+
+def test_requests_beyond_the_queue_s_memory_are_sent_again(start):
+    """A server of 24 MiB holds 3 MiB of requests."""
+    server = start("--memory-budget", SMALL_BUDGET)
+    blocking, other = ByHand(server), ByHand(server)
+    for number in (2, 3):  # both wait for request 1
+        assert blocking.post_bytes(large_wrong_call(blocking, number))[0] == 200
+    status, answer = blocking.post_bytes(large_wrong_call(blocking, 4))
+    assert status == 429 and "2.3" in answer["detail"] and "3.0" in answer["detail"], answer
+    request = urllib.request.Request(server.url + "/api/v1/forward_backward", large_wrong_call(other, 1), {"Content-Type": "application/x-protobuf"})
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=60)
+    assert refused.value.code == 429 and float(refused.value.headers["Retry-After"]) > 0
+    before = counts(server)['espalier_answers_total{status="429"}']
+    # The SDK sends its call again and again, and does not notice that the server refuses it at first.
+    service = tinker.ServiceClient(base_url=server.url, api_key="tml-local")
+    training = ready(service.create_lora_training_client(base_model=NAME, rank=2))
+    rows = [tinker.Datum(model_input=tinker.ModelInput.from_ints([5, 9] * 250), loss_fn_inputs={"target_tokens": np.array([9, 5] * 250)})] * 200
+    future = training.forward_backward(rows, "cross_entropy")
+    wait_for_429(server, before)
+    # Request 1 lets the others go on, so it is taken although the queue is full.
+    large = blocking.message(1, [([9] * 500, {"target_tokens": [7] * 500})] * 200)
+    blocking.metrics(blocking.post_bytes(large)[1]["request_id"])
+    assert len(future.result().loss_fn_outputs) == 200
+    assert "ids" in server.result(blocking.model + "#3")[1]["error"]
+
+
+def test_samples_beyond_those_that_may_live_are_asked_for_again(start):
+    """At most 10,000 sequences at a time."""
+    server = start()
+    body = {"base_model": NAME, "num_samples": 1024, "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 9, 2]}]}, "sampling_params": {"max_tokens": 400, "stop": []}}
+    live = [server.post("/api/v1/asample", {**body, "seq_id": number})[1]["request_id"] for number in range(1, 10)]
+    status, answer = server.post("/api/v1/asample", {**body, "seq_id": 10})
+    assert status == 429 and "10000" in answer["detail"]
+    before = counts(server)['espalier_answers_total{status="429"}']
+    sampling = ready(tinker.ServiceClient(base_url=server.url, api_key="tml-local").create_sampling_client(base_model=NAME))
+    future = sampling.sample(tinker.ModelInput.from_ints([5, 9, 2]), 1024, tinker.SamplingParams(max_tokens=2))
+    wait_for_429(server, before)
+    for one in live:
+        server.post("/api/v1/cancel_future", {"request_id": one})
+    assert len(future.result().sequences) == 1024
+    assert "cancelled" in server.result(live[0])[1]["error"]
+
+
+def test_a_call_that_cannot_fit_names_the_budget_that_would(start):
+    generator = np.random.default_rng(5)
+    tokens = generator.integers(0, VOCABULARY, 500).tolist()
+    data = [(tokens[:-1], {"target_tokens": tokens[1:]})]
+    model = ByHand(start("--memory-budget", "5MiB", state="small"), rank=1)
+    error = model.server.result(model.forward_backward(1, data)[1]["request_id"])[1]["error"]
+    missing = re.search(r"larger by ([\d.]+) MiB", error)
+    assert missing and "fewer or shorter data" in error, error
+    model = ByHand(start("--memory-budget", f"{5 + float(missing[1]) + 0.01:.2f}MiB", state="large"), rank=1)  # two decimals are told
+    model.metrics(model.forward_backward(1, data)[1]["request_id"])
 
 
 def test_idle_models_go_to_disk_where_memory_is_short(start, tmp_path):

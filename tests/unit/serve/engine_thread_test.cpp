@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <future>
 #include <thread>
 #include <vector>
@@ -83,6 +84,95 @@ TEST(EngineThread, UnitsThatWaitAreJoinedWhereTheyMay) {
   done.get_future().wait();
   EXPECT_EQ(ran, (std::vector<std::vector<int>>{{1, 2, 3}, {4}, {6}}));
   EXPECT_EQ(thread.waiting(), 0);
+}
+
+// A unit of so many parts, which pauses between them.
+struct Parts final : Unit {
+  Parts(EngineThread*& engine, std::string its_name, int count, std::vector<std::string>& into)
+      : thread(engine), name(std::move(its_name)), parts(count), ran(into) {}
+  void run() override {
+    for (int part = 0; part < parts; ++part) {
+      if (part > 0) thread->pause();
+      ran.push_back(name + std::to_string(part));
+    }
+  }
+  bool pauses() const override { return true; }
+
+  EngineThread*& thread;
+  std::string name;
+  int parts;
+  std::vector<std::string>& ran;
+};
+
+TEST(EngineThread, LongUnitsOfDifferentLinesRunInTurnsPartByPart) {
+  std::vector<std::string> ran;
+  std::promise<void> go, done;
+  EngineThread* engine = nullptr;
+  EngineThread thread([] {}, [] { return false; });
+  engine = &thread;
+  thread.add("z", [&] { go.get_future().wait(); });
+  while (thread.running().empty()) std::this_thread::yield();  // everything below waits behind it
+  thread.add("a", {std::make_shared<Parts>(engine, "a", 4, ran), std::make_shared<Parts>(engine, "A", 2, ran)});
+  thread.add("b", {std::make_shared<Parts>(engine, "b", 2, ran)});
+  thread.add("c", [&] { ran.emplace_back("c"); });
+  thread.add("a", [&] { done.set_value(); });
+  go.set_value();
+  done.get_future().wait();
+  // The second unit of line a begins after its first has ended.
+  EXPECT_EQ(ran, (std::vector<std::string>{"a0", "b0", "c", "a1", "b1", "a2", "a3", "A0", "A1"}));
+}
+
+TEST(EngineThread, SamplesAreDecodedBetweenTheParts) {
+  std::vector<std::string> ran;
+  std::promise<void> go, done;
+  int left = 0;
+  EngineThread* engine = nullptr;
+  EngineThread thread([] {},
+                      [&] {
+                        if (left > 0) ran.push_back("sample" + std::to_string(left--));
+                        return left > 0;
+                      });
+  engine = &thread;
+  thread.add("z", [&] { go.get_future().wait(); });
+  while (thread.running().empty()) std::this_thread::yield();  // everything below waits behind it
+  thread.add("a", {std::make_shared<Parts>(engine, "a", 4, ran), EngineThread::unit([&] { done.set_value(); })});
+  thread.add("samplers", [&] { left = 2; });
+  go.set_value();
+  done.get_future().wait();
+  EXPECT_EQ(ran, (std::vector<std::string>{"a0", "sample2", "a1", "sample1", "a2", "a3"}));
+}
+
+TEST(EngineThread, AnEndUnwindsUnitsThatPause) {
+  std::vector<std::string> ran;
+  std::atomic<int> begun = 0;
+  struct Guard {
+    std::vector<std::string>& ran;
+    ~Guard() { ran.emplace_back("unwound"); }
+  };
+  struct Endless final : Unit {
+    void run() override {
+      const Guard guard{*ran};
+      ++*begun;
+      for (;;) engine->load()->pause();
+    }
+    bool pauses() const override { return true; }
+    std::atomic<EngineThread*>* engine = nullptr;
+    std::vector<std::string>* ran = nullptr;
+    std::atomic<int>* begun = nullptr;
+  };
+  std::atomic<EngineThread*> engine = nullptr;
+  {
+    EngineThread thread([] {}, [] { return false; });
+    engine = &thread;
+    std::vector<std::shared_ptr<Unit>> units;
+    for (int i = 0; i < 2; ++i) {
+      auto unit = std::make_shared<Endless>();
+      unit->engine = &engine, unit->ran = &ran, unit->begun = &begun;
+      thread.add("line" + std::to_string(i), {unit});
+    }
+    while (begun < 2) std::this_thread::yield();
+  }
+  EXPECT_EQ(ran, (std::vector<std::string>{"unwound", "unwound"}));
 }
 
 }  // namespace
