@@ -3,8 +3,10 @@
 Python by a call that tests/recording/sitecustomize.py puts into functions when they are imported.
 
     python tools/record_tests.py --build build/each [--only REGEX] [--jobs N] [--no-python] [--no-cpp]
+    python tools/record_tests.py --build build --times FILE
 
-With --only, --no-python or --no-cpp what the folder --raw has of other tests stays.
+With --only, --no-python or --no-cpp what the folder --raw has of other tests stays. With --times nothing runs: the seconds are those that
+tools/run_tests.py --times FILE wrote, of the longest of a test's cases, also for tests of which it is not known yet what they enter.
 """
 
 import argparse
@@ -158,6 +160,22 @@ def record_of(entered_by):
     return Record(list(entered_by), best, {file: list(tests) for file, tests in of_file.items()})
 
 
+def with_times(record, seconds, entries):
+    """The record with the `seconds` of cases {"class.case": seconds} that a run of `entries` had."""
+    test_of = {case: (test, entry.name) for entry in entries for test, case in entry.cases}
+    longest = {}
+    for case, spent in seconds.items():
+        found = re.fullmatch(r"tests\.python\.(?:\w+\.)*(test_\w+)\.(\w+)(\[.*)?", case, re.S)
+        test = (f"{found[1]}.py::{found[2]}", PYTEST) if found else test_of.get(case)
+        if test:
+            longest[test] = max(spent, longest.get(test, 0.0))
+    known = {(test.name, test.program): test for test in record.tests}
+    now = {key: KnownTest(*key, longest.get(key, known[key].seconds if key in known else 0.0)) for key in {*known, *longest}}
+    renewed = lambda tests: [now[test.name, test.program] for test in tests]  # noqa: E731
+    return Record(list(now.values()), {file: renewed(tests) for file, tests in record.best.items()},
+                  {file: renewed(tests) for file, tests in record.reached.items()})
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build", type=Path, required=True)
@@ -165,12 +183,16 @@ def main():
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--no-python", action="store_true")
     parser.add_argument("--no-cpp", action="store_true")
+    parser.add_argument("--times", type=Path, help="what tools/run_tests.py --times wrote")
     parser.add_argument("--raw", type=Path, default=ROOT / "build/recording", help="a folder of what each program entered; earlier runs' files there count, too")
     arguments = parser.parse_args()
     build = arguments.build.resolve()
     library = build / "tests/support/libespalier_entered_functions.so"
     entries, _ = entries_of(build, arguments.only)
     entries = [entry for entry in entries if entry.cases and entry.name == entry.program.name]
+    if arguments.times:
+        with_times(Record.read(), json.loads(arguments.times.read_text(encoding="utf-8")), entries).write(FOLDER)
+        return
     symbols = sources_of_symbols(build)
     wanted = [entry.program for entry in entries] + [build / name for name in LIBRARIES if (build / name).is_file()]
     tables = {program.name: functions_of(program, symbols) for program in wanted}

@@ -10,7 +10,7 @@ A tier is a choice of cases (tools/tiers.py) and of repetitions:
          narrower instruction sets of the processor, and some of those that are too small for threads on all threads.
   sweep  every case, under every instruction set, on every device (entries of ctest with the label `sweep` run here alone)
 
---times writes the seconds of every case.
+--times writes the seconds of processors of every case (json), which record_tests.py --times takes into the record.
 One line per binary with its cases and seconds; the output of what failed; the skipped cases with their reasons; the
 instruction sets; and as the last line exactly `N passed, N failed, N skipped`, where N counts single test cases. Exit 1 when
 a case failed, when a binary ended without a report, or when fewer cases ran than tests/minimum_cases.txt says of the tier,
@@ -86,7 +86,8 @@ def read_report(path):
         elif case.get("status") != "notrun":
             result.passed += 1
         if case.get("status") != "notrun":
-            result.seconds[name] = float(case.get("time") or 0)
+            spent = [one.get("value") for one in case.iter("property") if one.get("name") == "processor_seconds"]
+            result.seconds[name] = float(spent[0] if spent else case.get("time") or 0)
     return result
 
 

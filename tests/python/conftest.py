@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared/data"
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT / "python"), str(ROOT / "tools")]
 
+import rank_processes  # noqa: E402
 from tiers import Choice  # noqa: E402
 
 torch = pytest.importorskip("torch")
@@ -51,6 +52,21 @@ def chosen_items(items, choice):
         names = set(choice.cases(f"{path.name}::{name}", [item.nodeid for item in several], product=several[0].get_closest_marker("product") is not None))
         kept.update(item for item in several if item.nodeid in names)
     return [item for item in items if item in kept]
+
+
+def processor_seconds():
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system + rank_processes.spent
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """The report has the seconds of processors, which other work beside it hardly changes."""
+    start = processor_seconds()
+    try:
+        return (yield)
+    finally:
+        item.user_properties.append(("processor_seconds", f"{processor_seconds() - start:.3f}"))
 
 
 def pytest_runtest_setup(item):

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+spent = 0.0  # seconds of processors of ranks that have ended, which are no children of this process
 IMPORTED = ["torch", "transformers", "torch.distributed.fsdp", "datasets", "trl.trainer.grpo_trainer"]  # what is not there is passed over
 
 
@@ -39,7 +40,11 @@ def run_program(path, words, environment, output):
     os.environ.update(environment)
     sys.argv = [str(path), *words]
     sys.path.insert(0, str(path.parent))
-    runpy.run_path(str(path), run_name="__main__")
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    finally:
+        times = os.times()
+        Path(f"{output}.seconds").write_text(str(times.user + times.system + times.children_user + times.children_system))
 
 
 def run_ranks(folder, program, words, patience, environments=None):
@@ -64,6 +69,8 @@ def run_ranks(folder, program, words, patience, environments=None):
             if rank.is_alive():
                 rank.kill()
                 rank.join()
+        global spent
+        spent += sum(float(file.read_text()) for file in (Path(f"{output}.seconds") for output in outputs) if file.is_file())
     assert codes == [0] * count, "\n".join(f"rank {rank}, exit {code}:\n{output.read_text(errors='replace')[-6000:]}"
                                            for rank, (code, output) in enumerate(zip(codes, outputs)))
 
