@@ -11,6 +11,7 @@
 #include "cli/plan.h"
 #include "cli/reading.h"
 #include "espalier/base/error.h"
+#include "espalier/base/quantised_rows.h"
 #include "espalier/base/units.h"
 #include "espalier/config/model_config.h"
 #include "espalier/forecast/planned_machine.h"
@@ -327,15 +328,18 @@ MachineProfile machine_of(Context& context, PlanOptions& options) {
 
 // Frozen matrices in fewer bits than the model's dtype, of all models and ranks.
 void report_held(Context& context, const std::vector<HeldModel>& held) {
-  std::int64_t narrow = 0, nf4 = 0;
+  std::int64_t narrow = 0;
+  std::map<quantised::Kind, std::int64_t> quantised;
   for (const HeldModel& model : held) {
     const LocalShape whole(model.shape.whole());
     narrow += whole.parameters(Parameters::narrow) * bytes_of(DType::bfloat16);
-    nf4 += whole.parameters(Parameters::nf4);
+    if (const std::int64_t bytes = whole.parameters(Parameters::quantised); bytes > 0)
+      quantised[whole.whole().trained.quantised_form.kind] += bytes;
   }
-  if (nf4 > 0) {
-    context.result["nf4_bytes"] = nf4;
-    context.text << "\nFrozen matrices in NF4: " << format_bytes(nf4) << ".\n";
+  for (const auto& [kind, bytes] : quantised) {
+    const quantised::Rows& rows = quantised::rows_of(kind);
+    context.result[text_of(rows.word, "_bytes")] = bytes;
+    context.text << "\nFrozen matrices in " << rows.name << ": " << format_bytes(bytes) << ".\n";
   }
   if (narrow > 0) {
     context.result["mapped_bytes_at_most"] = narrow;

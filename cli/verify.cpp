@@ -6,6 +6,7 @@
 #include <sstream>
 
 #include "cli/verbs.h"
+#include "espalier/base/quantised_rows.h"
 #include "espalier/base/units.h"
 
 namespace espalier::cli {
@@ -39,7 +40,8 @@ Json verdict_json(const Verdict& verdict) {
                     {"other_bits", verdict.other_bits}};
   out["loss"] = {{"dense", verdict.loss_dense}, {"shared", verdict.loss_shared}, {"allowed", verdict.loss.allowed}};
   if (verdict.router) out["router"] = choices_json(*verdict.router);
-  if (verdict.nf4_matrices > 0) out["nf4_matrices"] = verdict.nf4_matrices;
+  if (verdict.quantised_matrices > 0)
+    out[text_of(quantised::rows_of(verdict.quantised_kind).word, "_matrices")] = verdict.quantised_matrices;
   if (verdict.critic) {
     const Verdict::CriticPart& critic = *verdict.critic;
     out["values"] = {{"max", critic.values.error}, {"floor", critic.values.floor}, {"allowed", critic.values.allowed}};
@@ -112,10 +114,10 @@ void print(std::ostream& out, const Verdict& verdict, const std::string& series)
   out << "  weights after one optimizer step differ by at most " << std::scientific << std::setprecision(2)
       << verdict.optimizer.error << " (two dense runs: " << verdict.optimizer.floor << ")\n"
       << std::defaultfloat;
-  if (verdict.nf4_matrices > 0)
-    out << "  " << format_count(verdict.nf4_matrices)
-        << " frozen matrices are held as NF4: every run, the one in float64 too, uses the numbers that their codes "
-           "stand for\n";
+  if (verdict.quantised_matrices > 0)
+    out << "  " << format_count(verdict.quantised_matrices) << " frozen matrices are held as "
+        << quantised::rows_of(verdict.quantised_kind).name
+        << ": every run, the one in float64 too, uses the numbers that their codes stand for\n";
   if (verdict.router) print_choices(out, "every run", *verdict.router);
   if (verdict.critic && verdict.critic->router) print_choices(out, "critic: every run", *verdict.critic->router);
   if (verdict.gradient_norm == 0)

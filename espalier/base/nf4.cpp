@@ -93,23 +93,21 @@ std::int64_t row_bytes(std::int64_t columns, bool nested) {
   return static_cast<std::int64_t>(sizeof(Header)) + absmax_bytes(columns / kBlock, nested) + columns / 2;
 }
 
-std::int64_t columns_of(const std::byte* row) { return header_of(row).columns; }
-
 const std::uint8_t* codes_of(const std::byte* row) {
   const Header header = header_of(row);
   return reinterpret_cast<const std::uint8_t*>(row + sizeof(Header) +
-                                               absmax_bytes(header.columns / kBlock, header.nested));
+                                               absmax_bytes(header.row.columns / kBlock, header.nested));
 }
 
 void block_values(const std::byte* row, std::int64_t first, std::int64_t count, float* values) {
   const Header header = header_of(row);
-  const std::int64_t blocks = header.columns / kBlock;
+  const std::int64_t blocks = header.row.columns / kBlock;
   const std::byte* const factors = row + sizeof(Header);
   const auto* const codes = reinterpret_cast<const std::uint8_t*>(factors + 4 * factors_of(blocks));
   const Map* const map = header.nested ? &map_at(header.map) : nullptr;
   for (std::int64_t b = first; b < first + count; ++b, values += kCodes.size()) {
     float absmax;
-    std::memcpy(&absmax, factors + 4 * (header.nested ? (header.place + b) / kNestedBlock : b), sizeof(absmax));
+    std::memcpy(&absmax, factors + 4 * (header.nested ? (header.row.place + b) / kNestedBlock : b), sizeof(absmax));
     if (map != nullptr) absmax = (*map)[codes[b]] * absmax + header.offset;
     for (std::size_t c = 0; c < kCodes.size(); ++c) values[c] = rounded(kCodes[c] * absmax, header.rounding);
   }
@@ -209,13 +207,13 @@ Matrix quantise(std::int64_t rows, std::int64_t columns, Rounding rounding,
 void write_row(const Matrix& m, std::int64_t row, std::int64_t begin, std::int64_t end, std::byte* out) {
   ESPALIER_INTERNAL(begin % kBlock == 0 && end % kBlock == 0, "columns ", begin, " to ", end);
   const std::int64_t first = (row * m.columns + begin) / kBlock, blocks = (end - begin) / kBlock;
-  const Header header{.offset = m.offset,
-                      .columns = static_cast<std::int32_t>(end - begin),
-                      .place = static_cast<std::uint16_t>(m.nested() ? first % kNestedBlock : 0),
+  const Header header{.row = {.columns = static_cast<std::int32_t>(end - begin),
+                              .kind = quantised::Kind::nf4,
+                              .place = static_cast<std::uint16_t>(m.nested() ? first % kNestedBlock : 0)},
+                      .offset = m.offset,
                       .map = m.map,
                       .rounding = m.rounding,
-                      .nested = m.nested(),
-                      .unused = 0};
+                      .nested = m.nested()};
   std::memcpy(out, &header, sizeof(header));
   std::byte* to = out + sizeof(header);
   std::memset(to, 0, static_cast<std::size_t>(absmax_bytes(blocks, m.nested())));
@@ -225,6 +223,33 @@ void write_row(const Matrix& m, std::int64_t row, std::int64_t begin, std::int64
   if (m.nested()) std::memcpy(to + 4 * factors_of(blocks), m.nested_codes + first, static_cast<std::size_t>(blocks));
   to += absmax_bytes(blocks, m.nested());
   std::memcpy(to, m.codes + (row * m.columns + begin) / 2, static_cast<std::size_t>((end - begin) / 2));
+}
+
+void Matrix::write_row(std::int64_t row, std::int64_t begin, std::int64_t end, std::int64_t width,
+                       std::byte* out) const {
+  ESPALIER_INTERNAL_EQ(end - begin, width, "padded columns");
+  nf4::write_row(*this, row, begin, end, out);
+}
+
+std::span<const std::byte> Matrix::stored_codes() const {
+  return {reinterpret_cast<const std::byte*>(codes), static_cast<std::size_t>(rows * columns / 2)};
+}
+
+quantised::Rows rows() {
+  return {
+      .word = "nf4",
+      .name = "NF4",
+      .whole_columns = kBlock,
+      .left_out_member = "llm_int8_skip_modules",
+      .quantises = true,
+      .usual = {quantised::Kind::nf4, true},
+      .bytes = [](const quantised::Form& form, std::int64_t columns) { return row_bytes(columns, form.nested); },
+      .values = row_values,
+      .quantise =
+          [](const quantised::Form&, std::int64_t rows, std::int64_t columns,
+             const std::function<void(std::int64_t n, float* out)>& row) -> std::shared_ptr<const quantised::Matrix> {
+        return std::make_shared<const Matrix>(quantise(rows, columns, Rounding::bfloat16, row));
+      }};
 }
 
 }  // namespace espalier::nf4

@@ -6,9 +6,8 @@
 //   w_i = round(kCodes[c_i] a_b)        the product in float32, rounded to the dtype that the matrix was quantised from
 //   a_b = map[q_b] m_{b / 256} + o      nested: codes q of 8 bits, a factor m for 256 blocks, one offset o for all
 //
-// In memory every row is a run of bytes that says everything about its numbers, so that matrices are cut and joined at
-// rows like any other tensor: Header, the factors m that its blocks use (or all a_b), the codes q, the codes c (two in
-// a byte, the first one in the high half).
+// A row in memory (base/quantised_rows.h): Header, the factors m that its blocks use (or all a_b), the codes q, the
+// codes c (two in a byte, the first one in the high half).
 #pragma once
 
 #include <array>
@@ -18,6 +17,7 @@
 #include <vector>
 
 #include "espalier/base/dtype.h"
+#include "espalier/base/quantised_rows.h"
 
 namespace espalier::nf4 {
 
@@ -28,20 +28,16 @@ extern const std::array<float, 16> kCodes;
 enum class Rounding : std::uint8_t { bfloat16, float16, float32 };
 
 struct Header {
+  quantised::RowHeader row;  // place: of the row's first block among the 256 of its first factor
   float offset;
-  std::int32_t columns;
-  std::uint16_t place;  // of the row's first block among the 256 of its first factor
-  std::uint16_t map;    // map_of's index
+  std::uint16_t map;  // map_of's index
   Rounding rounding;
   bool nested;
-  std::uint16_t unused;
 };
 static_assert(sizeof(Header) == 16);
 
 // Bytes of a row of `columns` numbers, a multiple of 4.
 std::int64_t row_bytes(std::int64_t columns, bool nested);
-// The numbers in a row.
-std::int64_t columns_of(const std::byte* row);
 // The codes of its numbers: two in a byte.
 const std::uint8_t* codes_of(const std::byte* row);
 // Overwrites values [count, 16]: what each code stands for in the row's blocks [first, first + count).
@@ -57,7 +53,7 @@ std::uint16_t index_of(const Map& map);
 const Map& standard_map();
 
 // A whole matrix, as files have it, or made by quantise. `codes` and `nested_codes` may lie in a mapped file.
-struct Matrix {
+struct Matrix : quantised::Matrix {
   std::int64_t rows = 0, columns = 0;
   const std::uint8_t* codes = nullptr;         // [rows * columns / 2]
   const std::uint8_t* nested_codes = nullptr;  // [blocks]; null: not nested
@@ -69,6 +65,12 @@ struct Matrix {
 
   bool nested() const { return nested_codes != nullptr; }
   std::int64_t blocks() const { return rows * columns / kBlock; }
+
+  quantised::Form form() const override { return {quantised::Kind::nf4, nested()}; }
+  void write_row(std::int64_t row, std::int64_t begin, std::int64_t end, std::int64_t width,
+                 std::byte* out) const override;
+  std::span<const std::byte> stored_codes() const override;
+  std::shared_ptr<const quantised::Matrix> part(std::int64_t, std::int64_t) const override { return nullptr; }
 };
 
 // Quantises as bitsandbytes does, nested. row(n, out) overwrites out with the numbers of row n.
@@ -77,5 +79,7 @@ Matrix quantise(std::int64_t rows, std::int64_t columns, Rounding rounding,
 
 // Overwrites `out` with columns [begin, end) of one row; both are multiples of 64.
 void write_row(const Matrix& matrix, std::int64_t row, std::int64_t begin, std::int64_t end, std::byte* out);
+
+quantised::Rows rows();
 
 }  // namespace espalier::nf4

@@ -9,6 +9,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/base/nf4.h"
+#include "espalier/base/quantised_rows.h"
 #include "espalier/checkpoint/convert.h"
 #include "espalier/checkpoint/half_block_names.h"
 #include "espalier/checkpoint/json_file.h"
@@ -142,7 +143,7 @@ SafetensorsEntry rows_of(const SafetensorsEntry& whole, std::string name, std::i
   part.bytes = part.count * bytes_of(whole.type);
   const std::int64_t begin = first * whole.shape[1] * bytes_of(whole.type);
   if (whole.unpack) {
-    part.nf4 = nullptr;
+    part.quantised = whole.quantised ? whole.quantised->part(first, rows) : nullptr;
     part.unpack = [of_whole = whole.unpack, whole_bytes = whole.bytes, begin, bytes = part.bytes](std::byte* out) {
       std::vector<std::byte> all(static_cast<std::size_t>(whole_bytes));
       of_whole(all.data());
@@ -432,12 +433,13 @@ nf4::Rounding rounding_of(TensorType type) {
 }
 
 // The matrix as a quantised model's files have it; else quantised.
-std::shared_ptr<const nf4::Matrix> in_nf4(const SafetensorsEntry& entry, bool nested, const std::string& where) {
+std::shared_ptr<const quantised::Matrix> quantised_as(const quantised::Form& form, const SafetensorsEntry& entry,
+                                                      const std::string& where) {
   const std::string place = where + ": tensor '" + entry.name + "'";
-  if (entry.nf4) {
-    if (entry.nf4->nested() == nested) return entry.nf4;
-    throw InputError({place, nested ? "nested absmax, as config.json says" : "absmax that is not nested",
-                      nested ? "absmax that is not nested" : "nested absmax",
+  if (entry.quantised && entry.quantised->form().kind == form.kind) {
+    if (entry.quantised->form() == form) return entry.quantised;
+    throw InputError({place, form.nested ? "nested absmax, as config.json says" : "absmax that is not nested",
+                      form.nested ? "absmax that is not nested" : "nested absmax",
                       "Correct bnb_4bit_use_double_quant in config.json"});
   }
   if (entry.type == TensorType::F64)
@@ -454,31 +456,35 @@ std::shared_ptr<const nf4::Matrix> in_nf4(const SafetensorsEntry& entry, bool ne
 
 }  // namespace
 
-void write_nf4(const nf4::Matrix& matrix, const Parameter& p, void* flat) {
+void write_quantised(const quantised::Matrix& matrix, const Parameter& p, void* flat) {
   std::byte* out = static_cast<std::byte*>(flat) + p.offset;
   const std::vector<Shard::Range> rows =
       p.shard.dim == 0 ? p.shard.ranges() : std::vector<Shard::Range>{{0, p.shape[0]}};
-  const std::int64_t first = p.shard.dim == 1 ? p.shard.begin : 0;
+  const std::int64_t first = p.shard.dim == 1 ? p.shard.begin : 0, end = p.shard.dim == 1 ? p.shard.end : p.shape[1];
   for (const Shard::Range& range : rows)
-    for (std::int64_t n = range.begin; n < range.end; ++n, out += p.nf4_row)
-      nf4::write_row(matrix, n, first, first + p.shape[1], out);
+    for (std::int64_t n = range.begin; n < range.end; ++n, out += p.quantised_row)
+      matrix.write_row(n, first, end, p.shape[1], out);
 }
 
-void load_nf4(const fs::path& directory, const ParameterTable& table, bool nested, void* flat,
-              const ElementProgress& progress, ValueHead head) {
+void load_quantised(const fs::path& directory, const ParameterTable& table, const quantised::Form& form, void* flat,
+                    const ElementProgress& progress, ValueHead head) {
   const Tensors tensors = open_model(directory);
   const std::vector<const SafetensorsEntry*> entries = match(tensors, table, head);
+  const quantised::Rows& rows = quantised::rows_of(form.kind);
+  const auto is_stored_so = [&](const SafetensorsEntry& entry) {
+    return entry.quantised && entry.quantised->form().kind == form.kind;
+  };
   const bool quantised =
-      std::ranges::any_of(tensors.by_name, [](const auto& item) { return item.second->nf4 != nullptr; });
+      std::ranges::any_of(tensors.by_name, [&](const auto& item) { return is_stored_so(*item.second); });
   std::int64_t done = 0;
   for (std::size_t i = 0; i < entries.size(); ++i) {
     const Parameter& p = table.parameters()[i];
-    if (quantised && !entries[i]->nf4)
-      throw UnsupportedError({directory.string() + ": tensor '" + p.name + "'",
-                              "NF4, since config.json does not name its module in llm_int8_skip_modules",
-                              name_of(entries[i]->type),
-                              "leave --weights out: matrices are then held in the model's dtype"});
-    write_nf4(*in_nf4(*entries[i], nested, directory.string()), p, flat);
+    if (quantised && !is_stored_so(*entries[i]))
+      throw UnsupportedError(
+          {directory.string() + ": tensor '" + p.name + "'",
+           text_of(rows.name, ", since config.json does not name its module in ", rows.left_out_member),
+           name_of(entries[i]->type), "leave --weights out: matrices are then held in the model's dtype"});
+    write_quantised(*quantised_as(form, *entries[i], directory.string()), p, flat);
     forget_pages(*entries[i]);
     done += p.shape[0] * p.shape[1];
     if (progress) progress(done, 0);

@@ -16,9 +16,10 @@
 #include "espalier/model/parameters.h"
 
 namespace espalier {
-namespace nf4 {
-struct Matrix;
-}
+namespace quantised {
+struct Form;
+class Matrix;
+}  // namespace quantised
 
 // Called from the loading or writing thread after every tensor: elements done and in all.
 using ElementProgress = std::function<void(std::int64_t done, std::int64_t total)>;
@@ -39,15 +40,15 @@ enum class ValueHead {
 void load_parameters(const std::filesystem::path& directory, const ParameterTable& table, DType dtype, void* flat,
                      const ElementProgress& progress = {}, ValueHead head = ValueHead::stored);
 
-// The same for a table of parameters in NF4, as rows of bytes (base/nf4.h): as the directory has them, or quantised
-// from float32, float16 or bfloat16. `progress` counts elements, its total is 0. Further errors: UnsupportedError for a
-// matrix of float64, and for one that a quantised model's files hold in another form than its config says; InputError
-// for absmax that is nested against `nested`.
-void load_nf4(const std::filesystem::path& directory, const ParameterTable& table, bool nested, void* flat,
-              const ElementProgress& progress = {}, ValueHead head = ValueHead::stored);
+// The same for a table of quantised parameters, as rows of bytes (base/quantised_rows.h): as the directory has them, or
+// quantised from float32, float16 or bfloat16. `progress` counts elements, its total is 0. Further errors:
+// UnsupportedError for a matrix of float64, and for one that a quantised model's files hold in another form than its
+// config says; InputError for scales of another form than `form`.
+void load_quantised(const std::filesystem::path& directory, const ParameterTable& table, const quantised::Form& form,
+                    void* flat, const ElementProgress& progress = {}, ValueHead head = ValueHead::stored);
 
-// Overwrites the parameter's rows in a table of parameters in NF4 with this rank's part of a whole matrix.
-void write_nf4(const nf4::Matrix& matrix, const Parameter& parameter, void* flat);
+// Overwrites the parameter's rows in a table of quantised parameters with this rank's part of a whole matrix.
+void write_quantised(const quantised::Matrix& matrix, const Parameter& parameter, void* flat);
 
 // The dtype of most numbers in a model's weight files, float32 for float16; empty without weights. config.json may
 // differ. Reads only headers. Errors: as load_parameters for damaged or missing files.

@@ -190,7 +190,7 @@ void join_nf4_tensors(Tensors& tensors, std::list<SafetensorsEntry>& parts, cons
     part.count = matrix->rows * matrix->columns;
     part.bytes = part.count * bytes_of(part.type);
     part.unpack = [matrix](std::byte* out) { unpack(*matrix, out); };
-    part.nf4 = matrix;
+    part.quantised = matrix;
     parts.push_back(std::move(part));
     tensors[weight] = &parts.back();
     for (const char* const member : {".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map"})

@@ -21,8 +21,8 @@
 namespace espalier {
 
 class OutputFile;
-namespace nf4 {
-struct Matrix;
+namespace quantised {
+class Matrix;
 }
 
 enum class TensorType { F64, F32, F16, BF16, I64, I32, I16, I8, U64, U32, U16, U8, BOOL, F8_E4M3, F8_E5M2, F8_E8M0 };
@@ -45,7 +45,7 @@ struct SafetensorsEntry {
   const std::byte* data = nullptr;  // in the mapped file; not necessarily aligned. Null where `unpack` is set
   // Overwrites `bytes` bytes with the values, where they are spread over another tensor (checkpoint/packed_experts.h).
   std::function<void(std::byte* out)> unpack = {};
-  std::shared_ptr<const nf4::Matrix> nf4 = {};  // what `unpack` reads, of a matrix stored so (checkpoint/nf4_tensors.h)
+  std::shared_ptr<const quantised::Matrix> quantised = {};  // what `unpack` reads, of a matrix in few bits
 };
 
 // The entry's values, contiguous: in the file, or in `room`, which is overwritten.

@@ -11,7 +11,7 @@
 #include <utility>
 
 #include "espalier/base/error.h"
-#include "espalier/base/nf4.h"
+#include "espalier/base/quantised_rows.h"
 #include "espalier/checkpoint/safetensors.h"
 #include "espalier/checkpoint/safetensors_header.h"
 
@@ -69,8 +69,10 @@ const std::byte* values_of(const SafetensorsEntry& entry, std::vector<std::byte>
 }
 
 void forget_pages(const SafetensorsEntry& entry) {
-  const auto* const first = entry.nf4 ? reinterpret_cast<const std::byte*>(entry.nf4->codes) : entry.data;
-  const std::int64_t bytes = entry.nf4 ? entry.count / 2 : entry.bytes;
+  const std::span<const std::byte> codes =
+      entry.quantised ? entry.quantised->stored_codes() : std::span<const std::byte>();
+  const std::byte* const first = entry.quantised ? codes.data() : entry.data;
+  const std::int64_t bytes = entry.quantised ? std::ssize(codes) : entry.bytes;
   if (first == nullptr) return;
   const auto page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
   const auto data = reinterpret_cast<std::uintptr_t>(first);

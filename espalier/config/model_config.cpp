@@ -286,7 +286,7 @@ void check_one_label(const Members& config) {
 }
 
 // bitsandbytes' NF4, as transformers writes it.
-StoredNf4 read_nf4(const Members& config, const Json& stated) {
+StoredQuantised read_nf4(const Members& config, const Json& stated) {
   const Members members(stated, config.where(), "quantization_config.");
   if (!members.flag("load_in_4bit", false) && !members.flag("_load_in_4bit", false))
     config.refuse("quantization_config of bitsandbytes with 8 bits", "weights that are not quantised, or NF4");
@@ -294,7 +294,7 @@ StoredNf4 read_nf4(const Members& config, const Json& stated) {
     config.refuse("bnb_4bit_quant_type " + type, "weights that are not quantised, or NF4");
   if (const std::string storage = members.text("bnb_4bit_quant_storage", "uint8"); storage != "uint8")
     config.refuse("bnb_4bit_quant_storage " + storage, "NF4 stored as uint8");
-  StoredNf4 out{.any = true, .nested = members.flag("bnb_4bit_use_double_quant", false), .left_out = {}};
+  StoredQuantised out{{quantised::Kind::nf4, members.flag("bnb_4bit_use_double_quant", false)}, {}};
   if (!members.has("llm_int8_skip_modules")) return out;
   const Json& names = members.at("llm_int8_skip_modules");
   const auto is_text = [](const Json& name) { return name.is_string(); };
@@ -309,7 +309,7 @@ void read_quantisation(const Members& config, const Family& family, ModelShape& 
   if (!config.has("quantization_config")) return;
   const Json& stated = config.at("quantization_config");
   if (stated.is_object() && stated.value("quant_method", Json()) == Json("bitsandbytes")) {
-    shape.stored_nf4 = read_nf4(config, stated);
+    shape.stored_quantised = read_nf4(config, stated);
     return;
   }
   const Json method = stated.is_object() ? stated.value("quant_method", Json()) : Json();

@@ -47,7 +47,7 @@ ActivationBytes::ActivationBytes(const LocalShape& local, DType dtype, const Ste
       trained_(local.degrees().full ? 0 : local.parameters(Parameters::trained)),
       held_(local.degrees().full ? 0 : local.parameters(Parameters::held)),
       narrow_(local.parameters(Parameters::narrow) + local.parameters(Parameters::mapped)),
-      nf4_(local.parameters(Parameters::nf4)),
+      quantised_(local.parameters(Parameters::quantised)),
       kind_(kind),
       setting_(setting),
       cp_(local.degrees().cp),
@@ -98,7 +98,7 @@ std::int64_t ActivationBytes::model() const {
   const std::int64_t own = (trained_ + held.optimizer_shares - 1) / held.optimizer_shares;
   const std::int64_t rooms = rooms_ * per_parameter + (gradients ? sums_ * bytes.accumulator : 0);
   const std::int64_t narrow = setting_.device.cuda ? bytes.activation : bytes_of(DType::bfloat16);
-  return trained_ * per_parameter + held_ * bytes.activation + narrow_ * narrow + nf4_ + own * state + rooms;
+  return trained_ * per_parameter + held_ * bytes.activation + narrow_ * narrow + quantised_ + own * state + rooms;
 }
 
 std::int64_t ActivationBytes::constant() const {
@@ -151,7 +151,7 @@ std::int64_t ActivationBytes::scratch(std::int64_t rows, std::int64_t path_rows,
   if (rounds_weight_gradients_ && rows >= kPieceRows) of_products = std::max(of_products, kPieceCodeBytes);
   if (defined_sums(dtype_))
     of_products = threads * kOwnProductBytes;
-  else if ((narrow_ > 0 && dtype_ == DType::float32) || nf4_ > 0)
+  else if ((narrow_ > 0 && dtype_ == DType::float32) || quantised_ > 0)
     of_products += shape_.hidden * widest * bytes.accumulator;  // one matrix, widened (ops/cpu/product_operations.cpp)
   std::int64_t of_mixers = 0;
   for (const auto& [kind, of_one] : of_kind) of_mixers += of_one;

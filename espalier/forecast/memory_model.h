@@ -167,7 +167,7 @@ class ActivationBytes {
 
   ModelShape shape_;
   std::int64_t trained_, held_, narrow_;  // parameters kept by this rank; the held ones include the rooms
-  std::int64_t nf4_;                      // bytes
+  std::int64_t quantised_;                // bytes
   std::int64_t rooms_ = 0,
                sums_ = 0;  // elements of rooms, and of sums of units, if weights are sharded
   StepKind kind_;

@@ -239,7 +239,7 @@ void Loop::prepare() {
     reference_bytes_.emplace(
         actor_->workspace,
         static_cast<std::int64_t>(reference_->weights.nbytes() + reference_->held_weights.nbytes() +
-                                  reference_->narrow_weights.nbytes() + reference_->nf4_weights.nbytes()) +
+                                  reference_->narrow_weights.nbytes() + reference_->quantised_weights.nbytes()) +
             reference_->mapped_table.size() * bytes_of(DType::bfloat16));
   if (!options_.record.empty()) {
     Options recorded = options_;

@@ -82,15 +82,15 @@ class Viewer {
     return out;
   }
 
-  // Gapless parameters from the first to the last named, seen as one tensor; of matrices in NF4 the last dimension is
-  // that of their bytes.
+  // Gapless parameters from the first to the last named, seen as one tensor; of quantised matrices the last dimension
+  // is that of their bytes.
   at::Tensor range(const std::string& first, const std::string& last, at::IntArrayRef shape) const {
     const FlatParameters* const buffer = holder_of(first);
     if (buffer == nullptr) return {};
     const Parameter &a = buffer->table.at(first), &b = buffer->table.at(last);
     const at::Tensor values = elements(*buffer, a, b.offset + b.count - a.offset);
     std::vector<std::int64_t> stored = shape.vec();
-    if (a.nf4_row > 0) stored.back() = a.nf4_row;
+    if (a.quantised_row > 0) stored.back() = a.quantised_row;
     ESPALIER_INTERNAL_EQ(values.numel(), c10::multiply_integers(stored), first, " to ", last);
     return values.view(stored);
   }

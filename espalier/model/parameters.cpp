@@ -5,7 +5,6 @@
 #include <optional>
 
 #include "espalier/base/error.h"
-#include "espalier/base/nf4.h"
 
 namespace espalier {
 
@@ -16,7 +15,7 @@ std::vector<std::int64_t> Parameter::whole_shape() const {
 }
 
 std::vector<std::int64_t> Parameter::buffer_shape() const {
-  return nf4_row > 0 ? std::vector<std::int64_t>{shape[0], nf4_row} : shape;
+  return quantised_row > 0 ? std::vector<std::int64_t>{shape[0], quantised_row} : shape;
 }
 
 // One run of all rows, or one of each row; of each range.
@@ -51,7 +50,7 @@ ParameterTable::ParameterTable(const LocalShape& shape, Parameters which) : divi
   for_each_parameter(shape.whole(), [&](const ParameterShape& parameter) {
     const std::optional<Shard> shard = shape.shard(parameter);
     if (shard && belongs(parameter, which))
-      add(parameter, *shard, which == Parameters::nf4, shape.whole().trained.nf4_nested);
+      add(parameter, *shard, which == Parameters::quantised ? shape.whole().trained.quantised_form : quantised::Form());
     else
       elsewhere_.insert(parameter.name);
   });
@@ -82,11 +81,11 @@ const Parameter& ParameterTable::at(const std::string& name) const {
   return *found;
 }
 
-void ParameterTable::add(const ParameterShape& whole, const Shard& shard, bool nf4, bool nested) {
+void ParameterTable::add(const ParameterShape& whole, const Shard& shard, const quantised::Form& form) {
   Parameter parameter{whole.name, {}, size_, 1, shard, whole.fused, whole.low_rank};
   for (const Side& side : whole.sides) parameter.shape.push_back(side.size);
   if (shard.dim >= 0) parameter.shape[static_cast<std::size_t>(shard.dim)] = shard.local;
-  if (nf4) parameter.nf4_row = nf4::row_bytes(parameter.shape[1], nested);
+  if (form.kind != quantised::Kind::none) parameter.quantised_row = quantised::row_bytes(form, parameter.shape[1]);
   for (const std::int64_t size : parameter.buffer_shape()) {
     ESPALIER_INTERNAL(size > 0, "parameter '", whole.name, "' has a dimension of ", size);
     ESPALIER_INTERNAL(!__builtin_mul_overflow(parameter.count, size, &parameter.count), "parameter '", whole.name,

@@ -25,12 +25,12 @@ inline constexpr const char* kValueBias = "score.bias";      // [1]
 struct Parameter {
   std::string name;
   std::vector<std::int64_t> shape;  // on this rank, padding included; the whole shape with one rank
-  std::int64_t offset = 0;          // in elements; in bytes for parameters in NF4
+  std::int64_t offset = 0;          // in elements; in bytes for quantised ones
   std::int64_t count = 0;
-  Shard shard;               // which part of the file's tensor this is
-  std::string fused;         // the file tensor that holds it with its neighbours; "": its own tensor
-  bool low_rank = false;     // of an adapter, so absent from model directories
-  std::int64_t nf4_row = 0;  // bytes of a row in NF4 (base/nf4.h); 0: of elements
+  Shard shard;                     // which part of the file's tensor this is
+  std::string fused;               // the file tensor that holds it with its neighbours; "": its own tensor
+  bool low_rank = false;           // of an adapter, so absent from model directories
+  std::int64_t quantised_row = 0;  // bytes of a row (base/quantised_rows.h); 0: of elements
 
   std::vector<std::int64_t> whole_shape() const;   // in files
   std::vector<std::int64_t> buffer_shape() const;  // of elements, or of bytes
@@ -73,7 +73,7 @@ class ParameterTable {
   bool elsewhere(const std::string& name) const { return elsewhere_.count(name) != 0; }
 
  private:
-  void add(const ParameterShape& whole, const Shard& shard, bool nf4, bool nested);
+  void add(const ParameterShape& whole, const Shard& shard, const quantised::Form& form);
 
   std::vector<Parameter> parameters_;
   Units units_;

@@ -2,7 +2,7 @@
 //
 // Shapes: R rows, N outputs, K inputs. Weights are [N, K], as in Hugging Face. Bias may be undefined. On a CPU a weight
 // may be bfloat16 if rows and results are float32: results are bitwise identical to those with a float32 weight. It may
-// be rows of bytes in NF4 (base/nf4.h): results are those with the numbers that NF4 encodes, in the dtype of the rows.
+// be quantised rows of bytes (base/quantised_rows.h): results are those with their numbers, in the dtype of the rows.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -35,8 +35,8 @@ struct ProductOperations {
                                  const at::Tensor& grad_RN, const at::Tensor& x_RK, const at::Tensor& product_NK);
   // Holds the weights, and copies of them packed for the kernels of `linear` and `linear_onto`, until the result is
   // destroyed. Returns null if that saves no time or the copies would exceed `most_bytes`. For few rows of `dtype` at a
-  // time (sampling). The weights must not change meanwhile; views of a weight are not recognised. Weights in NF4 are
-  // left out. Results stay bitwise identical.
+  // time (sampling). The weights must not change meanwhile; views of a weight are not recognised. Quantised weights
+  // are left out. Results stay bitwise identical.
   std::shared_ptr<void> (*hold_weights)(const std::vector<at::Tensor>& weights_NK, at::ScalarType dtype,
                                         std::int64_t most_bytes);
 };

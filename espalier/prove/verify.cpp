@@ -569,7 +569,8 @@ Verdict verify(const Options& options, Progress& progress, const Mesh& mesh) {
   verdict.logprob = of_actor.series, verdict.loss = of_actor.loss, verdict.optimizer = of_actor.optimizer;
   verdict.router = of_actor.router;
   verdict.other_bits = of_actor.other_bits();
-  verdict.nf4_matrices = std::ssize(ParameterTable(model->shape, Parameters::nf4).parameters());
+  verdict.quantised_kind = model->shape.trained.quantised_form.kind;
+  verdict.quantised_matrices = std::ssize(ParameterTable(model->shape, Parameters::quantised).parameters());
   verdict.loss_dense = of_actor.loss_dense, verdict.loss_shared = of_actor.loss_shared;
   if (critic) {
     CriticStep critic_step(*critic);

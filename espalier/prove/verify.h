@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "espalier/base/quantised_rows.h"
 #include "espalier/moe/chosen_experts.h"
 #include "espalier/observe/progress.h"
 #include "espalier/options/options.h"
@@ -54,8 +55,9 @@ struct Verdict {
   Distance loss;                           // absolute
   double loss_dense = 0, loss_shared = 0;  // shared: of the schedule farthest from dense
   Distance optimizer;  // largest absolute difference of a weight after one update; not part of the verdict
-  // The number of held matrices in NF4. Every run, also in float64, multiplies by the numbers that NF4 encodes.
-  std::int64_t nf4_matrices = 0;
+  // The number of held matrices in few bits, and their form. Every run, also in float64, multiplies by their numbers.
+  std::int64_t quantised_matrices = 0;
+  quantised::Kind quantised_kind = quantised::Kind::none;
   // With experts, below float64: the number of choices in which a dense run that chooses freely differs from float64,
   // whose choices all compared runs use. Recorded experts do not count. Not part of the verdict.
   std::optional<moe::ChoiceDifference> router;

@@ -93,7 +93,7 @@ std::string fingerprint_of(const ModelShape& shape) {
   const auto& [architecture, hidden, vocabulary, ignored_max_positions, eps, tied_head, pad_token, value_head, mlp_bias,
                ignored_initializer_range, layer, experts, per_token, expert_inner, norm_topk, router, shared_expert,
                expert_bias, norm, activation, scales, implied_names, implied_beside_vision, ignored_image_tokens,
-               ignored_stored_nf4, ignored_stored_dtype, trained] = shape;
+               ignored_stored_quantised, ignored_stored_dtype, trained] = shape;
   FingerprintWords words(architecture);
   words.number("hidden", hidden);
   words.number("vocabulary", vocabulary);
@@ -115,7 +115,8 @@ std::string fingerprint_of(const ModelShape& shape) {
     add(words, shared_expert);
   }
   words.text(words_of(layer));
-  words.flag("weights=nf4", trained.nf4_parameters != nullptr);
+  if (trained.quantised_parameters)
+    words.text(std::string(" weights=") + quantised::rows_of(trained.quantised_form.kind).word);
   if (!trained.all()) words.text(std::string(kFingerprintTrain) + trained.words);
   return std::move(words).text();
 }

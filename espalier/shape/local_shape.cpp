@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "espalier/base/error.h"
-#include "espalier/base/nf4.h"
 
 namespace espalier {
 namespace {
@@ -77,7 +76,7 @@ LocalShape::LocalShape(const ModelShape& whole, const Degrees& degrees, const Pl
       place_(place),
       waves_in_flight_(espalier::waves_in_flight(degrees, place, true)) {
   if (!(degrees == Degrees{})) check(whole, degrees);
-  if (whole.trained.nf4_parameters) check_nf4_blocks();
+  if (whole.trained.quantised_parameters) check_quantised_cuts();
   layers_ = {whole.layers() * place.pp / degrees.pp, whole.layers() * (place.pp + 1) / degrees.pp};
   experts_ = part(whole.experts, degrees.ep, place.ep);
   own_.layer = {whole.layer.begin() + layers_.begin, whole.layer.begin() + layers_.end};
@@ -97,14 +96,17 @@ LocalShape::LocalShape(const ModelShape& whole, const Degrees& degrees, const Pl
 }
 
 // Ranks of tp divide the inputs of some matrices: between blocks.
-void LocalShape::check_nf4_blocks() const {
+void LocalShape::check_quantised_cuts() const {
+  const quantised::Rows& rows = quantised::rows_of(whole_.trained.quantised_form.kind);
+  if (rows.whole_columns == 1) return;
   for_each_parameter(whole_, [&](const ParameterShape& parameter) {
-    if (!parameter.nf4 || parameter.sides[1].cut == Cut::none) return;
+    if (!parameter.quantised || parameter.sides[1].cut == Cut::none) return;
     const Portion p = portion(parameter.sides[1]);
-    if (const std::int64_t size = parameter.sides[1].size; size % (p.parts * nf4::kBlock) != 0)
-      throw OptionError({"--tp with --weights nf4",
-                         text_of("ranks that divide the ", size / nf4::kBlock, " blocks of a row of ", parameter.name),
-                         text_of(p.parts), "take fewer ranks of tp, or leave --weights out"});
+    if (const std::int64_t size = parameter.sides[1].size; size % (p.parts * rows.whole_columns) != 0)
+      throw OptionError(
+          {text_of("--tp with --weights ", rows.word),
+           text_of("ranks that divide the ", size / rows.whole_columns, " blocks of a row of ", parameter.name),
+           text_of(p.parts), "take fewer ranks of tp, or leave --weights out"});
   });
 }
 
@@ -174,9 +176,9 @@ std::int64_t LocalShape::parameters(Parameters which) const {
     std::int64_t count = 1;
     for (const Side& side : parameter.sides) count *= side.size;
     if (here->dim >= 0) count = count / here->whole * here->local;
-    if (which == Parameters::nf4) {
+    if (which == Parameters::quantised) {
       const std::int64_t columns = here->dim == 1 ? here->local : parameter.sides[1].size;
-      count = count / columns * nf4::row_bytes(columns, whole_.trained.nf4_nested);
+      count = count / columns * quantised::row_bytes(whole_.trained.quantised_form, columns);
     }
     total += count;
   });

@@ -81,7 +81,7 @@ class LocalShape {
   // Empty if another rank has the parameter.
   std::optional<Shard> shard(const ParameterShape& parameter) const;
 
-  // Elements of this rank's parameters, padding included; bytes with Parameters::nf4.
+  // Elements of this rank's parameters, padding included; bytes with Parameters::quantised.
   std::int64_t parameters(Parameters which = Parameters::all) const;
 
  private:
@@ -90,7 +90,7 @@ class LocalShape {
     std::int64_t parts = 1, index = 0;
   };
   Portion portion(const Side& side) const;
-  void check_nf4_blocks() const;
+  void check_quantised_cuts() const;
 
   ModelShape whole_, own_;
   Degrees degrees_;

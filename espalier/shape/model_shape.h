@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "espalier/base/dtype.h"
+#include "espalier/base/quantised_rows.h"
 #include "espalier/shape/block_kinds.h"
 #include "espalier/shape/layer_shape.h"
 
@@ -85,16 +86,16 @@ struct TrainedParameters {
   bool narrow = false;  // held matrices stay in bfloat16, even in a float32 run
   // Narrow matrices that are read from a mapped file (checkpoint/mapped_weights.h); null: none.
   std::shared_ptr<const std::vector<bool>> mapped_parameters;
-  // Held matrices in NF4 (base/nf4.h), in the order of for_each_parameter; null: none.
-  std::shared_ptr<const std::vector<bool>> nf4_parameters;
-  bool nf4_nested = true;
+  // Held matrices in few bits (base/quantised_rows.h), in the order of for_each_parameter; null: none.
+  std::shared_ptr<const std::vector<bool>> quantised_parameters;
+  quantised::Form quantised_form;  // theirs
 
   bool all() const { return of_parameter == nullptr; }
 };
 
-// The matrices that files hold in NF4, by the config.
-struct StoredNf4 {
-  bool any = false, nested = false;   // nested: scales are quantised too (bnb_4bit_use_double_quant)
+// The matrices that files hold in few bits, by the config.
+struct StoredQuantised {
+  quantised::Form form;
   std::vector<std::string> left_out;  // modules that are not quantised, by the end or the beginning of their names
 };
 
@@ -124,7 +125,7 @@ struct ModelShape {
   // for images and videos, or for their begin and end.
   bool beside_vision = false;
   std::vector<std::int32_t> image_tokens;
-  StoredNf4 stored_nf4;
+  StoredQuantised stored_quantised;
   DType stored_dtype = DType::float32;  // the config's, then that of the weights once they are read
   TrainedParameters trained;
 

@@ -380,10 +380,10 @@ void for_each_parameter(const ModelShape& shape, const std::function<void(const 
   const auto named_visit = [&](const ParameterShape& parameter) {
     ParameterShape named = parameter;
     const TrainedParameters& trained = shape.trained;
-    named.nf4 = trained.nf4_parameters && trained.nf4_parameters->at(index);
+    named.quantised = trained.quantised_parameters && trained.quantised_parameters->at(index);
     named.mapped = trained.mapped_parameters && trained.mapped_parameters->at(index);
     named.trains = trained.of_parameter->at(index++);
-    named.narrow = trained.narrow && !named.trains && !named.nf4 && is_read_by_products(shape, named);
+    named.narrow = trained.narrow && !named.trains && !named.quantised && is_read_by_products(shape, named);
     visit(named);
   };
   for_each_shape(shape, {.parameter = named_visit});

@@ -105,7 +105,7 @@ struct ParameterShape {
   bool low_rank = false;                 // of an adapter
   bool narrow = false;                   // held, in bfloat16 beside float32 (TrainedParameters::narrow)
   bool mapped = false;                   // narrow, and read in a file (TrainedParameters::mapped_parameters)
-  bool nf4 = false;                      // held, in NF4 (TrainedParameters::nf4_parameters)
+  bool quantised = false;                // held, in few bits (TrainedParameters::quantised_parameters)
   bool in_parts = false;                 // where it is whole, a rank of tp has a part of its gradient
   ReadTogether read = {};                // none: of no part, or read alone
 };
@@ -118,9 +118,9 @@ struct AdapterPart {
 };
 std::vector<AdapterPart> adapter_parts(const ModelShape& shape);
 
-// The parameters of a table, or of a list of units. Held parameters are narrow (in memory or mapped), in NF4, or
-// neither.
-enum class Parameters { all, trained, held, narrow, mapped, nf4 };
+// The parameters of a table, or of a list of units. Held parameters are narrow (in memory or mapped), quantised,
+// or neither.
+enum class Parameters { all, trained, held, narrow, mapped, quantised };
 inline bool belongs(const ParameterShape& parameter, Parameters which) {
   switch (which) {
     case Parameters::all:
@@ -128,13 +128,13 @@ inline bool belongs(const ParameterShape& parameter, Parameters which) {
     case Parameters::trained:
       return parameter.trains;
     case Parameters::held:
-      return !parameter.trains && !parameter.narrow && !parameter.nf4;
+      return !parameter.trains && !parameter.narrow && !parameter.quantised;
     case Parameters::narrow:
       return parameter.narrow && !parameter.mapped;
     case Parameters::mapped:
       return parameter.mapped;
-    case Parameters::nf4:
-      return parameter.nf4;
+    case Parameters::quantised:
+      return parameter.quantised;
   }
   return false;
 }

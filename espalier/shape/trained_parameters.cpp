@@ -11,7 +11,6 @@
 
 #include "espalier/base/error.h"
 #include "espalier/base/expression.h"
-#include "espalier/base/nf4.h"
 #include "espalier/shape/parameter_shapes.h"
 
 namespace espalier {
@@ -286,8 +285,8 @@ std::string words_with_adapters(const ModelShape& shape, const std::string& word
   return out;
 }
 
-// True if a checkpoint in NF4 leaves the module as it is, as transformers reads its config.
-bool is_left_out(const StoredNf4& stored, const std::string& weight) {
+// True if a quantised checkpoint leaves the module as it is, as transformers reads its config.
+bool is_left_out(const StoredQuantised& stored, const std::string& weight) {
   const std::string module = weight.substr(0, weight.rfind('.'));
   return std::ranges::any_of(stored.left_out, [&](const std::string& name) {
     if (name.empty() || module.ends_with(name)) return !name.empty();
@@ -296,7 +295,9 @@ bool is_left_out(const StoredNf4& stored, const std::string& weight) {
 }
 
 // Those of layers that are held. A product reads its matrices in one form: one that is left out keeps the others.
-std::shared_ptr<const std::vector<bool>> nf4_parameters(const ModelShape& shape, const std::vector<bool>& trains) {
+std::shared_ptr<const std::vector<bool>> quantised_parameters(const ModelShape& shape,
+                                                              const std::vector<bool>& trains) {
+  const quantised::Rows& rows = quantised::rows_of(shape.trained.quantised_form.kind);
   std::vector<bool> chosen;
   std::set<ReadTogether> kept;  // products with a matrix that is not quantised
   std::vector<ReadTogether> product;
@@ -305,18 +306,28 @@ std::shared_ptr<const std::vector<bool>> nf4_parameters(const ModelShape& shape,
     product.push_back(may ? p.read : ReadTogether());
     chosen.push_back(may && !trains[chosen.size()]);
     if (!may || !chosen.back()) return;
-    if (is_left_out(shape.stored_nf4, p.name)) {
+    if (is_left_out(shape.stored_quantised, p.name)) {
       chosen.back() = false;
       kept.insert(p.read);
-    } else if (const std::int64_t columns = p.sides[1].size; columns % nf4::kBlock != 0) {
-      throw UnsupportedError({"--weights nf4: '" + p.name + "'",
-                              text_of("a matrix whose inputs are a multiple of ", nf4::kBlock), text_of(columns),
+    } else if (const std::int64_t columns = p.sides[1].size; columns % rows.whole_columns != 0) {
+      throw UnsupportedError({text_of("--weights ", rows.word, ": '", p.name, "'"),
+                              text_of("a matrix whose inputs are a multiple of ", rows.whole_columns), text_of(columns),
                               "leave --weights out"});
     }
   });
   for (std::size_t i = 0; i < chosen.size(); ++i)
     if (product[i].is_product() && kept.contains(product[i])) chosen[i] = false;
   return std::make_shared<const std::vector<bool>>(std::move(chosen));
+}
+
+// The form of matrices that a run holds in few bits: as the files have them, or as they are quantised.
+quantised::Form held_form(const StoredQuantised& stored, quantised::Kind kind) {
+  const quantised::Rows& rows = quantised::rows_of(kind);
+  if (stored.form.kind == kind) return stored.form;
+  if (rows.quantises) return rows.usual;
+  throw UnsupportedError({text_of("--weights ", rows.word),
+                          text_of("a model whose files hold its matrices in ", rows.name), "another one",
+                          "leave --weights out, or hold the matrices in NF4 (--weights nf4)"});
 }
 
 // Sets what follows from `of_parameter`.
@@ -372,9 +383,13 @@ ModelShape train_only(ModelShape shape, const TrainedChoice& choice) {
   shape.trained = {};
   for (LayerShape& layer : shape.layer) layer.trains = kEveryProduct, layer.adapted = {}, layer.adapted_alike = {};
   const bool adapted = choice.adapter.rank > 0;
-  if (choice.nf4 && !adapted && !choice.frozen)
-    throw OptionError({"--weights nf4", "adapters to train: matrices in NF4 do not change", "a run that trains weights",
-                       "add --lora-rank or --adapter, or leave --weights out"});
+  const bool quantises = choice.held != quantised::Kind::none;
+  if (quantises) shape.trained.quantised_form = held_form(shape.stored_quantised, choice.held);
+  if (quantises && !adapted && !choice.frozen)
+    throw OptionError(
+        {text_of("--weights ", quantised::rows_of(choice.held).word),
+         text_of("adapters to train: matrices in ", quantised::rows_of(choice.held).name, " do not change"),
+         "a run that trains weights", "add --lora-rank or --adapter, or leave --weights out"});
   if (adapted) add_adapters(shape, choice.adapter);
   std::vector<ParameterShape> parameters;
   for_each_parameter(shape, [&](const ParameterShape& p) { parameters.push_back(p); });
@@ -400,10 +415,7 @@ ModelShape train_only(ModelShape shape, const TrainedChoice& choice) {
   if (adapted) check_beside_adapters(shape, parameters, trains);
   check_products(shape, trains);
   derive(shape, trains);
-  if (choice.nf4) {
-    shape.trained.nf4_parameters = nf4_parameters(shape, trains);
-    shape.trained.nf4_nested = !shape.stored_nf4.any || shape.stored_nf4.nested;
-  }
+  if (quantises) shape.trained.quantised_parameters = quantised_parameters(shape, trains);
   shape.trained.words = adapted ? words_with_adapters(shape, choice.words) : choice.words;
   shape.trained.of_parameter = std::make_shared<const std::vector<bool>>(std::move(trains));
   shape.trained.narrow = choice.narrow && shape.stored_dtype == DType::bfloat16;

@@ -57,10 +57,10 @@ struct TrainedChoice {
 
   std::string words = "all";
   AdapterChoice adapter;
-  bool scores = false;  // of a reward model (--objective reward)
-  bool narrow = false;  // held matrices stay in bfloat16 if the files store them so
-  bool nf4 = false;     // held matrices of layers are in NF4
-  bool frozen = false;  // nothing trains: the model is scored with, or sampled from
+  bool scores = false;                           // of a reward model (--objective reward)
+  bool narrow = false;                           // held matrices stay in bfloat16 if the files store them so
+  quantised::Kind held = quantised::Kind::none;  // held matrices of layers are in this form
+  bool frozen = false;                           // nothing trains: the model is scored with, or sampled from
 };
 
 // Modules that can have an adapter, as transformers calls them: "model.layers.0.self_attn.q_proj", "lm_head";
@@ -75,7 +75,7 @@ bool adapts_experts(const ModelShape& shape);
 // The shape with its `trained` set. Errors: OptionError for a damaged expression; for an item that matches nothing (a
 // critic may lack what an item names); for some but not all parameters that one product reads (keys and values; gate
 // and up; a matrix of all experts of a layer); for a target of adapters that matches nothing, names the embedding, or
-// trains besides; for a rank above the smaller side of a target, unless any_rank is set; and for choice.nf4 without
+// trains besides; for a rank above the smaller side of a target, unless any_rank is set; and for choice.held without
 // adapters, unless nothing trains. UnsupportedError for adapters in a model that takes none (takes_adapters, or beside
 // a vision tower), for an adapter of a module that cannot have one, and for NF4 with rows that are no whole blocks.
 ModelShape train_only(ModelShape shape, const TrainedChoice& choice);

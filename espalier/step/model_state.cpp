@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "espalier/base/error.h"
-#include "espalier/base/nf4.h"
+#include "espalier/base/quantised_rows.h"
 #include "espalier/base/random.h"
 #include "espalier/checkpoint/adapter.h"
 #include "espalier/checkpoint/convert.h"
@@ -94,14 +94,16 @@ void fill(const Parameter& whole, const Parameter& here, const Kept& kept, Start
   }
 }
 
-// The same of a matrix in NF4: of the drawn numbers in bfloat16.
-void fill_nf4(const Parameter& whole, const Parameter& here, StartValues start, const at::Tensor& bytes) {
+// The same of a matrix in few bits: of the drawn numbers in bfloat16.
+void fill_quantised(const quantised::Form& form, const Parameter& whole, const Parameter& here, StartValues start,
+                    const at::Tensor& bytes) {
   std::vector<double> values(static_cast<std::size_t>(whole.shape[1]));
   const auto row = [&](std::int64_t, float* out) {
     start.next(values);
     std::ranges::transform(values, out, [](double x) { return static_cast<float>(bfloat16(static_cast<float>(x))); });
   };
-  write_nf4(nf4::quantise(whole.shape[0], whole.shape[1], nf4::Rounding::bfloat16, row), here, host_bytes(bytes));
+  write_quantised(*quantised::rows_of(form.kind).quantise(form, whole.shape[0], whole.shape[1], row), here,
+                  host_bytes(bytes));
 }
 
 ModelViews weight_views(ModelState& state, const LocalShape& shape) {
@@ -109,7 +111,7 @@ ModelViews weight_views(ModelState& state, const LocalShape& shape) {
   const std::array buffers{FlatParameters{state.table, state.weights, state.rooms},
                            FlatParameters{state.held_table, state.held_weights, state.held_rooms},
                            FlatParameters{state.narrow_table, state.narrow_weights, {}},
-                           FlatParameters{state.nf4_table, state.nf4_weights, {}},
+                           FlatParameters{state.quantised_table, state.quantised_weights, {}},
                            FlatParameters{state.mapped_table, {}, {}, in_files}};
   ModelViews views = view_model(buffers, shape);
   std::int64_t router = 0;
@@ -220,7 +222,7 @@ void load_weights(ModelState& state, const std::filesystem::path& directory, Val
                 "(tie_word_embeddings): they are two matrices here, as in transformers, and in a saved model"));
   const std::int64_t wide = beside + state.narrow_table.size();
   std::int64_t quantised = 0;
-  for (const Parameter& p : state.nf4_table.parameters()) quantised += p.shape[0] * p.shape[1];
+  for (const Parameter& p : state.quantised_table.parameters()) quantised += p.shape[0] * p.shape[1];
   progress.begin("weights", wide + quantised, "parameters");
   load_parameters(
       directory, state.table, state.dtype, host_bytes(host),
@@ -239,9 +241,9 @@ void load_weights(ModelState& state, const std::filesystem::path& directory, Val
         directory, state.narrow_table, DType::bfloat16, host_bytes(narrow),
         [&](std::int64_t done, std::int64_t) { progress.advance_to(beside + done); }, head);
   }
-  if (state.nf4_table.size() > 0)
-    load_nf4(
-        directory, state.nf4_table, state.shape.trained.nf4_nested, host_bytes(state.nf4_weights),
+  if (state.quantised_table.size() > 0)
+    load_quantised(
+        directory, state.quantised_table, state.shape.trained.quantised_form, host_bytes(state.quantised_weights),
         [&](std::int64_t done, std::int64_t) { progress.advance_to(wide + done); }, head);
   load_corrections(state, directory);
   fill_adapters(state, adapter, host, held);
@@ -270,8 +272,8 @@ ModelState::ModelState(const LocalShape& model_shape, DType model_dtype, Device&
       narrow_weights(beside ? beside->narrow_weights : device.allocate({narrow_table.kept_size()}, at::kBFloat16)),
       mapped_table(model_shape, Parameters::mapped),
       mapped(std::move(in_files)),
-      nf4_table(model_shape, Parameters::nf4),
-      nf4_weights(beside ? beside->nf4_weights : device.allocate({nf4_table.size()}, at::kByte)),
+      quantised_table(model_shape, Parameters::quantised),
+      quantised_weights(beside ? beside->quantised_weights : device.allocate({quantised_table.size()}, at::kByte)),
       corrections_LE(beside ? beside->corrections_LE : room_for_corrections(model_shape, dtype, device)),
       gathered({{table, weights, rooms}, {held_table, held_weights, held_rooms}}, ranks),
       decoder(model_shape, weight_views(*this, model_shape), device, ranks, table.divided() ? &gathered : nullptr) {
@@ -279,7 +281,7 @@ ModelState::ModelState(const LocalShape& model_shape, DType model_dtype, Device&
   if (beside) return;
   if (has_padding(held_table)) device.operations().zero(held_weights);
   if (has_padding(narrow_table)) device.operations().zero(narrow_weights);
-  if (has_padding(nf4_table)) device.operations().zero(nf4_weights);
+  if (has_padding(quantised_table)) device.operations().zero(quantised_weights);
 }
 
 namespace {
@@ -385,7 +387,7 @@ std::unique_ptr<ModelState> model_beside(const ModelState& base, const ModelShap
                                             std::move(mapped), &base);
   require_same_layout(model->held_table, base.held_table);
   require_same_layout(model->narrow_table, base.narrow_table);
-  require_same_layout(model->nf4_table, base.nf4_table);
+  require_same_layout(model->quantised_table, base.quantised_table);
   model->source = base.source;
   return model;
 }
@@ -395,7 +397,7 @@ std::unique_ptr<ModelState> model_beside(const ModelState& base, const ModelShap
 std::unique_ptr<ModelState> adapted_model(const ModelState& base, const AdapterChoice& adapter) {
   TrainedChoice choice("all", adapter);
   choice.narrow = base.shape.trained.narrow;
-  choice.nf4 = base.shape.trained.nf4_parameters != nullptr;
+  choice.held = base.shape.trained.quantised_form.kind;
   ModelShape shape = base.shape;
   shape.trained = {};
   auto model = model_beside(base, train_only(std::move(shape), choice));
@@ -426,7 +428,9 @@ std::unique_ptr<Decoder> decoder_without_adapters(const ModelState& model) {
 std::unique_ptr<ModelState> random_model(const ModelShape& given, DType dtype, std::uint64_t seed, const Mesh& mesh) {
   ModelShape shape = given;
   shape.trained.narrow = shape.trained.narrow && dtype != DType::float64;
-  shape.trained.nf4_nested = true;
+  const quantised::Kind kind = shape.trained.quantised_form.kind;
+  if (kind != quantised::Kind::none && quantised::rows_of(kind).quantises)
+    shape.trained.quantised_form = quantised::rows_of(kind).usual;
   auto state = std::make_unique<ModelState>(local_shape(shape, mesh), dtype, bound_device(), mesh);
   const Random random(seed);
   const at::Tensor host = room_for_weights(*state, state->table, state->weights),
@@ -447,8 +451,8 @@ std::unique_ptr<ModelState> random_model(const ModelShape& given, DType dtype, s
       fill(whole, *here, state->held_table.kept(*here), start, held);
     if (const Parameter* const here = state->narrow_table.find(whole.name))
       fill(whole, *here, state->narrow_table.kept(*here), start, narrow);
-    if (const Parameter* const here = state->nf4_table.find(whole.name))
-      fill_nf4(whole, *here, start, state->nf4_weights);
+    if (const Parameter* const here = state->quantised_table.find(whole.name))
+      fill_quantised(shape.trained.quantised_form, whole, *here, start, state->quantised_weights);
   };
   at::parallel_for(0, static_cast<std::int64_t>(of_parameter.size()), 1, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t i = begin; i < end; ++i) draw(static_cast<std::size_t>(i));

@@ -36,8 +36,8 @@ struct ModelState {
   at::Tensor narrow_weights;
   ParameterTable mapped_table;                  // narrow matrices that are read in place from mapped files
   std::unique_ptr<const MappedWeights> mapped;  // null: none
-  ParameterTable nf4_table;                     // of held matrices in NF4 (TrainedParameters::nf4_parameters), in bytes
-  at::Tensor nf4_weights;
+  ParameterTable quantised_table;               // held matrices in few bits (TrainedParameters), in bytes
+  at::Tensor quantised_weights;
   // Correction biases of this rank's routers, in the order of its expert layers, in the accumulator dtype, because
   // rounded to bfloat16 they would choose other experts. Undefined if there are none, or if weights have that dtype.
   at::Tensor corrections_LE;

@@ -48,21 +48,25 @@ bool keeps_narrow(const Options& options) {
   return options.dtype != DType::float64 && options.device == DeviceType::cpu && options.shard != Sharding::full;
 }
 
-bool keeps_nf4(const Options& options) {
-  if (options.weights != HeldWeights::nf4) return false;
+// The words of --weights stand in the order of the kinds.
+quantised::Kind held_kind(const Options& options) {
+  const auto kind = static_cast<quantised::Kind>(HeldWeights{options.weights});
+  if (kind == quantised::Kind::none) return kind;
+  const quantised::Rows& rows = quantised::rows_of(kind);
+  const std::string option = text_of("--weights ", rows.word);
   if (options.device != DeviceType::cpu)
-    throw UnsupportedError({"--weights nf4", "--device cpu", text_of("--device ", options.device),
+    throw UnsupportedError({option, "--device cpu", text_of("--device ", options.device),
                             "leave --weights out: the matrices are then held in the model's dtype"});
   if (options.shard == Sharding::full)
-    throw UnsupportedError({"--weights nf4", "--shard none or optimizer", "--shard full, whose units have one dtype",
-                            "leave --shard full out: matrices in NF4 take an eighth of float32"});
-  return true;
+    throw UnsupportedError({option, "--shard none or optimizer", "--shard full, whose units have one dtype",
+                            text_of("leave --shard full out: matrices in ", rows.name, " take a fraction of float32")});
+  return kind;
 }
 
 // How what does not train is held.
 void set_held(const Options& options, TrainedChoice& choice) {
   choice.narrow = keeps_narrow(options);
-  choice.nf4 = keeps_nf4(options);
+  choice.held = held_kind(options);
 }
 
 TrainedChoice choice_of(const Options& options, const std::string& words, const std::string& directory, bool trains,
@@ -83,7 +87,7 @@ TrainedChoice choice_of(const Options& options, const std::string& words, const 
   }
   choice.scores = scores;
   set_held(options, choice);
-  choice.frozen = !trains && choice.nf4;
+  choice.frozen = !trains && choice.held != quantised::Kind::none;
   return choice;
 }
 
@@ -181,7 +185,7 @@ std::optional<CriticChoice> scored_critic(const Options& options) {
     critic.train = stored_choice(options, "all", options.critic, read_critic_shape(critic.source).shape, false);
   }
   set_held(options, critic.train);
-  critic.train.frozen = critic.train.nf4;
+  critic.train.frozen = critic.train.held != quantised::Kind::none;
   return critic;
 }
 

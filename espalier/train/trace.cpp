@@ -83,9 +83,9 @@ TraceRecorder::Files::Files(const std::filesystem::path& target)
 
 namespace {
 
-// A trace holds a model in NF4 as the numbers that its codes stand for: quantised once more they would be others.
+// A trace holds a quantised model as the numbers that its codes stand for: quantised once more they would be others.
 Options recorded(Options options, const ModelShape& shape) {
-  if (shape.stored_nf4.any) options.weights = HeldWeights::source;
+  if (shape.stored_quantised.form.kind != quantised::Kind::none) options.weights = HeldWeights::source;
   return options;
 }
 

@@ -354,7 +354,7 @@ class Training {
     add(model.table, model.weights);
     add(model.held_table, model.held_weights);
     add(model.narrow_table, model.narrow_weights);
-    add(model.nf4_table, model.nf4_weights);
+    add(model.quantised_table, model.quantised_weights);
     for (const Parameter& p : model.mapped_table.parameters())
       add_bytes(p, model.mapped->values(p.name), static_cast<std::size_t>(p.count * bytes_of(DType::bfloat16)));
     const std::string remedy = "give every rank the same model directory";

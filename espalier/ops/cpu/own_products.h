@@ -26,9 +26,9 @@ struct Factor {
   const T* data;
   std::int64_t stride;
   bool steps_adjacent;
-  const void* panels = nullptr;      // b only: the same numbers packed by pack_panels; null: the product packs them
-  const bfloat16* narrow = nullptr;  // float b only: narrow numbers to widen, instead of data
-  const std::byte* nf4 = nullptr;    // b only: rows in NF4 (base/nf4.h) instead of data, `stride` bytes apart
+  const void* panels = nullptr;          // b only: the same numbers packed by pack_panels; null: the product packs them
+  const bfloat16* narrow = nullptr;      // float b only: narrow numbers to widen, instead of data
+  const std::byte* quantised = nullptr;  // b only: rows of base/quantised_rows.h instead of data, `stride` bytes apart
 };
 
 // T: type of the factors; Out: T, or accumulator_t<T>. Rows of out and base are contiguous. base may be null, and may

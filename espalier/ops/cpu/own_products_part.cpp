@@ -4,6 +4,7 @@
 // can be: 16 rows are 8 and 8.
 #include "espalier/base/defined_sums.h"
 #include "espalier/base/nf4.h"
+#include "espalier/base/quantised_rows.h"
 #include "espalier/ops/cpu/own_products_tile.h"
 
 namespace espalier::ESPALIER_SIMD {
@@ -36,7 +37,7 @@ struct Room {
 
   Packed<T>*rows, *panels;
   A* sums;
-  T* numbers;  // of one panel, where b is in NF4
+  T* numbers;  // of one panel, where b is quantised
 };
 
 // Asks for part `index` of `parts` of the rows that are packed next.
@@ -67,7 +68,7 @@ void copy_numbers(std::int64_t rows, std::int64_t columns, const In* from, std::
 
 // Numbers [first, first + count) of a row in NF4; `first` is even.
 template <class T>
-void unpack_row(const std::byte* row, std::int64_t first, std::int64_t count, T* to) {
+void unpack_nf4(const std::byte* row, std::int64_t first, std::int64_t count, T* to) {
   constexpr std::int64_t kBlocks = 4;  // whose values are made at a time
   float values[kBlocks * 16];
   T numbers[kBlocks * 16];
@@ -101,19 +102,36 @@ void unpack_row(const std::byte* row, std::int64_t first, std::int64_t count, T*
   }
 }
 
-// pack_panel, of numbers that are first made where b is in NF4.
+// The same of a row in any form.
+template <class T>
+void unpack_row(const std::byte* row, std::int64_t first, std::int64_t count, T* to) {
+  if (quantised::header_of(row).kind == quantised::Kind::nf4) return unpack_nf4(row, first, count, to);
+  constexpr std::int64_t kAtOnce = 256;
+  float values[kAtOnce];
+  for (std::int64_t end = first + count; first < end; first += kAtOnce, to += kAtOnce) {
+    const std::int64_t here = smaller(kAtOnce, end - first);
+    quantised::row_values(row, first, here, values);
+    if constexpr (sizeof(T) == sizeof(double)) {
+      for (std::int64_t i = 0; i < here; ++i) to[i] = values[i];
+    } else {
+      copy_numbers(1, here, values, 0, to, 0);
+    }
+  }
+}
+
+// pack_panel, of numbers that are first made where b is quantised.
 template <class T, class Out>
 void pack_columns(const Factor<T>& b, std::int64_t column, std::int64_t columns, std::int64_t step, std::int64_t steps,
                   const Room<T, Out>& room, Packed<T>* to) {
-  if (b.nf4 == nullptr) return pack_panel(b, column, columns, step, steps, to);
+  if (b.quantised == nullptr) return pack_panel(b, column, columns, step, steps, to);
   const std::int64_t width = smaller(columns, kPanelColumns<T>);
   if (b.steps_adjacent) {
     for (std::int64_t i = 0; i < width; ++i)
-      unpack_row(b.nf4 + (column + i) * b.stride, step, steps, room.numbers + i * kSumBlock<T>);
+      unpack_row(b.quantised + (column + i) * b.stride, step, steps, room.numbers + i * kSumBlock<T>);
     return pack_panel(Factor<T>{room.numbers, kSumBlock<T>, true}, 0, width, 0, steps, to);
   }
   for (std::int64_t k = 0; k < steps; ++k)
-    unpack_row(b.nf4 + (step + k) * b.stride, column, width, room.numbers + k * kPanelColumns<T>);
+    unpack_row(b.quantised + (step + k) * b.stride, column, width, room.numbers + k * kPanelColumns<T>);
   pack_panel(Factor<T>{room.numbers, kPanelColumns<T>, false}, 0, width, 0, steps, to);
 }
 

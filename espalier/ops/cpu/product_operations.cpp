@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "espalier/base/defined_sums.h"
-#include "espalier/base/nf4.h"
+#include "espalier/base/quantised_rows.h"
 #include "espalier/ops/cpu/compiled_products.h"
 #include "espalier/ops/cpu/dispatch.h"
 #include "espalier/ops/cpu/held_panels.h"
@@ -33,12 +33,12 @@ bool is_narrow(const at::Tensor& a, const at::Tensor& b) {
   return a.scalar_type() == at::kFloat && b.scalar_type() == at::kBFloat16;
 }
 
-bool is_nf4(const at::Tensor& b) { return b.scalar_type() == at::kByte; }
+bool is_quantised(const at::Tensor& b) { return b.scalar_type() == at::kByte; }
 
 // The weight of a product.
 template <class T>
 own_products::Factor<T> weight_of(const at::Tensor& a_RK, const at::Tensor& b_KN) {
-  if (is_nf4(b_KN)) {
+  if (is_quantised(b_KN)) {
     const bool turned = b_KN.stride(0) == 1;
     return {nullptr, b_KN.stride(turned ? 1 : 0), turned, nullptr, nullptr, pointer<std::byte>(b_KN)};
   }
@@ -54,7 +54,7 @@ template <class T, class Out>
 void multiply_own(const at::Tensor& out_RN, const at::Tensor& base_RN, const at::Tensor& a_RK, const at::Tensor& b_KN) {
   const bool from_zero = !base_RN.defined();
   own_products::Factor<T> b = weight_of<T>(a_RK, b_KN);
-  if (b.steps_adjacent && b.nf4 == nullptr) b.panels = held_panels(b_KN, a_RK.scalar_type());
+  if (b.steps_adjacent && b.quantised == nullptr) b.panels = held_panels(b_KN, a_RK.scalar_type());
   own_products::multiply<T, Out>(
       {out_RN.size(0), out_RN.size(1), a_RK.size(1), factor_of<T>(a_RK, 0), b, pointer<Out>(base_RN),
        from_zero ? 0 : base_RN.stride(0), pointer<Out>(out_RN), out_RN.stride(0)},
@@ -85,20 +85,21 @@ at::Tensor widened_weight(const at::Tensor& b_KN) {
   return turned ? out.t() : out;
 }
 
-// The numbers of a weight in NF4, until the next call; for the matrix library, whose factors have one dtype.
+// The numbers of a quantised weight, until the next call; for the matrix library, whose factors have one dtype.
 at::Tensor unpacked_weight(const at::Tensor& b_KN, at::ScalarType dtype) {
   static thread_local at::Tensor room;
   const bool turned = b_KN.stride(1) != 1;
   const at::Tensor rows = turned ? b_KN.t() : b_KN;
   const auto* const first = pointer<std::byte>(rows);
-  const std::int64_t columns = nf4::columns_of(first), stride = rows.stride(0), count = rows.size(0) * columns;
+  const std::int64_t columns = quantised::header_of(first).columns, stride = rows.stride(0),
+                     count = rows.size(0) * columns;
   if (!room.defined() || room.numel() < count || room.scalar_type() != dtype) room = at::empty({count}, dtype);
   const at::Tensor out = room.narrow(0, 0, count).view({rows.size(0), columns});
   dispatch(dtype, [&]<class T>() {
     at::parallel_for(0, rows.size(0), 16, [&](std::int64_t begin, std::int64_t end) {
       std::vector<float> numbers(static_cast<std::size_t>(columns));
       for (std::int64_t n = begin; n < end; ++n) {
-        nf4::row_values(first + n * stride, 0, columns, numbers.data());
+        quantised::row_values(first + n * stride, 0, columns, numbers.data());
         std::ranges::transform(numbers, pointer<T>(out) + n * columns, [](float x) { return static_cast<T>(x); });
       }
     });
@@ -109,7 +110,7 @@ at::Tensor unpacked_weight(const at::Tensor& b_KN, at::ScalarType dtype) {
 // out = base + a b; base undefined: 0. The first dimension of out and a are rows.
 void multiply(const at::Tensor& out, const at::Tensor& base, const at::Tensor& a, const at::Tensor& b) {
   if (defined_sums()) return own_product(out, base, a, b);
-  if (is_nf4(b)) return multiply(out, base, a, unpacked_weight(b, a.scalar_type()));
+  if (is_quantised(b)) return multiply(out, base, a, unpacked_weight(b, a.scalar_type()));
   if (is_narrow(a, b)) return multiply(out, base, a, widened_weight(b));
   if (widens_products(a.scalar_type())) return widened_product(out, base, a, b);
   if (a.scalar_type() == at::kBFloat16) return product_of_rows(out, base, a, b);

@@ -67,7 +67,7 @@ TEST(Nf4, RowsOfAnyPartHaveTheNumbersOfTheFormula) {
         const std::int64_t width = columns - begin, bytes = row_bytes(width, m->nested());
         for (std::int64_t n = 0; n < rows; ++n) {
           const std::byte* const row = all.data() + n * bytes;
-          ASSERT_EQ(columns_of(row), width);
+          ASSERT_EQ(quantised::header_of(row).columns, width);
           std::vector<float> found(static_cast<std::size_t>(width) - 2);
           row_values(row, 2, width - 2, found.data());  // from within a block
           for (std::int64_t i = 2; i < width; ++i)
