@@ -1,9 +1,11 @@
 #include "espalier/base/quantised_rows.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 
 #include "espalier/base/error.h"
+#include "espalier/base/fp8.h"
 #include "espalier/base/nf4.h"
 
 namespace espalier::quantised {
@@ -15,9 +17,10 @@ RowHeader header_of(const std::byte* row) {
 }
 
 const Rows& rows_of(Kind kind) {
-  static const Rows of_nf4 = nf4::rows();
-  ESPALIER_INTERNAL(kind == Kind::nf4, "rows of kind ", static_cast<int>(kind));
-  return of_nf4;
+  static const std::array all{nf4::rows(), fp8::rows()};
+  const auto at = static_cast<std::size_t>(kind) - 1;
+  ESPALIER_INTERNAL(at < all.size(), "rows of kind ", static_cast<int>(kind));
+  return all[at];
 }
 
 void row_values(const std::byte* row, std::int64_t first, std::int64_t count, float* out) {

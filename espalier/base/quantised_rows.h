@@ -1,8 +1,8 @@
 // Held matrices in few bits: each row is a run of bytes that says everything about its numbers, so that matrices are
 // cut and joined at rows like any other tensor.
 //
-// A form of rows has a file of its own (nf4.h) and a line in quantised_rows.cpp; nobody else asks which form it is. A
-// row begins with RowHeader. Rows of zero bytes, as padding is, stand for zeros.
+// A form of rows has a file of its own (nf4.h, fp8.h) and a line in quantised_rows.cpp; nobody else asks which form it
+// is. A row begins with RowHeader. Rows of zero bytes, as padding is, stand for zeros.
 #pragma once
 
 #include <cstddef>
@@ -13,12 +13,13 @@
 
 namespace espalier::quantised {
 
-enum class Kind : std::uint16_t { none, nf4 };
+enum class Kind : std::uint16_t { none, nf4, fp8 };
 
 // How the rows of a model's matrices are made.
 struct Form {
   Kind kind = Kind::none;
-  bool nested = false;  // NF4: the scales of blocks are quantised, too
+  bool nested = false;                             // NF4: the scales of blocks are quantised, too
+  std::int32_t block_rows = 0, block_columns = 0;  // FP8: numbers with one scale
 
   bool operator==(const Form&) const = default;
 };
@@ -50,7 +51,7 @@ class Matrix {
   virtual std::shared_ptr<const Matrix> part(std::int64_t first, std::int64_t count) const = 0;
 };
 
-// What is asked about a form.
+// A form, by what is asked about it.
 struct Rows {
   const char *word, *name;      // of --weights; in messages
   std::int64_t whole_columns;   // inputs of a matrix, and of a part of it, are a multiple

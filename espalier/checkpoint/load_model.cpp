@@ -11,12 +11,14 @@
 #include "espalier/base/nf4.h"
 #include "espalier/base/quantised_rows.h"
 #include "espalier/checkpoint/convert.h"
+#include "espalier/checkpoint/fp8_tensors.h"
 #include "espalier/checkpoint/half_block_names.h"
 #include "espalier/checkpoint/json_file.h"
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/checkpoint/nf4_tensors.h"
 #include "espalier/checkpoint/packed_experts.h"
 #include "espalier/checkpoint/safetensors.h"
+#include "espalier/config/fp8_config.h"
 #include "espalier/model/parameters.h"
 
 namespace espalier {
@@ -238,7 +240,8 @@ bool is_further(std::string_view name, const std::vector<std::string>& prefixes)
          std::ranges::any_of(prefixes, [&](const std::string& prefix) { return name.starts_with(prefix); });
 }
 
-// Leaves the text model's tensors alone under the names that it has on its own.
+// Leaves the text model's tensors alone under the names that it has on its own. Others are copied into models that are
+// written, where no tensor is in FP8.
 void set_apart_the_rest(Tensors& tensors) {
   constexpr std::string_view kFurtherTokens = "eh_proj.weight";
   std::map<std::string, const SafetensorsEntry*> of_text;
@@ -252,7 +255,7 @@ void set_apart_the_rest(Tensors& tensors) {
     const bool is_further_layer = is_further(name, further);
     tensors.further += is_further_layer ? 1 : 0;
     if (is_further_layer || is_of_vision(name))
-      tensors.beside.push_back(entry);
+      tensors.beside.push_back(is_fp8(*entry) ? &tensors.parts.emplace_back(in_bfloat16(*entry)) : entry);
     else if (!tensors.text_prefix.empty() && name.starts_with(tensors.text_prefix))
       of_text.emplace(kPrefix + name.substr(tensors.text_prefix.size()), entry);
     else
@@ -280,6 +283,7 @@ Tensors open_model(const fs::path& directory) {
          "Is the download complete? Weights in another format: load them with transformers and call save_pretrained"});
   }
   join_nf4_tensors(tensors.by_name, tensors.parts, directory.string());
+  join_fp8_tensors(tensors.by_name, tensors.parts, stored_fp8(directory), directory.string());
   split_packed_experts(tensors.by_name, tensors.parts);
   split_fused_experts(tensors);
   split_fused_matrices(tensors);
@@ -304,10 +308,12 @@ std::map<std::string, const SafetensorsEntry*> table_names(const Tensors& tensor
 
 bool equal_values(const SafetensorsEntry& a, const SafetensorsEntry& b) {
   if (a.shape != b.shape || !is_floating(a.type) || !is_floating(b.type)) return false;
-  if (a.type == b.type && std::memcmp(a.data, b.data, static_cast<std::size_t>(a.bytes)) == 0) return true;
+  std::vector<std::byte> room_of_a, room_of_b;
+  const std::byte *const of_a = values_of(a, room_of_a), *const of_b = values_of(b, room_of_b);
+  if (a.type == b.type && std::memcmp(of_a, of_b, static_cast<std::size_t>(a.bytes)) == 0) return true;
   std::vector<double> left(static_cast<std::size_t>(a.count)), right(left.size());
-  convert_values(a.type, a.data, DType::float64, left.data(), a.count);
-  convert_values(b.type, b.data, DType::float64, right.data(), b.count);
+  convert_values(a.type, of_a, DType::float64, left.data(), a.count);
+  convert_values(b.type, of_b, DType::float64, right.data(), b.count);
   return left == right;
 }
 
@@ -445,6 +451,7 @@ std::shared_ptr<const quantised::Matrix> quantised_as(const quantised::Form& for
   if (entry.type == TensorType::F64)
     throw UnsupportedError(
         {place, "F32, F16 or BF16, which --weights nf4 quantises", name_of(entry.type), "leave --weights out"});
+  if (is_fp8(entry)) return quantised_as(form, in_bfloat16(entry), where);  // NF4 of the model that would be saved
   std::vector<std::byte> room;
   const std::byte* const values = values_of(entry, room);
   const std::int64_t columns = entry.shape[1];
@@ -502,6 +509,10 @@ std::optional<DType> stored_dtype(const fs::path& directory) {
   const Tensors tensors = open_model(directory);
   std::map<DType, std::int64_t> numbers;
   for (const auto& [name, entry] : tensors.by_name) {
+    if (is_fp8(*entry)) {
+      numbers[DType::bfloat16] += entry->count;
+      continue;
+    }
     if (entry->type == TensorType::F64) numbers[DType::float64] += entry->count;
     if (entry->type == TensorType::F32 || entry->type == TensorType::F16) numbers[DType::float32] += entry->count;
     if (entry->type == TensorType::BF16) numbers[DType::bfloat16] += entry->count;

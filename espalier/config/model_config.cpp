@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "espalier/config/expert_config.h"
+#include "espalier/config/fp8_config.h"
 #include "espalier/config/reading.h"
 #include "espalier/config/rope_config.h"
 #include "espalier/config/stored_sizes.h"
@@ -312,12 +313,18 @@ void read_quantisation(const Members& config, const Family& family, ModelShape& 
     shape.stored_quantised = read_nf4(config, stated);
     return;
   }
+  if (!family.names.packed_experts)
+    if (const std::optional<StoredQuantised> fp8 = read_fp8(stated, config.where())) {
+      shape.stored_quantised = *fp8;
+      return;
+    }
   const Json method = stated.is_object() ? stated.value("quant_method", Json()) : Json();
   if (method == Json("mxfp4") && family.names.packed_experts) return;
   const std::string found = method.is_string() ? "quantization_config of method " + method.get<std::string>()
                                                : std::string("quantization_config");
-  const char* const expected = family.names.packed_experts ? "weights that are not quantised, or experts in mxfp4"
-                                                           : "weights that are not quantised, or bitsandbytes' NF4";
+  const char* const expected = family.names.packed_experts
+                                   ? "weights that are not quantised, or experts in mxfp4"
+                                   : "weights that are not quantised, bitsandbytes' NF4, or FP8";
   if (method != Json("fp8")) config.refuse(found, expected);
   throw UnsupportedError({config.where(), expected, found,
                           "Widen the weights once: transformers' from_pretrained(MODEL, dtype=\"bfloat16\", "

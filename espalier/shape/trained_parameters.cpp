@@ -285,19 +285,52 @@ std::string words_with_adapters(const ModelShape& shape, const std::string& word
   return out;
 }
 
-// True if a quantised checkpoint leaves the module as it is, as transformers reads its config.
-bool is_left_out(const StoredQuantised& stored, const std::string& weight) {
-  const std::string module = weight.substr(0, weight.rfind('.'));
-  return std::ranges::any_of(stored.left_out, [&](const std::string& name) {
-    if (name.empty() || module.ends_with(name)) return !name.empty();
-    return module.starts_with(name) && (name.back() == '.' || module[name.size()] == '.');
-  });
-}
+// The modules that a quantised checkpoint leaves as they are: names by their end or their beginning, or expressions, as
+// transformers reads its config; behind "re:", as compressed-tensors does.
+class LeftOut {
+ public:
+  explicit LeftOut(const StoredQuantised& stored) {
+    constexpr std::string_view kExpression = "re:", kOfLanguage = "language_model.";
+    for (std::string name : stored.left_out) {
+      if (name.empty()) continue;
+      if (const std::size_t at = name.find(kOfLanguage); at != name.npos) name.erase(at, kOfLanguage.size());
+      if (name.starts_with(kExpression))
+        expressions_.push_back(expression(name.substr(kExpression.size()) + ".*"));
+      else if (name.find_first_of("*+?[(|^$\\") != name.npos)
+        expressions_.push_back(expression("(?:" + name + ")(?:[.].*)?"));
+      else
+        names_.push_back(name);
+    }
+  }
+
+  bool has(const std::string& weight) const {
+    const std::string module = weight.substr(0, weight.rfind('.'));
+    const auto is_named = [&](const std::string& name) {
+      return module.ends_with(name) || (module.starts_with(name) && (name.back() == '.' || module[name.size()] == '.'));
+    };
+    return std::ranges::any_of(names_, is_named) ||
+           std::ranges::any_of(expressions_, [&](const Expression& one) { return one.matches(module); });
+  }
+
+ private:
+  static Expression expression(const std::string& text) {
+    try {
+      return Expression(text);
+    } catch (const std::invalid_argument& error) {
+      throw InputError({"config.json: quantization_config", "names of modules, or regular expressions over them",
+                        "'" + text + "', a damaged expression: " + error.what(), ""});
+    }
+  }
+
+  std::vector<std::string> names_;
+  std::vector<Expression> expressions_;
+};
 
 // Those of layers that are held. A product reads its matrices in one form: one that is left out keeps the others.
 std::shared_ptr<const std::vector<bool>> quantised_parameters(const ModelShape& shape,
                                                               const std::vector<bool>& trains) {
   const quantised::Rows& rows = quantised::rows_of(shape.trained.quantised_form.kind);
+  const LeftOut left_out(shape.stored_quantised);
   std::vector<bool> chosen;
   std::set<ReadTogether> kept;  // products with a matrix that is not quantised
   std::vector<ReadTogether> product;
@@ -306,7 +339,7 @@ std::shared_ptr<const std::vector<bool>> quantised_parameters(const ModelShape& 
     product.push_back(may ? p.read : ReadTogether());
     chosen.push_back(may && !trains[chosen.size()]);
     if (!may || !chosen.back()) return;
-    if (is_left_out(shape.stored_quantised, p.name)) {
+    if (left_out.has(p.name)) {
       chosen.back() = false;
       kept.insert(p.read);
     } else if (const std::int64_t columns = p.sides[1].size; columns % rows.whole_columns != 0) {
@@ -328,6 +361,17 @@ quantised::Form held_form(const StoredQuantised& stored, quantised::Kind kind) {
   throw UnsupportedError({text_of("--weights ", rows.word),
                           text_of("a model whose files hold its matrices in ", rows.name), "another one",
                           "leave --weights out, or hold the matrices in NF4 (--weights nf4)"});
+}
+
+// True if a held matrix that files store in FP8 is not held so: its float32 numbers are none of bfloat16.
+bool widens_fp8(const ModelShape& shape) {
+  if (shape.stored_quantised.form.kind != quantised::Kind::fp8) return false;
+  const LeftOut left_out(shape.stored_quantised);
+  bool any = false;
+  for_each_parameter(shape, [&](const ParameterShape& p) {
+    any = any || (p.layer >= 0 && !p.trains && !p.quantised && is_read_by_products(shape, p) && !left_out.has(p.name));
+  });
+  return any;
 }
 
 // Sets what follows from `of_parameter`.
@@ -418,7 +462,7 @@ ModelShape train_only(ModelShape shape, const TrainedChoice& choice) {
   if (quantises) shape.trained.quantised_parameters = quantised_parameters(shape, trains);
   shape.trained.words = adapted ? words_with_adapters(shape, choice.words) : choice.words;
   shape.trained.of_parameter = std::make_shared<const std::vector<bool>>(std::move(trains));
-  shape.trained.narrow = choice.narrow && shape.stored_dtype == DType::bfloat16;
+  shape.trained.narrow = choice.narrow && shape.stored_dtype == DType::bfloat16 && !widens_fp8(shape);
   return shape;
 }
 

@@ -184,7 +184,7 @@ class Adapters(TypedDict, total=False):
 
 class AdaptersButInspectReport(TypedDict, total=False):
     adapter: _Path | None
-    weights: Literal["source", "nf4"] | None
+    weights: Literal["source", "nf4", "fp8"] | None
 
 class ParallelDegrees(TypedDict, total=False):
     tp: int | None

@@ -297,12 +297,23 @@ PUBLISHED["nemotron_3_nano"] = {
     "norm_topk_prob": True, "num_experts_per_tok": 3, "routed_scaling_factor": 2.5, "topk_group": 1, "partial_rotary_factor": 1.0}
 
 FP8 = dict(activation_scheme="dynamic", fmt="e4m3", quant_method="fp8", weight_block_size=[128, 128])
+# Published in FP8 (test_fp8.py has the weights).
+IN_FP8 = {
+    "deepseek_v3": {**PUBLISHED["deepseek_v3_in_bfloat16"], "quantization_config": FP8},
+    "deepseek_v3_1": {**PUBLISHED["deepseek_v3_in_bfloat16"], "quantization_config": {**FP8, "scale_fmt": "ue8m0"}},
+    "kimi_k2": {**PUBLISHED["kimi_k2_in_bfloat16"], "quantization_config": FP8},
+    "minimax_m2": {**PUBLISHED["minimax_m2_in_bfloat16"], "quantization_config": {**FP8, "modules_to_not_convert": ["gate", "lm_head"]}},
+    "qwen3": {**PUBLISHED["qwen3"], "quantization_config": {**FP8, "modules_to_not_convert": ["lm_head", "model.layers.0.input_layernorm"]}},
+    "glm_4_5": {**PUBLISHED["glm_4_5"], "quantization_config": {
+        "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head", "model.layers.1.mlp.gate"], "kv_cache_scheme": None,
+        "config_groups": {"group_0": {
+            "targets": ["Linear"], "output_activations": None, "input_activations": dict(num_bits=8, type="float", strategy="token", dynamic=True),
+            "weights": dict(num_bits=8, type="float", strategy="channel", dynamic=False, symmetric=True, block_structure=None)}}}},
+}
 # As published, and what a message must name: the field, and what to do.
 REFUSED = {
-    "deepseek_v3": ({**PUBLISHED["deepseek_v3_in_bfloat16"], "quantization_config": FP8}, ["quantization_config", "fp8", "dequantize"]),
-    "kimi_k2": ({**PUBLISHED["kimi_k2_in_bfloat16"], "quantization_config": FP8}, ["quantization_config", "fp8", "dequantize"]),
-    "minimax_m2": ({**PUBLISHED["minimax_m2_in_bfloat16"], "quantization_config": {**FP8, "modules_to_not_convert": ["gate", "lm_head"]}},
-                   ["quantization_config", "fp8", "dequantize"]),
+    "deepseek_v4_experts_in_fp4": ({**PUBLISHED["deepseek_v3_in_bfloat16"], "quantization_config": {**FP8, "expert_dtype": "fp4"}},
+                                   ["quantization_config.expert_dtype", "dequantize"]),
     "qwen3_awq": ({**PUBLISHED["qwen3"], "quantization_config": dict(bits=4, group_size=128, quant_method="awq", zero_point=True)},
                   ["quantization_config", "awq"]),
     "starcoder2_3b": ({**PUBLISHED["starcoder2_15b"], "attention_dropout": 0.1, "residual_dropout": 0.1, "embedding_dropout": 0.1},

@@ -12,7 +12,7 @@ import objective
 import oracle
 from comparison import Trained, assert_equal_gradients, assert_equal_series
 from make_model import make_rollouts, randomised, write_records
-from published_configs import PUBLISHED, REFUSED
+from published_configs import IN_FP8, PUBLISHED, REFUSED
 from test_train_parity import LOGPROB_FLOAT64
 
 SEED = 41
@@ -51,6 +51,14 @@ def test_a_published_config_opens_and_its_step_is_exact(name, espalier, rollouts
     espalier("plan", "--model", tmp_path / "model", "--rollouts", path)
     if "rope_scaling" in PUBLISHED[name]:  # the file is carried through
         assert json.loads((run.out / "config.json").read_text())["rope_scaling"] == PUBLISHED[name]["rope_scaling"]
+
+
+@pytest.mark.parametrize("name", IN_FP8)
+def test_a_config_of_weights_in_fp8_is_planned(name, espalier, rollouts, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(IN_FP8[name]))
+    words = ("plan", "--model", tmp_path, "--rollouts", rollouts[1])
+    espalier(*words)
+    assert json.loads(espalier(*words, "--lora-rank", 2, "--lora-target", "o_proj", "--weights", "fp8", "--json").stdout)["fp8_bytes"] > 0
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -11,6 +11,7 @@ from espalier.hf import indexed, rotary
 from espalier.hf.mixers import mixers
 
 _STATELESS = {"mlp", "moe"}  # layers that read no other row
+_SCALES_OF_A_CALL = {"Float8Linear", "Float8TrainingLinear"}
 _LAYER_KINDS = _STATELESS | {"full_attention", "attention", "sliding_attention", "chunked_attention", "dense", "sparse"}
 
 
@@ -77,6 +78,7 @@ def check(model: torch.nn.Module, *, longest: int | None = None, by_regime: bool
     inner, base = unwrapped(model), base_model(model)
     _check_family(base)
     _check_layers(base)
+    _check_scales(base)
     _check_adapters(inner)
     if inner.training:
         _check_dropout(inner, base)
@@ -121,6 +123,14 @@ def _check_layers(base):
     missing = sorted(set(range(getattr(config, "num_hidden_layers", 0))) - passing)
     if missing:
         raise Unsupported("model", "attention in every layer, or a state that espalier passes on", f"none found in layers {missing}")
+
+
+def _check_scales(base):
+    """Refuses torchao's FP8 layers for training. FP8Linear and FP8Experts of transformers scale each row of activations by itself."""
+    for name, module in base.named_modules():
+        if type(module).__name__ in _SCALES_OF_A_CALL:
+            raise Unsupported(name, "activations that are rounded row by row", f"{type(module).__name__}, whose scales depend on all rows of the call",
+                              "Train without torchao's float8, or from a checkpoint in FP8, whose layers scale rows")
 
 
 def _why(kind):

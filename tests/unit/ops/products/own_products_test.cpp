@@ -14,6 +14,7 @@
 
 #include "espalier/base/instruction_set.h"
 #include "espalier/base/nf4.h"
+#include "espalier/base/quantised_rows.h"
 
 namespace espalier::own_products {
 namespace {
@@ -119,19 +120,16 @@ void expect_defined(const Sizes& s, bool a_adjacent, bool b_adjacent, Base kind,
   }
 }
 
-// b: a matrix in NF4 [outputs, inputs], its outputs the columns of the product or its steps.
+// b: a quantised matrix [outputs, inputs], its outputs the columns of the product or its steps.
 template <class T, class Out>
-void expect_nf4(std::int64_t rows, std::int64_t outputs, std::int64_t inputs, nf4::Rounding rounding, int threads) {
-  const auto numbers = random_numbers<float>(outputs * inputs, 5);
-  const nf4::Matrix matrix = nf4::quantise(outputs, inputs, rounding, [&](std::int64_t n, float* out) {
-    std::copy_n(numbers.begin() + n * inputs, inputs, out);
-  });
-  const std::int64_t bytes = nf4::row_bytes(inputs, true);
+void expect_quantised(std::int64_t rows, std::int64_t outputs, std::int64_t inputs, const quantised::Matrix& matrix,
+                      int threads) {
+  const std::int64_t bytes = quantised::row_bytes(matrix.form(), inputs);
   std::vector<std::byte> packed(static_cast<std::size_t>(outputs * bytes));
   std::vector<float> values(static_cast<std::size_t>(outputs * inputs));
   for (std::int64_t n = 0; n < outputs; ++n) {
-    nf4::write_row(matrix, n, 0, inputs, packed.data() + n * bytes);
-    nf4::row_values(packed.data() + n * bytes, 0, inputs, values.data() + n * inputs);
+    matrix.write_row(n, 0, inputs, inputs, packed.data() + n * bytes);
+    quantised::row_values(packed.data() + n * bytes, 0, inputs, values.data() + n * inputs);
   }
   std::vector<T> b;
   for (const float x : values) b.push_back(static_cast<T>(x));
@@ -146,9 +144,37 @@ void expect_nf4(std::int64_t rows, std::int64_t outputs, std::int64_t inputs, nf
     p.out = found.data();
     multiply(p, threads);
     ASSERT_EQ(std::memcmp(found.data(), expected.data(), found.size() * sizeof(Out)), 0)
-        << rows << " rows, [" << outputs << ", " << inputs << "]" << (turned ? "" : ", by rows") << ", rounding "
-        << static_cast<int>(rounding) << ", " << threads << " threads";
+        << rows << " rows, [" << outputs << ", " << inputs << "]" << (turned ? "" : ", by rows") << ", kind "
+        << static_cast<int>(matrix.form().kind) << ", " << threads << " threads";
   }
+}
+
+template <class T, class Out>
+void expect_nf4(std::int64_t rows, std::int64_t outputs, std::int64_t inputs, nf4::Rounding rounding, int threads) {
+  const auto numbers = random_numbers<float>(outputs * inputs, 5);
+  expect_quantised<T, Out>(
+      rows, outputs, inputs,
+      nf4::quantise(outputs, inputs, rounding,
+                    [&](std::int64_t n, float* out) { std::copy_n(numbers.begin() + n * inputs, inputs, out); }),
+      threads);
+}
+
+// With blocks that divide no side.
+template <class T, class Out>
+void expect_fp8(std::int64_t rows, std::int64_t outputs, std::int64_t inputs, int threads) {
+  const auto numbers = random_numbers<float>(outputs * inputs, 5);
+  const quantised::Form form{.kind = quantised::Kind::fp8, .block_rows = 24, .block_columns = 40};
+  const auto matrix = quantised::rows_of(form.kind).quantise(form, outputs, inputs, [&](std::int64_t n, float* out) {
+    std::copy_n(numbers.begin() + n * inputs, inputs, out);
+  });
+  expect_quantised<T, Out>(rows, outputs, inputs, *matrix, threads);
+}
+
+template <class T, class Out>
+void expect_fp8() {
+  for (const auto& [rows, outputs, inputs] : {Sizes{3, 5, 63}, Sizes{17, 33, 191}, Sizes{5, 70, 1087}})
+    expect_fp8<T, Out>(rows, outputs, inputs, 1);
+  for (const int threads : {2, 3}) expect_fp8<T, Out>(520, 130, 321, threads);
 }
 
 template <class T, class Out>
@@ -232,6 +258,15 @@ TEST_P(OwnProducts, OfNf4HaveTheBitsOfItsNumbers) {
 TEST_P(OwnBfloat16Products, OfNf4HaveTheBitsOfItsNumbers) {
   expect_nf4<bfloat16, bfloat16>();
   expect_nf4<bfloat16, float>();
+}
+
+TEST_P(OwnProducts, OfFp8HaveTheBitsOfItsNumbers) {
+  expect_fp8<float, float>();
+  expect_fp8<double, double>();
+}
+TEST_P(OwnBfloat16Products, OfFp8HaveTheBitsOfItsNumbers) {
+  expect_fp8<bfloat16, bfloat16>();
+  expect_fp8<bfloat16, float>();
 }
 
 const auto kName = [](const auto& info) { return std::string(info.param.name); };
