@@ -103,37 +103,59 @@ function(espalier_use_torch target)
   espalier_use_headers(${target} espalier_torch_headers HEADERS <ATen/ATen.h> LINK EspalierTorch::cpu)
 endfunction()
 
-set(ESPALIER_AVX512_FLAGS -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mprefer-vector-width=512)
+# The sets of base/compiled_sets.h, each as a list of its name, the bytes of a vector and the compiler's flags; and the
+# versions that multiply bfloat16 as it is (Bfloat16Products of base/instruction_set.h), whose ESPALIER_BFLOAT16_DOT,
+# _TILES or _EMULATED_TILES says how.
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
+  set(ESPALIER_ARCHITECTURE x86_64)
+  set(ESPALIER_SETS baseline avx2 avx512)
+  set(ESPALIER_SET_baseline 16 -O2)  # of processors before 2013: not worth the seconds of -O3
+  set(ESPALIER_SET_avx2 32 -mavx2 -mfma -mf16c)
+  set(ESPALIER_SET_avx512 64 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mprefer-vector-width=512)
+  set(ESPALIER_BFLOAT16_SETS avx512_dot avx512_emulated_tiles avx512_tiles)
+  set(ESPALIER_SET_OF_PAIRS avx512_dot)
+  set(ESPALIER_SET_avx512_dot ${ESPALIER_SET_avx512} -mavx512bf16 -DESPALIER_BFLOAT16_DOT)
+  set(ESPALIER_SET_avx512_emulated_tiles ${ESPALIER_SET_avx512} -mavx512bf16 -DESPALIER_BFLOAT16_EMULATED_TILES)
+  set(ESPALIER_SET_avx512_tiles ${ESPALIER_SET_avx512} -mavx512bf16 -mamx-tile -mamx-bf16 -DESPALIER_BFLOAT16_TILES)
+elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64)$")
+  set(ESPALIER_ARCHITECTURE aarch64)
+  set(ESPALIER_SETS neon)
+  set(ESPALIER_SET_neon 16)
+  # Fused multiply-adds stand where the sources name them, and plain chars have a sign, as in a build for x86-64.
+  add_compile_options(-ffp-contract=off -fsigned-char)
+else()
+  message(FATAL_ERROR "Espalier is for x86-64 and aarch64; this is ${CMAKE_SYSTEM_PROCESSOR}")
+endif()
+
 # One version of one file: ESPALIER_SIMD names it (a namespace), ESPALIER_SIMD_BYTES is its vector width.
-function(espalier_simd_version target file set bytes)
+function(espalier_simd_version target file set)
+  list(POP_FRONT ESPALIER_SET_${set} bytes)
   get_filename_component(stem "${file}" NAME_WE)
   set(object ${target}_${stem}_${set})
   add_library(${object} OBJECT "${file}")
   target_compile_definitions(${object} PRIVATE ESPALIER_SIMD=${set} ESPALIER_SIMD_BYTES=${bytes})
-  target_compile_options(${object} PRIVATE ${ESPALIER_KERNEL_OPTIMISATION} -ffp-contract=fast ${ARGN})
+  target_compile_options(${object} PRIVATE ${ESPALIER_KERNEL_OPTIMISATION} -ffp-contract=fast ${ESPALIER_SET_${set}})
   target_include_directories(${object} PRIVATE "${PROJECT_SOURCE_DIR}")
   target_link_libraries(${object} PRIVATE OpenMP::OpenMP_CXX)
   target_sources(${target} PRIVATE $<TARGET_OBJECTS:${object}>)
 endfunction()
 
 # espalier_simd_sources(TARGET FILES...): compiles each torch-free file once per instruction set. The folder's dispatch
-# file picks one of the three at run time.
+# file picks one of them at run time.
 function(espalier_simd_sources target)
   foreach(file ${ARGN})
-    espalier_simd_version(${target} ${file} baseline 16 -O2)  # of processors before 2013: not worth the seconds of -O3
-    espalier_simd_version(${target} ${file} avx2 32 -mavx2 -mfma -mf16c)
-    espalier_simd_version(${target} ${file} avx512 64 ${ESPALIER_AVX512_FLAGS})
+    foreach(set ${ESPALIER_SETS})
+      espalier_simd_version(${target} ${file} ${set})
+    endforeach()
   endforeach()
 endfunction()
 
-# espalier_bfloat16_sources(TARGET FILES...): three versions more, which multiply bfloat16 as it is (Bfloat16Products
-# of base/instruction_set.h); ESPALIER_BFLOAT16_DOT, _TILES or _EMULATED_TILES says how.
+# espalier_bfloat16_sources(TARGET FILES...): the versions more that multiply bfloat16 as it is.
 function(espalier_bfloat16_sources target)
-  set(flags ${ESPALIER_AVX512_FLAGS} -mavx512bf16)
   foreach(file ${ARGN})
-    espalier_simd_version(${target} ${file} avx512_dot 64 ${flags} -DESPALIER_BFLOAT16_DOT)
-    espalier_simd_version(${target} ${file} avx512_emulated_tiles 64 ${flags} -DESPALIER_BFLOAT16_EMULATED_TILES)
-    espalier_simd_version(${target} ${file} avx512_tiles 64 ${flags} -mamx-tile -mamx-bf16 -DESPALIER_BFLOAT16_TILES)
+    foreach(set ${ESPALIER_BFLOAT16_SETS})
+      espalier_simd_version(${target} ${file} ${set})
+    endforeach()
   endforeach()
 endfunction()
 

@@ -8,13 +8,22 @@
 #include <string>
 #include <string_view>
 
+#include "espalier/base/compiled_sets.h"
+
 namespace espalier {
 
-enum class InstructionSet { baseline, avx2, avx512 };
-inline constexpr InstructionSet kInstructionSets[] = {InstructionSet::baseline, InstructionSet::avx2,
-                                                      InstructionSet::avx512};
+// baseline: what every x86-64 has, without fused multiply-adds, which all others have.
+enum class InstructionSet { baseline, avx2, avx512, neon };
+// The compiled ones, narrowest first.
+inline constexpr InstructionSet kInstructionSets[] = {
+#define ESPALIER_ELEMENT(set) InstructionSet::set,
+    ESPALIER_EACH_SET(ESPALIER_ELEMENT)
+#undef ESPALIER_ELEMENT
+};
 
 bool processor_has(InstructionSet set);
+// True if a function marked ESPALIER_FUSING may be called.
+bool processor_fuses();
 const char* name_of(InstructionSet set);
 
 // The set in use: the widest the processor has, or what was forced.
@@ -22,22 +31,21 @@ InstructionSet instruction_set();
 // For tests. InternalError if the processor lacks the set. Must not be called while a kernel runs.
 void force_instruction_set(InstructionSet set);
 
-// The one of three functions that was compiled for the set in use:
-//   function_for_set(baseline::row_sums, avx2::row_sums, avx512::row_sums)(row, n);
-template <class Function>
-Function* function_for_set(Function* baseline, Function* avx2, Function* avx512) {
-  switch (instruction_set()) {
-    case InstructionSet::avx512:
-      return avx512;
-    case InstructionSet::avx2:
-      return avx2;
-    case InstructionSet::baseline:
-      break;
-  }
-  return baseline;
-}
+// The function of this name that was compiled for the set in use:
+//   ESPALIER_FOR_SET(row_sums)(row, n);
+#define ESPALIER_FOR_SET(...)                                         \
+  [] {                                                                \
+    switch (::espalier::instruction_set()) {                          \
+      ESPALIER_EACH_SET(ESPALIER_RETURN_FUNCTION_OF_SET, __VA_ARGS__) \
+      default:                                                        \
+        __builtin_unreachable();                                      \
+    }                                                                 \
+  }()
+#define ESPALIER_RETURN_FUNCTION_OF_SET(set, ...) \
+  case ::espalier::InstructionSet::set:           \
+    return set::__VA_ARGS__;
 
-// How kernels multiply bfloat16 with avx512, always with float32 sums.
+// How kernels multiply bfloat16 with avx512, always with float32 sums; converted with every other set.
 //   converted: as float32 numbers; dot: by the AVX512_BF16 instructions; tiles: by those of AMX_BF16;
 //   emulated_tiles: as tiles, the AMX instructions written out in C++ (slow: for tests).
 enum class Bfloat16Products { converted, dot, emulated_tiles, tiles };
@@ -61,12 +69,10 @@ struct InstructionLevel {
 };
 // Narrowest first; the default is the last one that the processor has and that is not emulated.
 inline constexpr InstructionLevel kInstructionLevels[] = {
-    {"baseline", InstructionSet::baseline, Bfloat16Products::converted},
-    {"avx2", InstructionSet::avx2, Bfloat16Products::converted},
-    {"avx512", InstructionSet::avx512, Bfloat16Products::converted},
-    {"emulated_amx_bf16", InstructionSet::avx512, Bfloat16Products::emulated_tiles},
-    {"avx512_bf16", InstructionSet::avx512, Bfloat16Products::dot},
-    {"amx_bf16", InstructionSet::avx512, Bfloat16Products::tiles}};
+#define ESPALIER_ELEMENT(name, set, products) {name, InstructionSet::set, Bfloat16Products::products},
+    ESPALIER_EACH_LEVEL(ESPALIER_ELEMENT)
+#undef ESPALIER_ELEMENT
+};
 
 bool processor_has(const InstructionLevel& level);
 // The levels that this processor has: "baseline, avx2".

@@ -2,15 +2,13 @@
 //
 // For files listed in espalier_simd_sources only: they are compiled once per instruction set, with ESPALIER_SIMD
 // naming the set and ESPALIER_SIMD_BYTES its width. Everything stands in namespace espalier::ESPALIER_SIMD, so the
-// three versions never meet at link time. Such files keep to raw pointers and to functions of that namespace: an
+// versions never meet at link time. Such files keep to raw pointers and to functions of that namespace: an
 // inline function of std:: compiled for AVX-512 could be the copy that the linker gives to every caller.
 //
 // Operators + - * / < == & | of vectors work as they are; a * b + c becomes one fused instruction where there is one.
 // exp, exp2, log: error below 2 units in the last place (tests/unit/base/simd_test.cpp); polynomials are own fits at
 // Chebyshev nodes, relative error below 1.1e-8 (float) and 2e-17 (double).
 #pragma once
-
-#include <immintrin.h>
 
 #include <cstdint>
 #include <utility>
@@ -71,6 +69,18 @@ ESPALIER_SIMD_INLINE V shuffled(V a, V b) {
   return detail::shuffled<source>(a, b, std::make_integer_sequence<int, sizeof(V) / sizeof(a[0])>{});
 }
 
+}  // namespace espalier::ESPALIER_SIMD
+
+// The vector extensions lack these: kVectorRegisters, kMaskedMemory with load_masked and store_masked, sqrt, and
+// add_product (a * b + sum, one rounding in every set with fused products, also where nothing is optimised).
+#if defined(__x86_64__)
+#include "espalier/base/simd_x86_64.h"
+#else
+#include "espalier/base/simd_aarch64.h"
+#endif
+
+namespace espalier::ESPALIER_SIMD {
+
 ESPALIER_SIMD_INLINE FloatVector broadcast(float x) { return x - FloatVector{}; }
 ESPALIER_SIMD_INLINE DoubleVector broadcast(double x) { return x - DoubleVector{}; }
 
@@ -117,14 +127,9 @@ ESPALIER_SIMD_INLINE void store(bfloat16* to, FloatVector v) {
 // The first `count` values, the other lanes 0.
 template <class T>
 ESPALIER_SIMD_INLINE Vector<T> load_partial(const T* from, int count) {
-#if ESPALIER_SIMD_BYTES == 64
-  if constexpr (sizeof(T) == 4) {
-    return reinterpret<Vector<T>>(_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1u), from));
-  } else if constexpr (sizeof(T) == 8) {
-    return reinterpret<Vector<T>>(_mm512_maskz_loadu_pd(static_cast<__mmask8>((1u << count) - 1u), from));
-  } else
-#endif
-  {
+  if constexpr (kMaskedMemory && sizeof(T) >= 4) {
+    return load_masked(from, count);
+  } else {
     T values[kLanes<T>];
     __builtin_memset(static_cast<void*>(values), 0, sizeof(values));
     for (int i = 0; i < count; ++i) __builtin_memcpy(static_cast<void*>(values + i), from + i, sizeof(T));
@@ -133,14 +138,9 @@ ESPALIER_SIMD_INLINE Vector<T> load_partial(const T* from, int count) {
 }
 template <class T>
 ESPALIER_SIMD_INLINE void store_partial(T* to, Vector<T> v, int count) {
-#if ESPALIER_SIMD_BYTES == 64
-  if constexpr (sizeof(T) == 4) {
-    _mm512_mask_storeu_ps(to, static_cast<__mmask16>((1u << count) - 1u), reinterpret<__m512>(v));
-  } else if constexpr (sizeof(T) == 8) {
-    _mm512_mask_storeu_pd(to, static_cast<__mmask8>((1u << count) - 1u), reinterpret<__m512d>(v));
-  } else
-#endif
-  {
+  if constexpr (kMaskedMemory && sizeof(T) >= 4) {
+    store_masked(to, v, count);
+  } else {
     unsigned char values[kLanes<T> * sizeof(T)];
     store(reinterpret_cast<T*>(values), v);
     for (int i = 0; i < count; ++i) __builtin_memcpy(static_cast<void*>(to + i), values + i * sizeof(T), sizeof(T));
@@ -170,7 +170,16 @@ ESPALIER_SIMD_INLINE void store_some(T* to, Vector<T> v, int count) {
 
 // ---- arithmetic ----
 
-// a * b + c: one rounding with AVX2 and AVX-512, two in the baseline set.
+// The value, opaque to the compiler: a product that is rounded before anything is added to it. In a b + c d, and where
+// a product has two uses, the compiler may fuse either, none or another one in the rest of a row: instruction sets
+// would then have other bits.
+template <class V>
+ESPALIER_SIMD_INLINE V unfused(V product) {
+  asm("" : "+" ESPALIER_VECTOR_REGISTER(product));
+  return product;
+}
+
+// a * b + c: one rounding with AVX2, AVX-512 and NEON, two in the baseline set of x86-64.
 ESPALIER_SIMD_INLINE FloatVector fma(FloatVector a, FloatVector b, FloatVector c) { return a * b + c; }
 ESPALIER_SIMD_INLINE DoubleVector fma(DoubleVector a, DoubleVector b, DoubleVector c) { return a * b + c; }
 // The second argument where either is NaN.
@@ -183,24 +192,6 @@ ESPALIER_SIMD_INLINE FloatVector abs(FloatVector a) {
 }
 ESPALIER_SIMD_INLINE DoubleVector abs(DoubleVector a) {
   return reinterpret<DoubleVector>(reinterpret<VectorType<double>::bits>(a) & 0x7fffffffffffffffull);
-}
-ESPALIER_SIMD_INLINE FloatVector sqrt(FloatVector a) {
-#if ESPALIER_SIMD_BYTES == 64
-  return reinterpret<FloatVector>(_mm512_maskz_sqrt_ps(0xffff, reinterpret<__m512>(a)));
-#elif ESPALIER_SIMD_BYTES == 32
-  return reinterpret<FloatVector>(_mm256_sqrt_ps(reinterpret<__m256>(a)));
-#else
-  return reinterpret<FloatVector>(_mm_sqrt_ps(reinterpret<__m128>(a)));
-#endif
-}
-ESPALIER_SIMD_INLINE DoubleVector sqrt(DoubleVector a) {
-#if ESPALIER_SIMD_BYTES == 64
-  return reinterpret<DoubleVector>(_mm512_maskz_sqrt_pd(0xff, reinterpret<__m512d>(a)));
-#elif ESPALIER_SIMD_BYTES == 32
-  return reinterpret<DoubleVector>(_mm256_sqrt_pd(reinterpret<__m256d>(a)));
-#else
-  return reinterpret<DoubleVector>(_mm_sqrt_pd(reinterpret<__m128d>(a)));
-#endif
 }
 
 // Lanes 0, 1, 2, ... as numbers.
@@ -393,8 +384,7 @@ template <class V, class S>
 ESPALIER_SIMD_INLINE V exp_mantissa(V x, S scale, V n) {
   constexpr S high = sizeof(S) == 4 ? S(0.693359375) : S(0.693147180369123816490);
   constexpr S low = sizeof(S) == 4 ? S(-2.12194440e-4) : S(1.90821492927058770002e-10);
-  V of_power = n * high;  // exact; opaque, so that it is the product with scale that is fused
-  asm("" : "+v"(of_power));
+  const V of_power = unfused(n * high);  // exact; it is the product with scale that is fused
   return detail::exp_fraction((x * scale - of_power) - n * low);
 }
 // log(2^n p) = n log 2 + log p, from log p.

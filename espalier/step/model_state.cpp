@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "espalier/base/error.h"
+#include "espalier/base/instruction_set.h"
 #include "espalier/base/quantised_rows.h"
 #include "espalier/base/random.h"
 #include "espalier/checkpoint/adapter.h"
@@ -43,17 +44,12 @@ class StartValues {
 
   // The next numbers, in their order. Fused products in one instruction give the same ones, in a fraction of the time.
   void next(std::span<double> out) {
-#if defined(__x86_64__)
-    static const bool in_one = __builtin_cpu_supports("fma") != 0;
-    if (in_one) return draw_in_one(out);
-#endif
-    draw(out);
+    static const bool in_one = processor_fuses();
+    in_one ? draw_in_one(out) : draw(out);
   }
 
  private:
-#if defined(__x86_64__)
-  [[gnu::target("fma"), gnu::flatten]] void draw_in_one(std::span<double> out) { draw(out); }
-#endif
+  ESPALIER_FUSING void draw_in_one(std::span<double> out) { draw(out); }
   void draw(std::span<double> out) {
     switch (kind_) {
       case Kind::one:

@@ -19,7 +19,7 @@ constexpr std::int64_t kParallelFrom = 4 * kBlock;
 
 template <class T>
 AdamWRanges<T> ranges() {
-  return function_for_set(baseline::adamw_ranges<T>, avx2::adamw_ranges<T>, avx512::adamw_ranges<T>)();
+  return ESPALIER_FOR_SET(adamw_ranges<T>)();
 }
 
 template <class T>

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "espalier/base/compiled_sets.h"
 #include "espalier/base/dtype.h"
 
 namespace espalier {
@@ -26,17 +27,12 @@ struct AdamWRanges {
   void (*adamw)(std::int64_t count, T* p, const T* grad, T* m, T* v, const AdamWFactors<T>& factors, bfloat16* rounded);
 };
 
-namespace baseline {
-template <class T>
-AdamWRanges<T> adamw_ranges();
-}
-namespace avx2 {
-template <class T>
-AdamWRanges<T> adamw_ranges();
-}
-namespace avx512 {
-template <class T>
-AdamWRanges<T> adamw_ranges();
-}
+#define ESPALIER_ADAMW_RANGES(set) \
+  namespace set {                  \
+  template <class T>               \
+  AdamWRanges<T> adamw_ranges();   \
+  }
+ESPALIER_EACH_SET(ESPALIER_ADAMW_RANGES)
+#undef ESPALIER_ADAMW_RANGES
 
 }  // namespace espalier

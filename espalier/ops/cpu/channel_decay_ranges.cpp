@@ -64,7 +64,7 @@ void forward_strip(const HeadRows<A>& h, std::int64_t j, int count, A* state, A*
 
 template <class A>
 void forward(const HeadRows<A>& h, A* state, A* o, A* room) {
-  constexpr int kVectors = ESPALIER_SIMD_BYTES == 64 ? 4 : 2;
+  constexpr int kVectors = kVectorRegisters == 32 ? 4 : 2;
   static_assert(kVectors * ESPALIER_SIMD_BYTES <= kStateStripBytes);
   std::int64_t j = 0;
   for (; j + kVectors * kLanes<A> <= h.value_dim; j += kVectors * kLanes<A>)

@@ -11,6 +11,7 @@
 // Shapes: n rows, dk and dv channels; a state is [dk, dv], HeadRows::decay [n, dk]. A is float or double.
 #pragma once
 
+#include "espalier/base/compiled_sets.h"
 #include "espalier/ops/cpu/delta_rule_ranges.h"
 
 namespace espalier {
@@ -40,9 +41,7 @@ struct ChannelDecayRanges {
   template <class A>                            \
   ChannelDecayRanges<A> channel_decay_ranges(); \
   }
-ESPALIER_CHANNEL_DECAY_RANGES(baseline)
-ESPALIER_CHANNEL_DECAY_RANGES(avx2)
-ESPALIER_CHANNEL_DECAY_RANGES(avx512)
+ESPALIER_EACH_SET(ESPALIER_CHANNEL_DECAY_RANGES)
 #undef ESPALIER_CHANNEL_DECAY_RANGES
 
 }  // namespace espalier

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "espalier/base/compiled_sets.h"
 #include "espalier/base/dtype.h"
 
 namespace espalier {
@@ -59,9 +60,7 @@ struct GatedHeadRanges {
   template <class T>                         \
   GatedHeadRanges<T> gated_head_ranges();    \
   }
-ESPALIER_CONVOLUTION_RANGES(baseline)
-ESPALIER_CONVOLUTION_RANGES(avx2)
-ESPALIER_CONVOLUTION_RANGES(avx512)
+ESPALIER_EACH_SET(ESPALIER_CONVOLUTION_RANGES)
 #undef ESPALIER_CONVOLUTION_RANGES
 
 }  // namespace espalier

@@ -65,12 +65,9 @@ class KeyHead {
         a_log_(pointer<T>(problem.a_log_H)),
         dt_bias_(pointer<T>(problem.dt_bias_H)),
         skip_(pointer<T>(problem.skip_H)),
-        rule_(function_for_set(baseline::delta_rule_ranges<A>, avx2::delta_rule_ranges<A>,
-                               avx512::delta_rule_ranges<A>)()),
-        channels_(function_for_set(baseline::channel_decay_ranges<A>, avx2::channel_decay_ranges<A>,
-                                   avx512::channel_decay_ranges<A>)()),
-        rows_(function_for_set(baseline::convolution_ranges<A>, avx2::convolution_ranges<A>,
-                               avx512::convolution_ranges<A>)()) {
+        rule_(ESPALIER_FOR_SET(delta_rule_ranges<A>)()),
+        channels_(ESPALIER_FOR_SET(channel_decay_ranges<A>)()),
+        rows_(ESPALIER_FOR_SET(convolution_ranges<A>)()) {
     const std::int64_t dk = s_.key_dim, values = each_ * s_.value_dim;
     const RecurrenceShape::Channels channels = s_.channels(key_head);
     parts_ = {
@@ -425,7 +422,7 @@ void add_delta_rule_backward(const DeltaRuleProblem& problem, const at::Tensor& 
 
 template <class T>
 GatedHeadRanges<T> gated_heads() {
-  return function_for_set(baseline::gated_head_ranges<T>, avx2::gated_head_ranges<T>, avx512::gated_head_ranges<T>)();
+  return ESPALIER_FOR_SET(gated_head_ranges<T>)();
 }
 
 // What a norm is over: a value head, or in Mamba-2 the value heads of a key head, with weights of their own.

@@ -24,13 +24,6 @@ ESPALIER_SIMD_INLINE void scale(std::int64_t width, A a, const A* x, A* y) {
   for_lanes<A>(width, [&](std::int64_t i, int count) { store_some(y + i, load_some(x + i, count) * a, count); });
 }
 
-// The value, opaque: a product that is rounded before it is added.
-template <class V>
-ESPALIER_SIMD_INLINE V rounded_product(V value) {
-  asm("" : "+v"(value));
-  return value;
-}
-
 // Columns j ... of all rows, `vectors` vectors wide: columns of a state do not meet. `strip` holds the state's part,
 // rows [vectors] following each other. What a row sees is summed while the state before it is written.
 template <class A, int vectors, bool reads>
@@ -58,7 +51,7 @@ void forward_strip(const HeadRows<A>& h, std::int64_t j, int count, A* state, A*
 #pragma GCC unroll 4
       for (int v = 0; v < vectors; ++v) {
         A* const at = strip + i * kWidth + v * kLanes<A>;
-        const Vector<A> next = fma(update[v], ki, rounded_product(load(at) * decay));
+        const Vector<A> next = fma(update[v], ki, unfused(load(at) * decay));
         store(at, next);
         out[v] = fma(next, qi, out[v]);
         if (reads) seen[v] = fma(next, after, seen[v]);
@@ -73,7 +66,7 @@ void forward_strip(const HeadRows<A>& h, std::int64_t j, int count, A* state, A*
 
 template <class A, bool reads>
 void forward_rows(const HeadRows<A>& h, A* state, A* o, A* room) {
-  constexpr int kVectors = ESPALIER_SIMD_BYTES == 64 ? 4 : 2;
+  constexpr int kVectors = kVectorRegisters == 32 ? 4 : 2;
   static_assert(kVectors * ESPALIER_SIMD_BYTES <= kStateStripBytes);
   std::int64_t j = 0;
   for (; j + kVectors * kLanes<A> <= h.value_dim; j += kVectors * kLanes<A>)

@@ -20,6 +20,8 @@
 
 #include <cstdint>
 
+#include "espalier/base/compiled_sets.h"
+
 namespace espalier {
 
 inline constexpr std::int64_t kStateBlockRows = 64;    // the most rows of a block
@@ -65,9 +67,7 @@ struct DeltaRuleRanges {
   template <class A>                      \
   DeltaRuleRanges<A> delta_rule_ranges(); \
   }
-ESPALIER_DELTA_RULE_RANGES(baseline)
-ESPALIER_DELTA_RULE_RANGES(avx2)
-ESPALIER_DELTA_RULE_RANGES(avx512)
+ESPALIER_EACH_SET(ESPALIER_DELTA_RULE_RANGES)
 #undef ESPALIER_DELTA_RULE_RANGES
 
 }  // namespace espalier

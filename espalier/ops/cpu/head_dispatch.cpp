@@ -16,19 +16,15 @@ namespace espalier {
   void row_gradient_double(double* raw, std::int64_t n, double inverse, const HeadRowSums& sums, double grad_logprob, \
                            double grad_entropy);                                                                      \
   }
-ESPALIER_HEAD_KERNELS(baseline)
-ESPALIER_HEAD_KERNELS(avx2)
-ESPALIER_HEAD_KERNELS(avx512)
+ESPALIER_EACH_SET(ESPALIER_HEAD_KERNELS)
 #undef ESPALIER_HEAD_KERNELS
 
 HeadRowParts compute_row_parts(const float* raw, std::int64_t columns, double inverse) {
-  return function_for_set(baseline::row_parts_float, avx2::row_parts_float, avx512::row_parts_float)(raw, columns,
-                                                                                                     inverse);
+  return ESPALIER_FOR_SET(row_parts_float)(raw, columns, inverse);
 }
 
 HeadRowParts compute_row_parts(const double* raw, std::int64_t columns, double inverse) {
-  return function_for_set(baseline::row_parts_double, avx2::row_parts_double, avx512::row_parts_double)(raw, columns,
-                                                                                                        inverse);
+  return ESPALIER_FOR_SET(row_parts_double)(raw, columns, inverse);
 }
 
 HeadRowParts with_maximum(const HeadRowParts& parts, double max_raw, double inverse) {
@@ -51,14 +47,12 @@ HeadRowSums compute_row_sums(const double* raw, std::int64_t vocabulary, double 
 
 void compute_row_gradient(float* raw, std::int64_t vocabulary, double inverse, const HeadRowSums& sums,
                           double grad_logprob, double grad_entropy) {
-  function_for_set(baseline::row_gradient_float, avx2::row_gradient_float, avx512::row_gradient_float)(
-      raw, vocabulary, inverse, sums, grad_logprob, grad_entropy);
+  ESPALIER_FOR_SET(row_gradient_float)(raw, vocabulary, inverse, sums, grad_logprob, grad_entropy);
 }
 
 void compute_row_gradient(double* raw, std::int64_t vocabulary, double inverse, const HeadRowSums& sums,
                           double grad_logprob, double grad_entropy) {
-  function_for_set(baseline::row_gradient_double, avx2::row_gradient_double, avx512::row_gradient_double)(
-      raw, vocabulary, inverse, sums, grad_logprob, grad_entropy);
+  ESPALIER_FOR_SET(row_gradient_double)(raw, vocabulary, inverse, sums, grad_logprob, grad_entropy);
 }
 
 }  // namespace espalier

@@ -19,10 +19,8 @@ namespace espalier {
   template <class T, class Out>                      \
   own_products::Kernel<T, Out> own_product_kernel(); \
   }
-ESPALIER_OWN_PRODUCTS(baseline)
-ESPALIER_OWN_PRODUCTS(avx2)
-ESPALIER_OWN_PRODUCTS(avx512)
-ESPALIER_OWN_PRODUCTS(avx512_dot)
+ESPALIER_EACH_SET(ESPALIER_OWN_PRODUCTS)
+ESPALIER_SET_OF_PAIRS(ESPALIER_OWN_PRODUCTS)
 #undef ESPALIER_OWN_PRODUCTS
 
 namespace own_products {
@@ -33,10 +31,12 @@ constexpr std::int64_t kSharedWork = 1 << 20;
 
 template <class T, class Out>
 Kernel<T, Out> kernel() {
-  if constexpr (std::is_same_v<T, bfloat16>)  // a processor with tiles has these instructions too
-    if (bfloat16_products() != Bfloat16Products::converted) return avx512_dot::own_product_kernel<T, Out>();
-  return function_for_set(baseline::own_product_kernel<T, Out>, avx2::own_product_kernel<T, Out>,
-                          avx512::own_product_kernel<T, Out>)();
+#define ESPALIER_IN_PAIRS(set)               \
+  if constexpr (std::is_same_v<T, bfloat16>) \
+    if (bfloat16_products() != Bfloat16Products::converted) return set::own_product_kernel<T, Out>();
+  ESPALIER_SET_OF_PAIRS(ESPALIER_IN_PAIRS)  // a processor with tiles has these instructions too
+#undef ESPALIER_IN_PAIRS
+  return ESPALIER_FOR_SET(own_product_kernel<T, Out>)();
 }
 
 void* scratch_of_thread() {

@@ -20,11 +20,8 @@ using own_products::Range;
 ESPALIER_SIMD_INLINE std::int64_t smaller(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 ESPALIER_SIMD_INLINE std::int64_t parts_of(std::int64_t n, std::int64_t size) { return (n + size - 1) / size; }
 
-#if ESPALIER_SIMD_BYTES == 64
-inline constexpr int kSumRows = 14, kSumVectors = 2;  // 28 sums, 2 of b, 1 of a: 31 of 32 registers
-#else
-inline constexpr int kSumRows = 6, kSumVectors = 2;  // 15 of 16
-#endif
+// 28 sums, 2 of b, 1 of a: 31 of 32 registers; or 15 of 16.
+inline constexpr int kSumRows = kVectorRegisters == 32 ? 14 : 6, kSumVectors = 2;
 
 using StepPair = std::uint32_t;
 typedef StepPair StepPairs __attribute__((vector_size(ESPALIER_SIMD_BYTES)));
@@ -52,30 +49,6 @@ template <class T>
 using Packed = accumulator_t<T>;
 template <class T>
 using VectorOf = Vector<T>;
-#if ESPALIER_SIMD_BYTES == 64
-ESPALIER_SIMD_INLINE FloatVector add_product(FloatVector a, FloatVector b, FloatVector sum) {
-  return reinterpret<FloatVector>(
-      _mm512_fmadd_ps(reinterpret<__m512>(a), reinterpret<__m512>(b), reinterpret<__m512>(sum)));
-}
-ESPALIER_SIMD_INLINE DoubleVector add_product(DoubleVector a, DoubleVector b, DoubleVector sum) {
-  return reinterpret<DoubleVector>(
-      _mm512_fmadd_pd(reinterpret<__m512d>(a), reinterpret<__m512d>(b), reinterpret<__m512d>(sum)));
-}
-#elif ESPALIER_SIMD_BYTES == 32
-ESPALIER_SIMD_INLINE FloatVector add_product(FloatVector a, FloatVector b, FloatVector sum) {
-  return reinterpret<FloatVector>(
-      _mm256_fmadd_ps(reinterpret<__m256>(a), reinterpret<__m256>(b), reinterpret<__m256>(sum)));
-}
-ESPALIER_SIMD_INLINE DoubleVector add_product(DoubleVector a, DoubleVector b, DoubleVector sum) {
-  return reinterpret<DoubleVector>(
-      _mm256_fmadd_pd(reinterpret<__m256d>(a), reinterpret<__m256d>(b), reinterpret<__m256d>(sum)));
-}
-#else
-template <class V>
-ESPALIER_SIMD_INLINE V add_product(V a, V b, V sum) {
-  return a * b + sum;
-}
-#endif
 ESPALIER_SIMD_INLINE FloatVector everywhere(float x) { return broadcast(x); }
 ESPALIER_SIMD_INLINE DoubleVector everywhere(double x) { return broadcast(x); }
 template <class E>

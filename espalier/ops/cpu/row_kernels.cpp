@@ -25,15 +25,15 @@ constexpr std::int64_t kShares = 32;
 
 template <class T>
 NormRanges<T> norm() {
-  return function_for_set(baseline::norm_ranges<T>, avx2::norm_ranges<T>, avx512::norm_ranges<T>)();
+  return ESPALIER_FOR_SET(norm_ranges<T>)();
 }
 template <class T>
 GateRanges<T> gate() {
-  return function_for_set(baseline::gate_ranges<T>, avx2::gate_ranges<T>, avx512::gate_ranges<T>)();
+  return ESPALIER_FOR_SET(gate_ranges<T>)();
 }
 template <class In, class Out>
 MoveRanges<In, Out> move() {
-  return function_for_set(baseline::move_ranges<In, Out>, avx2::move_ranges<In, Out>, avx512::move_ranges<In, Out>)();
+  return ESPALIER_FOR_SET(move_ranges<In, Out>)();
 }
 
 // Part `index` of `parts` equal parts of [0, count), cut at multiples of the grain.
@@ -130,9 +130,7 @@ void add_norm_rotate_backward(const HeadShape& shape, const T* in, std::int64_t 
                               const accumulator_t<T>* cos, const accumulator_t<T>* sin, const G* grad_out,
                               std::int64_t grad_out_stride, T* grad_in, std::int64_t grad_in_stride,
                               accumulator_t<T>* grad_norm_weight) {
-  const auto kernel = function_for_set(baseline::rotate_backward_ranges<T, G>, avx2::rotate_backward_ranges<T, G>,
-                                       avx512::rotate_backward_ranges<T, G>)()
-                          .add_norm_rotate_backward;
+  const auto kernel = ESPALIER_FOR_SET(rotate_backward_ranges<T, G>)().add_norm_rotate_backward;
   const auto on = [&](RowRange range, accumulator_t<T>* sums) {
     kernel(range, shape, in, in_stride, norm_weight, cos, sin, grad_out, grad_out_stride, grad_in, grad_in_stride,
            sums);

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "espalier/base/compiled_sets.h"
 #include "espalier/base/dtype.h"
 #include "espalier/ops/cpu/row_kernels.h"
 
@@ -70,9 +71,7 @@ struct MoveRanges {
   template <class In, class Out>                       \
   MoveRanges<In, Out> move_ranges();                   \
   }
-ESPALIER_ROW_RANGES(baseline)
-ESPALIER_ROW_RANGES(avx2)
-ESPALIER_ROW_RANGES(avx512)
+ESPALIER_EACH_SET(ESPALIER_ROW_RANGES)
 #undef ESPALIER_ROW_RANGES
 
 }  // namespace espalier

@@ -18,14 +18,6 @@ ESPALIER_SIMD_INLINE Vector<T> rounded(Vector<T> v) {
   }
 }
 
-// A product that is rounded before anything is added to it. In a b + c d, and where a product has two uses, the
-// compiler may fuse either, none or another one in the rest of a row: instruction sets would then have other bits.
-template <class V>
-ESPALIER_SIMD_INLINE V unfused(V product) {
-  asm("" : "+v"(product));
-  return product;
-}
-
 // Partial sums of a row in a fixed number of lanes for all instruction sets: 16 of float, 8 of double, in one or more
 // vectors. The halves of the lanes are added until one is left. Every instruction set with fused products gives the
 // same bits.

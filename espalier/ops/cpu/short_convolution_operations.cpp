@@ -28,8 +28,7 @@ class ConvolvedChannels {
         mixed_(size(kConvolutionRows * width_)),
         weight_(size(K_ * width_)),
         bias_(size(width_), A(0)),
-        rows_(function_for_set(baseline::convolution_ranges<A>, avx2::convolution_ranges<A>,
-                               avx512::convolution_ranges<A>)()) {
+        rows_(ESPALIER_FOR_SET(convolution_ranges<A>)()) {
     const T *const weight = pointer<T>(problem.conv_CK), *const bias = pointer<T>(problem.conv_bias_C);
     for (std::int64_t c = 0; c < width_; ++c) {
       for (std::int64_t j = 0; j < K_; ++j)

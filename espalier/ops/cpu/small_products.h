@@ -16,7 +16,7 @@ enum class Triangle : std::uint8_t { none, lower, upper };
 
 namespace detail {
 
-inline constexpr int kTileRows = 4, kTileVectors = ESPALIER_SIMD_BYTES == 64 ? 4 : 2;
+inline constexpr int kTileRows = 4, kTileVectors = kVectorRegisters == 32 ? 4 : 2;
 
 template <class A, int rows, int vectors>
 ESPALIER_SIMD_INLINE void product_tile(const LeftFactor<A>& left, std::int64_t begin, std::int64_t end, const A* right,

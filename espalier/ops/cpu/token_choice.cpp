@@ -15,9 +15,7 @@ namespace espalier {
   void row_weights_double(const double* logit, std::int64_t n, double max_logit, double inverse, double* weight, \
                           double* run_sum);                                                                      \
   }
-ESPALIER_CHOICE_KERNELS(baseline)
-ESPALIER_CHOICE_KERNELS(avx2)
-ESPALIER_CHOICE_KERNELS(avx512)
+ESPALIER_EACH_SET(ESPALIER_CHOICE_KERNELS)
 #undef ESPALIER_CHOICE_KERNELS
 
 namespace {
@@ -60,13 +58,11 @@ double sum_of(std::span<const double> values) { return std::accumulate(values.be
 
 void compute_weights(const float* logit, std::int64_t n, double max_logit, double inverse, double* weight,
                      double* run_sum) {
-  function_for_set(baseline::row_weights_float, avx2::row_weights_float, avx512::row_weights_float)(
-      logit, n, max_logit, inverse, weight, run_sum);
+  ESPALIER_FOR_SET(row_weights_float)(logit, n, max_logit, inverse, weight, run_sum);
 }
 void compute_weights(const double* logit, std::int64_t n, double max_logit, double inverse, double* weight,
                      double* run_sum) {
-  function_for_set(baseline::row_weights_double, avx2::row_weights_double, avx512::row_weights_double)(
-      logit, n, max_logit, inverse, weight, run_sum);
+  ESPALIER_FOR_SET(row_weights_double)(logit, n, max_logit, inverse, weight, run_sum);
 }
 
 template <class A>

@@ -7,18 +7,16 @@
 
 #include <gtest/gtest.h>
 
+#include "espalier/base/instruction_set.h"
 #include "tests/unit/base/simd_under_test.h"
 
 namespace espalier {
-namespace baseline {
-simd_test::Set set_under_test();
-}
-namespace avx2 {
-simd_test::Set set_under_test();
-}
-namespace avx512 {
-simd_test::Set set_under_test();
-}
+#define ESPALIER_SET_UNDER_TEST(set) \
+  namespace set {                    \
+  simd_test::Set set_under_test();   \
+  }
+ESPALIER_EACH_SET(ESPALIER_SET_UNDER_TEST)
+#undef ESPALIER_SET_UNDER_TEST
 namespace {
 
 using simd_test::Function;
@@ -28,11 +26,11 @@ struct Named {
   simd_test::Set set;
 };
 std::vector<Named> sets() {
-  std::vector<Named> all{{"baseline", baseline::set_under_test()}};
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) all.push_back({"avx2", avx2::set_under_test()});
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq"))
-    all.push_back({"avx512", avx512::set_under_test()});
+  std::vector<Named> all;
+#define ESPALIER_ADD(set) \
+  if (processor_has(InstructionSet::set)) all.push_back({#set, set::set_under_test()});
+  ESPALIER_EACH_SET(ESPALIER_ADD)
+#undef ESPALIER_ADD
   return all;
 }
 

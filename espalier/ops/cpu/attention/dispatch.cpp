@@ -16,7 +16,8 @@
 
 namespace espalier {
 
-// Defined in cpu/forward.cpp and cpu/backward.cpp, once per instruction set; the last three for bfloat16 only.
+// Defined in cpu/forward.cpp and cpu/backward.cpp, once per instruction set; those of ESPALIER_EACH_BFLOAT16_SET for
+// bfloat16 only.
 #define ESPALIER_DECLARE_SET(set)                         \
   namespace set {                                         \
   template <class T>                                      \
@@ -24,12 +25,10 @@ namespace espalier {
   template <class T>                                      \
   void add_backward(attention::cpu::Kernels<T>& kernels); \
   }
-ESPALIER_DECLARE_SET(baseline)
-ESPALIER_DECLARE_SET(avx2)
-ESPALIER_DECLARE_SET(avx512)
-ESPALIER_DECLARE_SET(avx512_dot)
-ESPALIER_DECLARE_SET(avx512_emulated_tiles)
-ESPALIER_DECLARE_SET(avx512_tiles)
+#define ESPALIER_DECLARE_BFLOAT16_SET(products, set) ESPALIER_DECLARE_SET(set)
+ESPALIER_EACH_SET(ESPALIER_DECLARE_SET)
+ESPALIER_EACH_BFLOAT16_SET(ESPALIER_DECLARE_BFLOAT16_SET)
+#undef ESPALIER_DECLARE_BFLOAT16_SET
 #undef ESPALIER_DECLARE_SET
 
 namespace attention {
@@ -42,30 +41,18 @@ Kernels<T> kernels(bool in_pairs = true) {
   Kernels<T> k{};
   if constexpr (std::is_same_v<T, bfloat16>) {
     switch (in_pairs ? bfloat16_products() : Bfloat16Products::converted) {
-      case Bfloat16Products::tiles:
-        avx512_tiles::add_forward(k), avx512_tiles::add_backward(k);
-        return k;
-      case Bfloat16Products::emulated_tiles:
-        avx512_emulated_tiles::add_forward(k), avx512_emulated_tiles::add_backward(k);
-        return k;
-      case Bfloat16Products::dot:
-        avx512_dot::add_forward(k), avx512_dot::add_backward(k);
-        return k;
-      case Bfloat16Products::converted:
+#define ESPALIER_CASE(products, set)           \
+  case Bfloat16Products::products:             \
+    set::add_forward(k), set::add_backward(k); \
+    return k;
+      ESPALIER_EACH_BFLOAT16_SET(ESPALIER_CASE)
+#undef ESPALIER_CASE
+      default:
         break;
     }
   }
-  switch (instruction_set()) {
-    case InstructionSet::avx512:
-      avx512::add_forward(k), avx512::add_backward(k);
-      break;
-    case InstructionSet::avx2:
-      avx2::add_forward(k), avx2::add_backward(k);
-      break;
-    case InstructionSet::baseline:
-      baseline::add_forward(k), baseline::add_backward(k);
-      break;
-  }
+  ESPALIER_FOR_SET(add_forward<T>)(k);
+  ESPALIER_FOR_SET(add_backward<T>)(k);
   return k;
 }
 

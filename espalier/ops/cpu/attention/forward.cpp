@@ -125,14 +125,6 @@ void cap_scores(const Shape& shape, const Visible& seen, A* s) {
     }
 }
 
-// a * b rounded on its own, never fused with what follows.
-template <class V, class A>
-ESPALIER_SIMD_INLINE V rounded_product(V a, A b) {
-  V product = a * b;
-  asm("" : "+x"(product));
-  return product;
-}
-
 // Scores as weights: P = e^(scale S - m), m = scale max S. Maxima are kept of S, so that m is rounded the same way
 // whenever it is formed. A block's weights are summed before they are added to those of the blocks before it.
 template <class A>
@@ -140,7 +132,7 @@ struct Exponentials {
   static constexpr bool kOneChain = false;
   using V = Vector<A>;
   ESPALIER_SIMD_INLINE explicit Exponentials(const Shape& shape) : scale(magnitude<A>(shape.scale)) {}
-  ESPALIER_SIMD_INLINE V maximum(V score) const { return rounded_product(score, scale); }
+  ESPALIER_SIMD_INLINE V maximum(V score) const { return unfused(score * scale); }
   ESPALIER_SIMD_INLINE V weight(V score, V m) const { return exp_nonpositive(score * scale - m); }
   ESPALIER_SIMD_INLINE V factor(V former, V m) const { return exp_nonpositive(former - m); }
   ESPALIER_SIMD_INLINE V lse(V m, V total) const { return m + log(total); }

@@ -15,11 +15,7 @@
 
 namespace espalier::ESPALIER_SIMD {
 
-#if ESPALIER_SIMD_BYTES == 64
-inline constexpr int kTileRows = 6, kTileVectors = 4;  // 24 of 32 registers
-#else
-inline constexpr int kTileRows = 6, kTileVectors = 2;  // 12 of 16 registers
-#endif
+inline constexpr int kTileRows = 6, kTileVectors = kVectorRegisters == 32 ? 4 : 2;  // 24 of 32 registers or 12 of 16
 template <class A>
 inline constexpr int kPanel = kTileVectors* kLanes<A>;
 

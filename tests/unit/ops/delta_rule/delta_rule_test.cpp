@@ -129,12 +129,11 @@ Results<N> plain(Sizes s, const Rows<T>& rows, Rule rule) {
 
 template <class A>
 DeltaRuleRanges<A> ranges() {
-  return function_for_set(baseline::delta_rule_ranges<A>, avx2::delta_rule_ranges<A>, avx512::delta_rule_ranges<A>)();
+  return ESPALIER_FOR_SET(delta_rule_ranges<A>)();
 }
 template <class A>
 ChannelDecayRanges<A> channel_ranges() {
-  return function_for_set(baseline::channel_decay_ranges<A>, avx2::channel_decay_ranges<A>,
-                          avx512::channel_decay_ranges<A>)();
+  return ESPALIER_FOR_SET(channel_decay_ranges<A>)();
 }
 template <class A>
 void forward(Rule rule, const HeadRows<A>& head, A* state, A* o, A* room) {

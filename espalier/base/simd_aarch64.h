@@ -1,0 +1,28 @@
+// The part of simd.h that is written with instructions of aarch64: NEON. Included by simd.h alone.
+#pragma once
+
+#include <arm_neon.h>
+
+#define ESPALIER_VECTOR_REGISTER "w"  // as an operand of asm
+
+namespace espalier::ESPALIER_SIMD {
+
+inline constexpr int kVectorRegisters = 32;
+inline constexpr bool kMaskedMemory = false;
+
+ESPALIER_SIMD_INLINE FloatVector sqrt(FloatVector a) {
+  return reinterpret<FloatVector>(vsqrtq_f32(reinterpret<float32x4_t>(a)));
+}
+ESPALIER_SIMD_INLINE DoubleVector sqrt(DoubleVector a) {
+  return reinterpret<DoubleVector>(vsqrtq_f64(reinterpret<float64x2_t>(a)));
+}
+ESPALIER_SIMD_INLINE FloatVector add_product(FloatVector a, FloatVector b, FloatVector sum) {
+  return reinterpret<FloatVector>(
+      vfmaq_f32(reinterpret<float32x4_t>(sum), reinterpret<float32x4_t>(a), reinterpret<float32x4_t>(b)));
+}
+ESPALIER_SIMD_INLINE DoubleVector add_product(DoubleVector a, DoubleVector b, DoubleVector sum) {
+  return reinterpret<DoubleVector>(
+      vfmaq_f64(reinterpret<float64x2_t>(sum), reinterpret<float64x2_t>(a), reinterpret<float64x2_t>(b)));
+}
+
+}  // namespace espalier::ESPALIER_SIMD
