@@ -40,7 +40,8 @@ WIDE = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=4, num_
 TINY = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, vocab_size=64,
             max_position_embeddings=512)
 SANITIZED = ("add_attention_backward", "add_norm_backward")  # operations, each a stage; attention's runs the forward as well
-TOOLKIT = ("/usr/local/cuda/lib64", "/usr/local/cuda/targets/x86_64-linux/lib")  # where a torch without packages of NVIDIA has its libraries
+TOOLKIT = ("/usr/local/cuda/lib64", "/usr/local/cuda/targets/x86_64-linux/lib",
+           "/usr/local/cuda/targets/sbsa-linux/lib")  # where a torch without packages of NVIDIA has its libraries
 LIBRARIES = ("flash", "cudnn")  # they can sum gradients in any order
 KERNELS = ("own", *LIBRARIES, "hopper")
 NCU = [word for section in ("SpeedOfLight", "Occupancy", "LaunchStats", "WarpStateStats", "SchedulerStats", "InstructionStats", "ComputeWorkloadAnalysis",

@@ -2,6 +2,7 @@
 environment that holds the program and its libraries to one of them."""
 
 import os
+import platform
 import subprocess
 
 VARIABLE = "ESPALIER_INSTRUCTION_SET"
@@ -14,7 +15,10 @@ LIBRARIES = {
     "emulated_amx_bf16": dict(ONEDNN_MAX_CPU_ISA="AVX512_CORE_BF16"),
     "avx512_bf16": dict(ONEDNN_MAX_CPU_ISA="AVX512_CORE_BF16"),
     "amx_bf16": {},
+    "neon": {},
 }
+# The sets of each architecture (espalier/base/compiled_sets.h).
+ARCHITECTURES = {"aarch64": ("neon",)}
 # As avx512 but for products of bfloat16: of the Python tests only those that name it are repeated.
 BFLOAT16_ALONE = ("emulated_amx_bf16", "avx512_bf16", "amx_bf16")
 # No processor's own set, and slow: the attention tests run it, whole suites only where the variable asks for it.
@@ -49,7 +53,8 @@ def described(level, repeated, narrower):
     left = [name for name in narrower if name not in repeated]
     if left:
         text += f"; left to the sweep: {', '.join(left)}"
-    absent = [name for name in LIBRARIES if name not in (level, EMULATED, *narrower)]
+    here = ARCHITECTURES.get(platform.machine(), [name for name in LIBRARIES if name != "neon"])
+    absent = [name for name in here if name not in (level, EMULATED, *narrower)]
     if absent and not os.environ.get(VARIABLE):
         text += f"; not on this processor: {', '.join(absent)}"
     return text

@@ -20,6 +20,10 @@ PAIRS = dict(field_prompt="prompt", field_chosen="chosen", field_rejected="rejec
              rejected_format="{rejected}")
 KINDS = {
     "dpo": dict(rl="dpo", datasets=[dict(path="pairs.jsonl", ds_type="json", split="train", type=PAIRS)]),
+    "ipo": dict(rl="ipo", datasets=[dict(path="pairs.jsonl", ds_type="json", split="train", type=PAIRS)]),
+    "kto": dict(rl="kto", datasets=[dict(path="labelled.jsonl", ds_type="json", split="train", type=dict(field_prompt="prompt", field_label="label"))]),
+    "reward": dict(reward_model=True, model_type="AutoModelForSequenceClassification", num_labels=1, chat_template="tokenizer_default",
+                   datasets=[dict(path="judged.jsonl", ds_type="json", split="train", type="bradley_terry.chat_template")]),
     "grpo": dict(rl="grpo", datasets=[dict(path="pairs.jsonl", ds_type="json", split="train", type="tasks.prompts")],
                  trl=dict(num_generations=4, max_completion_length=12, reward_funcs=["tasks.reward"], use_vllm=False)),
     "sft": dict(datasets=[dict(path="texts.jsonl", ds_type="json", split="train", type="completion")], sample_packing=False, pad_to_sequence_len=False),
@@ -46,6 +50,8 @@ def folder(tmp_path_factory):
     lines = lambda name, records: (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
     pairs = [(words(i, 60), words(i + 31, 12), words(i + 57, 9)) for i in range(16)]
     lines("pairs.jsonl", [dict(prompt=p, chosen=c, rejected=r) for p, c, r in pairs])
+    lines("judged.jsonl", [dict(system="", input=p, chosen=c, rejected=r) for p, c, r in pairs])
+    lines("labelled.jsonl", [dict(prompt=words(0, 60), completion=words(i + 3, 9 + i % 4), label=i % 2 == 0) for i in range(16)])
     lines("texts.jsonl", [dict(text=words(0, 60) + " " + words(i + 3, 9 + i % 4)) for i in range(16)])
     lines("messages.jsonl", [dict(messages=[dict(role="user", content=p), dict(role="assistant", content=c)], rejected_response=r) for p, c, r in pairs])
     (folder / "instructions.json").write_text(json.dumps([dict(instruction=words(0, 60), input="", output=words(i + 3, 9 + i % 4)) for i in range(16)]))

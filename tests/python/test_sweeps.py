@@ -3,7 +3,9 @@ all cases, and the fast tier has one case of every quick test."""
 
 import datetime
 import os
+import platform
 import re
+import shutil
 import subprocess
 import sys
 import types
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import instruction_levels
 import tiers
 from conftest import ROOT, chosen_items
 from built_tests import matches, read_list
@@ -132,3 +135,20 @@ def test_long_tests_exist():
         else:
             suite, test = name.split("/")[-1].split(".")
             assert re.search(rf"\bTEST(_F|_P)?\(\s*{suite}\s*,\s*{test}\s*\)", sources), name
+
+
+@pytest.mark.skipif(platform.machine() == "aarch64", reason="needs no other machine's tools")
+def test_an_aarch64_build_names_the_tools_that_a_machine_lacks(tmp_path):
+    for tool in ("bash", "dirname", "uname"):
+        (tmp_path / tool).symlink_to(shutil.which(tool))
+    for arguments, status in ((["--if-possible"], 0), ([], 2)):
+        done = subprocess.run(["bash", ROOT / "tools/aarch64.sh", *arguments], env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+        assert done.returncode == status, done.stderr
+        assert "lacks g++-aarch64-linux-gnu qemu-user" in done.stdout and "apt-get install" in done.stdout
+
+
+def test_every_instruction_set_of_the_kernels_has_its_limits_for_the_libraries():
+    text = (ROOT / "espalier/base/compiled_sets.h").read_text()
+    names = re.findall(r'row\("(\w+)", \w+, \w+\)', text)
+    assert names and set(names) == set(instruction_levels.LIBRARIES)
+    assert {name for other in instruction_levels.ARCHITECTURES.values() for name in other} == {"neon"}
