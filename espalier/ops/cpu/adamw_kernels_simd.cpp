@@ -10,8 +10,8 @@ namespace {
 inline float root(float x) { return __builtin_sqrtf(x); }
 inline double root(double x) { return __builtin_sqrt(x); }
 
-// a b + c: one rounding where the set has the instruction (AVX2, AVX-512), else two.
-#ifdef __FMA__
+// a b + c: one rounding where the set has the instruction (all but the baseline of x86-64), else two.
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
 inline float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline double fused(double a, double b, double c) { return __builtin_fma(a, b, c); }
 #else
