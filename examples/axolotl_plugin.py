@@ -22,7 +22,10 @@ def __getattr__(name):
     if name not in TRAINERS:
         raise AttributeError(name)
     mixin, own = TRAINERS[name]
-    return type(f"Shared_{name}", (getattr(shared, mixin), get_cls_from_module_str(f"axolotl.core.trainers.{own}")), {})
+    trainer = type(f"Shared_{name}", (getattr(shared, mixin), get_cls_from_module_str(f"axolotl.core.trainers.{own}")), {})
+    if name == "reward":  # axolotl passes every reward trainer but its own an argument that TRL's lacks
+        trainer.__init__ = lambda self, *args, dataset_tags=None, **kwargs: super(trainer, self).__init__(*args, **kwargs)
+    return trainer
 
 
 class SharedPrompts(BasePlugin):

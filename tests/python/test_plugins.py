@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForSequenceClassification
 
 from conftest import ROOT
 from test_trl_trainer import load_example
@@ -21,8 +22,8 @@ PAIRS = dict(field_prompt="prompt", field_chosen="chosen", field_rejected="rejec
 KINDS = {
     "dpo": dict(rl="dpo", datasets=[dict(path="pairs.jsonl", ds_type="json", split="train", type=PAIRS)]),
     "ipo": dict(rl="ipo", datasets=[dict(path="pairs.jsonl", ds_type="json", split="train", type=PAIRS)]),
-    "kto": dict(rl="kto", datasets=[dict(path="labelled.jsonl", ds_type="json", split="train", type=dict(field_prompt="prompt", field_label="label"))]),
-    "reward": dict(reward_model=True, model_type="AutoModelForSequenceClassification", num_labels=1, chat_template="tokenizer_default",
+    "kto": dict(rl="kto", remove_unused_columns=False, datasets=[dict(path="labelled.jsonl", ds_type="json", split="train", type=dict(field_prompt="prompt", field_label="label"))]),
+    "reward": dict(base_model="judge", reward_model=True, model_type="AutoModelForSequenceClassification", num_labels=1, chat_template="tokenizer_default",
                    datasets=[dict(path="judged.jsonl", ds_type="json", split="train", type="bradley_terry.chat_template")]),
     "grpo": dict(rl="grpo", datasets=[dict(path="pairs.jsonl", ds_type="json", split="train", type="tasks.prompts")],
                  trl=dict(num_generations=4, max_completion_length=12, reward_funcs=["tasks.reward"], use_vllm=False)),
@@ -45,7 +46,11 @@ def folder(tmp_path_factory):
     example.small_model().save_pretrained(folder / "model")
     tokenizer = example.tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
-    tokenizer.save_pretrained(folder / "model")
+    judge = AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=1)  # whose head is drawn here, not once a run
+    judge.config.pad_token_id = tokenizer.pad_token_id
+    judge.save_pretrained(folder / "judge")
+    for name in ("model", "judge"):
+        tokenizer.save_pretrained(folder / name)
     words = lambda seed, n: " ".join(f"w{3 + (7 * seed + k * k) % 90}" for k in range(n))
     lines = lambda name, records: (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
     pairs = [(words(i, 60), words(i + 31, 12), words(i + 57, 9)) for i in range(16)]

@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 from trl.experimental.async_grpo.packing import tree_attention as trl_attention
 
-import espalier.ops
+import espalier.ops  # noqa: F401, the operations of torch.ops.espalier
 
 NAME = "espalier_tree"
 
