@@ -21,6 +21,7 @@ ENGINE = (
 # Parts that the program and the Python package add. The engine includes none of them.
 BESIDE_ENGINE = "settings selftest prove doctor replay report tasks serve hosting binding".split()
 ORDER = ENGINE + BESIDE_ENGINE
+ARCHITECTURES = ("x86_64", "aarch64")
 # These are pure functions of tokens, shapes and options: no tensor may enter.
 TORCH_FREE = {"base", "options", "settings", "rollout", "text", "grouping", "shape", "mixers.shape", "config", "program", "work", "forecast", "plan", "serve"}
 # What calls operations: a pointer, a number type, a thread or an ATen kernel here would be the CPU's alone.
@@ -98,8 +99,10 @@ def faults_of(name):
 
 
 def list_faults(text, names):
-    """The one list of the library's files is complete; libespalier_cuda.so has its own."""
-    listed = re.findall(r"(?<![*\w/])[\w/]+\.cpp", "\n".join(line.split("#")[0] for line in text.splitlines()))
+    """The one list of the library's files is complete; libespalier_cuda.so has its own. A file of an architecture has a twin for each."""
+    lines = [line.split("#")[0] for line in text.splitlines()]
+    text = "\n".join(dict.fromkeys(line.replace("${ESPALIER_ARCHITECTURE}", of) for line in lines for of in ARCHITECTURES))
+    listed = re.findall(r"(?<![*\w/])[\w/]+\.cpp", text)
     wanted = {n.removeprefix("espalier/") for n in names if re.match(r"espalier/(?!ops/cuda/|mixers/).*\.cpp$", n)}
     yield from (f"espalier/{name}: not in espalier/CMakeLists.txt" for name in sorted(wanted - set(listed)))
     yield from (f"espalier/CMakeLists.txt: names {name}, which does not exist" for name in sorted(set(listed) - wanted))
