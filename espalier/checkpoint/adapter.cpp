@@ -86,6 +86,10 @@ bool is_target(const std::string& module, const std::string& target) {
   return module == target || module.ends_with("." + target);
 }
 
+std::string name_in(const SafetensorsEntry& entry) {
+  return entry.name.starts_with(kPrefix) ? entry.name.substr(kPrefix.size()) : entry.name;
+}
+
 }  // namespace
 
 bool is_adapter(const fs::path& directory) {
@@ -215,8 +219,7 @@ void Adapter::place(const SafetensorsEntry& entry, const ParameterTable& base) {
   const std::string where = file_.path().string() + ": tensor '" + printable(entry.name) + "'";
   if (!is_floating(entry.type))
     throw UnsupportedError({where, "F64, F32, F16 or BF16", name_of(entry.type), "save the adapter unquantised"});
-  std::string name = entry.name;
-  if (name.starts_with(kPrefix)) name.erase(0, kPrefix.size());
+  std::string name = name_in(entry);
   if (const auto joint = joint_.tensors.find(name); joint != joint_.tensors.end()) {
     if (joint->second != nullptr)
       throw InputError({where, "every tensor once", "'" + printable(joint->second->name) + "', too", ""});
@@ -233,15 +236,33 @@ void Adapter::place(const SafetensorsEntry& entry, const ParameterTable& base) {
     if (!is_base) return;  // check_tied_head
     name = kEmbedding;     // they are the same
   }
+  if (!base.contains(name) && !a && !b && !is_base) return place_whole(entry, name, base);
   if (!base.contains(name))
     throw InputError(
         {where, "tensors of the base model", "'" + printable(name) + "', which the base model lacks", kBelongs});
   Change& change = changes_[name];
-  if (!a && !b && change.whole != nullptr && (is_base || change.is_base)) return;  // of a tied head, twice
-  const SafetensorsEntry*& place = a ? change.a.entry : b ? change.b.entry : change.whole;
+  if (!a && !b && change.whole.entry != nullptr && (is_base || change.is_base)) return;  // of a tied head, twice
+  const SafetensorsEntry*& place = a ? change.a.entry : b ? change.b.entry : change.whole.entry;
   if (place != nullptr) throw InputError({where, "every tensor once", "'" + printable(place->name) + "', too", ""});
   place = &entry;
   if (is_base) change.is_base = true;
+}
+
+// A tensor of modules_to_save that is several parameters here, or one of another name.
+void Adapter::place_whole(const SafetensorsEntry& entry, const std::string& tensor, const ParameterTable& base) {
+  bool any = false;
+  for (const Parameter& p : base.parameters()) {
+    if (p.file.tensor != tensor) continue;
+    any = true;
+    Piece& whole = changes_[p.name].whole;
+    if (whole.entry != nullptr)
+      throw InputError({file_.path().string() + ": tensor '" + printable(entry.name) + "'", "every tensor once",
+                        "'" + printable(whole.entry->name) + "', too", ""});
+    whole = {&entry, p.file.is_part() ? p.file : FilePlace()};
+  }
+  if (!any)
+    throw InputError({file_.path().string() + ": tensor '" + printable(entry.name) + "'", "tensors of the base model",
+                      "'" + printable(tensor) + "', which the base model lacks", kBelongs});
 }
 
 // Of a model whose head is its embedding peft's ensure_weight_tying saves both alike; without it peft changes one
@@ -273,10 +294,10 @@ void Adapter::check(const std::string& parameter, Change& change, const Paramete
       throw InputError({file_.path().string() + ": tensor '" + printable(entry.name) + "'",
                         "shape " + shape_text(expected), shape_text(entry.shape), kBelongs});
   };
-  if (change.whole != nullptr) {
+  if (change.whole.entry != nullptr) {
     const bool has_pair = change.a.entry != nullptr || change.b.entry != nullptr;
     if (has_pair && !change.is_base) throw InputError({where, "lora_A and lora_B, or the whole tensor", "both", ""});
-    expect(*change.whole, shape);
+    expect(*change.whole.entry, change.whole.place.is_part() ? change.whole.place.shape : shape);
     if (!has_pair) return;
   }
   if (change.a.entry == nullptr || change.b.entry == nullptr)
@@ -314,7 +335,7 @@ Adapter::Joint Adapter::joint_of(const ModelShape& base, const ParameterTable& t
   out.tied_head = base.tied_head;
   const ModelShape all = joint_shape(base, common_.rank);
   out.places = adapter_places(all);
-  std::map<std::int64_t, std::map<std::string, AdapterPlace>> of_rank;  // others than the common one
+  std::map<std::int64_t, std::map<std::string, FilePlace>> of_rank;  // others than the common one
   for (const AdapterPart& part : adapter_parts(all)) {
     if (const std::int64_t rank = size_of(part.module).rank; rank != common_.rank) {
       if (!of_rank.contains(rank)) of_rank.emplace(rank, adapter_places(joint_shape(base, rank)));
@@ -331,12 +352,11 @@ Adapter::Joint Adapter::joint_of(const ModelShape& base, const ParameterTable& t
 }
 
 void Adapter::place_joint(const ParameterTable& table) {
-  const auto found = [&](const AdapterPlace& place) {
+  const auto found = [&](const FilePlace& place) {
     const SafetensorsEntry* const entry = joint_.tensors.at(place.tensor);
-    const std::vector<std::int64_t> expected = {place.tensor_rows, place.tensor_columns};
-    if (entry != nullptr && entry->shape != expected)
+    if (entry != nullptr && entry->shape != place.shape)
       throw InputError({file_.path().string() + ": tensor '" + printable(entry->name) + "'",
-                        "shape " + shape_text(expected), shape_text(entry->shape), kBelongs});
+                        "shape " + shape_text(place.shape), shape_text(entry->shape), kBelongs});
     return Piece{entry, place};
   };
   for (const AdapterPart& part : joint_.parts) {
@@ -354,7 +374,7 @@ void Adapter::place_joint(const ParameterTable& table) {
     modules_.insert(part.module);
     if (!table.contains(part.weight)) continue;
     Change& change = changes_[part.weight];
-    if (change.whole != nullptr)
+    if (change.whole.entry != nullptr)
       throw InputError(
           {file_.path().string() + ": '" + part.weight + "'", "lora_A and lora_B, or the whole tensor", "both", ""});
     change.a = a, change.b = b, change.scale = scale_of(size_of(part.module));
@@ -396,8 +416,8 @@ std::set<std::string> Adapter::modules() const {
 std::vector<std::string> Adapter::whole() const {
   std::vector<std::string> out;
   for (const auto& [parameter, change] : changes_)
-    if (change.whole != nullptr && change.a.entry == nullptr &&
-        std::ranges::any_of(to_save_, [of = parameter.substr(0, parameter.rfind('.'))](const std::string& module) {
+    if (change.whole.entry != nullptr && change.a.entry == nullptr &&
+        std::ranges::any_of(to_save_, [of = saved_module(name_in(*change.whole.entry))](const std::string& module) {
           return is_target(of, module);
         }))
       out.push_back(parameter);
@@ -480,14 +500,14 @@ Adapter::Piece Adapter::piece_of(const std::string& parameter) const {
   if (a || b) of.replace(of.size() - kLowA.size(), kLowA.size(), kWeight);
   const auto found = changes_.find(of);
   if (found == changes_.end()) return {};
-  return a ? found->second.a : b ? found->second.b : Piece{found->second.whole, {}};
+  return a ? found->second.a : b ? found->second.b : found->second.whole;
 }
 
 bool Adapter::changes_tied_head() const { return joint_.tied_head && modules_.contains("lm_head"); }
 
 void Adapter::apply(const std::string& parameter, std::vector<double>& values) const {
   const Change& change = changes_.at(parameter);
-  if (change.whole != nullptr) values = doubles_of({change.whole, {}});
+  if (change.whole.entry != nullptr) values = doubles_of(change.whole);
   if (change.a.entry == nullptr) return;
   const std::vector<double> a = doubles_of(change.a), b = doubles_of(change.b);
   const auto rank =

@@ -69,15 +69,15 @@ class Adapter {
   // A parameter in a tensor of the file.
   struct Piece {
     const SafetensorsEntry* entry = nullptr;
-    AdapterPlace place;
+    FilePlace place;
 
     std::vector<std::byte> values(DType dtype) const;
   };
   struct Change {
-    Piece a, b;                               // W + s B A
-    const SafetensorsEntry* whole = nullptr;  // in place of W; beside a and b: W itself
-    bool is_base = false;                     // `whole` is W, which peft saves beside an adapter of the head
-    double scale = 0;                         // s
+    Piece a, b;            // W + s B A
+    Piece whole;           // in place of W; beside a and b: W itself
+    bool is_base = false;  // `whole` is W, which peft saves beside an adapter of the head
+    double scale = 0;      // s
   };
   // A value for modules whose whole name the expression matches.
   struct Pattern {
@@ -92,10 +92,11 @@ class Adapter {
   // True if the config's target_parameters name it.
   bool is_targeted(const std::string& parameter) const;
   void place(const SafetensorsEntry& entry, const ParameterTable& base);
+  void place_whole(const SafetensorsEntry& entry, const std::string& tensor, const ParameterTable& base);
   // Tensors that hold several parameters, or one of another name.
   struct Joint {
     std::vector<AdapterPart> parts;
-    std::map<std::string, AdapterPlace> places;
+    std::map<std::string, FilePlace> places;
     std::map<std::string, const SafetensorsEntry*> tensors;  // null: not in the file
     std::set<std::string> needed;                            // of the config's target_parameters
     bool tied_head = false;
@@ -138,29 +139,5 @@ std::string peft_name(const std::string& parameter);
 // OptionError for a failing output.
 void write_adapter_directory(const std::filesystem::path& target, const ModelShape& shape, const std::string& base,
                              const ParameterTable& table, DType from, const ParameterValues& values, DType to);
-
-// The table's parameters as peft's tensors, whose names begin with `prefix`: those of one tensor are joined.
-class AdapterTensors {
- public:
-  // `shape` null: every parameter is a tensor of its own name. `with_head`: an embedding that is also the head stands
-  // there under both names.
-  AdapterTensors(const ModelShape* shape, const ParameterTable& table, std::string prefix, bool with_head = false);
-
-  // In the order of `append`.
-  std::vector<TensorSpec> specs(DType dtype) const;
-  // Reads all values, in the table's order.
-  void append(SafetensorsWriter& writer, DType from, const ParameterValues& values, DType to) const;
-
- private:
-  // Calls visit(parameter, its place or null, whether its tensor is complete then).
-  template <class Visit>
-  void for_each(Visit visit) const;
-
-  const ParameterTable& table_;
-  std::string prefix_;
-  bool with_head_;
-  std::map<std::string, AdapterPlace> places_;
-  std::map<std::string, std::int64_t> parts_;  // parameters of each tensor
-};
 
 }  // namespace espalier

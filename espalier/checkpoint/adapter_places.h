@@ -17,28 +17,18 @@
 #include <cstdint>
 #include <map>
 #include <string>
-#include <vector>
 
+#include "espalier/shape/file_place.h"
 #include "espalier/shape/model_shape.h"
-#include "espalier/shape/parameter_shapes.h"
 
 namespace espalier {
 
-// Element (i, j) of a parameter is (first_row + i row_step, first_column + j column_step) of the tensor.
-struct AdapterPlace {
-  std::string tensor;  // without base_model.model.
-  std::int64_t tensor_rows = 0, tensor_columns = 0;
-  std::int64_t rows = 0, columns = 0;  // of the parameter
-  std::int64_t first_row = 0, row_step = 1, first_column = 0, column_step = 1;
+// By the parameters' names: all adapters of the shape. Every place names its tensor, without base_model.model., and is
+// stated as a part of it.
+std::map<std::string, FilePlace> adapter_places(const ModelShape& shape);
 
-  bool is_tensor() const { return rows == tensor_rows && columns == tensor_columns; }
-  std::int64_t at(std::int64_t i, std::int64_t j) const {
-    return (first_row + i * row_step) * tensor_columns + first_column + j * column_step;
-  }
-};
-
-// By the parameters' names: all adapters of the shape.
-std::map<std::string, AdapterPlace> adapter_places(const ModelShape& shape);
+// The module of modules_to_save that a tensor of a model's files belongs to; the experts of a layer are one.
+std::string saved_module(const std::string& tensor);
 
 // The model with an adapter of every module that can have one.
 ModelShape with_every_adapter(ModelShape shape, std::int64_t rank);

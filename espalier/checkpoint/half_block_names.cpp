@@ -82,29 +82,4 @@ std::map<std::string, std::string> names_of_blocks(std::span<const std::string> 
   return out;
 }
 
-std::map<std::string, std::string> names_of_half_blocks(std::span<const std::string> names_of_parameters) {
-  std::map<int, bool> has_mlp;
-  for (const std::string& name : names_of_parameters)
-    if (const auto layer = layer_name(name, kOwnLayers))
-      has_mlp[layer->layer] = has_mlp[layer->layer] || layer->rest.starts_with("mlp.");
-  std::map<int, int> first;  // of a block's halves in files
-  int next = 0;
-  for (const auto& [block, mlp] : has_mlp) first[block] = next, next += mlp ? 2 : 1;
-  std::map<std::string, std::string> out;
-  for (const std::string& name : names_of_parameters) {
-    for (const auto& [file, own] : kOuter)
-      if (name == own) out[name] = "backbone." + std::string(file);
-    const auto layer = layer_name(name, kOwnLayers);
-    if (!layer) continue;
-    for (const HalfNames& of : kHalves) {
-      const std::string prefix =
-          std::string(kFileLayers) + std::to_string(first[layer->layer] + (of.half == Half::mlp ? 1 : 0)) + ".";
-      for (const auto& [file, own] : of.beginnings())
-        if (layer->rest.starts_with(own))
-          out[name] = prefix + std::string(file) + std::string(layer->rest.substr(own.size()));
-    }
-  }
-  return out;
-}
-
 }  // namespace espalier

@@ -4,6 +4,7 @@
 #include <list>
 #include <map>
 #include <optional>
+#include <set>
 #include <unordered_set>
 #include <vector>
 
@@ -18,6 +19,7 @@
 #include "espalier/checkpoint/nf4_tensors.h"
 #include "espalier/checkpoint/packed_experts.h"
 #include "espalier/checkpoint/safetensors.h"
+#include "espalier/checkpoint/strided_copy.h"
 #include "espalier/config/fp8_config.h"
 #include "espalier/model/parameters.h"
 
@@ -37,13 +39,10 @@ struct Tensors {
   fs::path where;  // named in messages
   std::list<SafetensorsFile> files;
   std::map<std::string, const SafetensorsEntry*> by_name;
-  std::list<SafetensorsEntry> parts;  // of fused tensors, under the names they have on their own
-  // Of a model with a vision tower: what stands before the names of its text model, in place of "model.", and the
-  // tensors of the rest.
-  std::string text_prefix;
-  std::vector<const SafetensorsEntry*> beside;
-  std::int64_t further = 0;                   // of them those of layers that predict further tokens
-  std::map<std::string, std::string> absent;  // that the index names: name -> file
+  std::list<SafetensorsEntry> parts;            // of fused tensors, under the names they have on their own
+  std::vector<const SafetensorsEntry*> beside;  // of a model with a vision tower, and of layers that do not run
+  std::int64_t further = 0;                     // of them those of layers that predict further tokens
+  std::map<std::string, std::string> absent;    // that the index names: name -> file
 };
 
 void open_file(const fs::path& path, Tensors& tensors) {
@@ -100,23 +99,24 @@ SafetensorsEntry part_of(const SafetensorsEntry& whole, std::string name, std::i
   return part;
 }
 
-// Recent transformers may store the experts of a layer as two tensors, experts.gate_up_proj [E, 2F, M] (gate, then up)
-// and experts.down_proj [E, M, F], as Granite 4's files do under other names: they are read as their slices.
+// Recent transformers may store the experts of a layer as two tensors, experts.gate_up_proj [E, 2F, M] (gate, then up;
+// without gates experts.up_proj [E, F, M]) and experts.down_proj [E, M, F], as Granite 4's files do under other names:
+// they are read as their slices.
 void split_fused_experts(Tensors& tensors) {
   constexpr std::string_view kInput = ".block_sparse_moe.input_linear.weight",
-                             kOutput = ".block_sparse_moe.output_linear.weight";
+                             kOutput = ".block_sparse_moe.output_linear.weight", kUp = ".experts.up_proj";
   std::vector<const SafetensorsEntry*> fused;
   for (const auto& [name, entry] : tensors.by_name)
-    if ((name.ends_with(".experts.gate_up_proj") || name.ends_with(".experts.down_proj") || name.ends_with(kInput) ||
-         name.ends_with(kOutput)) &&
+    if ((name.ends_with(".experts.gate_up_proj") || name.ends_with(kUp) || name.ends_with(".experts.down_proj") ||
+         name.ends_with(kInput) || name.ends_with(kOutput)) &&
         entry->shape.size() == 3)
       fused.push_back(entry);
   for (const SafetensorsEntry* entry : fused) {
     const bool granite = entry->name.ends_with(kInput) || entry->name.ends_with(kOutput);
     const std::string module = granite ? entry->name.substr(0, entry->name.rfind(".weight")) : entry->name;
     const std::string experts = module.substr(0, module.rfind('.') + 1) + (granite ? "experts." : "");
-    const bool down = module.ends_with(".down_proj") || entry->name.ends_with(kOutput);
-    if (!down && entry->shape[1] % 2 != 0) continue;  // reported as unexpected
+    const bool down = module.ends_with(".down_proj") || entry->name.ends_with(kOutput), up = module.ends_with(kUp);
+    if (!down && !up && entry->shape[1] % 2 != 0) continue;  // reported as unexpected
     tensors.by_name.erase(entry->name);
     for (std::int64_t e = 0; e < entry->shape[0]; ++e) {
       const std::string expert = experts + std::to_string(e) + ".";
@@ -126,8 +126,8 @@ void split_fused_experts(Tensors& tensors) {
           throw InputError({tensors.where.string(), "every expert once",
                             "'" + printable(tensors.parts.back().name) + "' fused and on its own", ""});
       };
-      if (down) {
-        add("down_proj", 0, 1);
+      if (down || up) {
+        add(down ? "down_proj" : "up_proj", 0, 1);
       } else {
         add("gate_proj", 0, 2);
         add("up_proj", 1, 2);
@@ -248,20 +248,68 @@ void set_apart_the_rest(Tensors& tensors) {
   std::vector<std::string> further;
   for (const auto& [name, entry] : tensors.by_name)
     if (name.ends_with(kFurtherTokens)) further.push_back(name.substr(0, name.size() - kFurtherTokens.size()));
+  std::string_view text_prefix;  // in place of "model."
   for (const std::string_view prefix : {kTextOfVision, kTextOfLanguage})
     if (std::ranges::any_of(tensors.by_name, [&](const auto& item) { return item.first.starts_with(prefix); }))
-      tensors.text_prefix = prefix;
+      text_prefix = prefix;
   for (const auto& [name, entry] : tensors.by_name) {
     const bool is_further_layer = is_further(name, further);
     tensors.further += is_further_layer ? 1 : 0;
     if (is_further_layer || is_of_vision(name))
       tensors.beside.push_back(is_fp8(*entry) ? &tensors.parts.emplace_back(in_bfloat16(*entry)) : entry);
-    else if (!tensors.text_prefix.empty() && name.starts_with(tensors.text_prefix))
-      of_text.emplace(kPrefix + name.substr(tensors.text_prefix.size()), entry);
+    else if (!text_prefix.empty() && name.starts_with(text_prefix))
+      of_text.emplace(kPrefix + name.substr(text_prefix.size()), entry);
     else
       of_text.emplace(name == kHeadOfLanguage ? kHead : name, entry);
   }
   tensors.by_name = std::move(of_text);
+}
+
+// The tensors under the names that parameters have here.
+void take_apart(Tensors& tensors) {
+  join_nf4_tensors(tensors.by_name, tensors.parts, tensors.where.string());
+  join_fp8_tensors(tensors.by_name, tensors.parts, stored_fp8(tensors.where), tensors.where.string());
+  split_packed_experts(tensors.by_name, tensors.parts);
+  split_fused_experts(tensors);
+  split_fused_matrices(tensors);
+  join_half_blocks(tensors);
+  rename_dense_layers(tensors);
+  set_apart_the_rest(tensors);
+}
+
+// A parameter in a file's tensor.
+SafetensorsEntry entry_of(const Parameter& p, const SafetensorsEntry& whole) {
+  SafetensorsEntry part = whole;
+  part.name = p.name;
+  if (!p.file.is_part()) return part;
+  const FilePlace& place = p.file;
+  const std::int64_t element = bytes_of(whole.type);
+  part.shape = p.whole_shape();
+  part.count = place.rows * place.columns;
+  part.bytes = part.count * element;
+  part.data = whole.data + place.first * element;
+  if (place.is_contiguous()) return part;
+  part.unpack = [from = part.data, element, place](std::byte* out) {
+    copy_strided(element, place.rows, place.columns, place.row_step, place.column_step, place.columns, 1, from, out);
+  };
+  return part;
+}
+
+// Tensors of files for users that need not hold a whole model, so that only the table's rows say what is in them.
+void take_rows_apart(Tensors& tensors, const ParameterTable& table) {
+  std::map<std::string, const SafetensorsEntry*> rows;
+  std::set<std::string> of_files;
+  for (const Parameter& p : table.parameters()) {
+    if (p.file.tensor.empty() || p.low_rank) continue;
+    const auto found = tensors.by_name.find(p.file.tensor);
+    if (found == tensors.by_name.end() || bytes_of(found->second->type) < 2) continue;
+    if (p.file.is_part() && found->second->shape != p.file.shape) continue;  // reported as unexpected
+    tensors.parts.push_back(entry_of(p, *found->second));
+    rows.emplace(p.name, &tensors.parts.back());
+    of_files.insert(p.file.tensor);
+  }
+  for (const std::string& name : of_files) tensors.by_name.erase(name);
+  tensors.by_name.merge(rows);
 }
 
 Tensors open_model(const fs::path& directory) {
@@ -282,14 +330,7 @@ Tensors open_model(const fs::path& directory) {
         {directory.string(), "model.safetensors or model.safetensors.index.json", "neither",
          "Is the download complete? Weights in another format: load them with transformers and call save_pretrained"});
   }
-  join_nf4_tensors(tensors.by_name, tensors.parts, directory.string());
-  join_fp8_tensors(tensors.by_name, tensors.parts, stored_fp8(directory), directory.string());
-  split_packed_experts(tensors.by_name, tensors.parts);
-  split_fused_experts(tensors);
-  split_fused_matrices(tensors);
-  join_half_blocks(tensors);
-  rename_dense_layers(tensors);
-  set_apart_the_rest(tensors);
+  take_apart(tensors);
   return tensors;
 }
 
@@ -531,6 +572,8 @@ void load_named_tensors(const fs::path& file, const ParameterTable& table, DType
   Tensors tensors;
   tensors.where = file;
   open_file(file, tensors);
+  take_rows_apart(tensors, table);
+  take_apart(tensors);
   load(tensors, table, dtype, flat, progress, ValueHead::stored);
 }
 
@@ -558,13 +601,6 @@ std::vector<fs::path> StoredTensors::files() const {
 bool StoredTensors::has(const std::string& name) const { return files_->by_name.contains(name); }
 
 const std::vector<const SafetensorsEntry*>& StoredTensors::beside_text() const { return files_->tensors.beside; }
-
-std::string StoredTensors::file_name(const std::string& name) const {
-  const std::string& prefix = files_->tensors.text_prefix;
-  if (prefix.empty()) return name;
-  if (name == kHead) return prefix == kTextOfLanguage ? kHeadOfLanguage : kHead;
-  return name.starts_with(kPrefix) ? prefix + name.substr(std::string_view(kPrefix).size()) : name;
-}
 
 const SafetensorsEntry& StoredTensors::at(const std::string& name) const {
   auto found = files_->by_name.find(name);

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "espalier/base/dtype.h"
+#include "espalier/checkpoint/file_tensors.h"
 #include "espalier/checkpoint/safetensors.h"
 #include "espalier/model/parameters.h"
 
@@ -78,11 +79,8 @@ class StoredTensors {
   // Errors: InputError where the directory has no such tensor any more.
   const SafetensorsEntry& at(const std::string& name) const;
 
-  // The tensors outside the text model: those of a vision tower, and of layers that predict further tokens. The file
-  // name of a text model's tensor, which differs from its own beside a tower.
-  // Everywhere else tensors have the names of a plain text model.
+  // The tensors outside the text model: those of a vision tower, and of layers that predict further tokens.
   const std::vector<const SafetensorsEntry*>& beside_text() const;
-  std::string file_name(const std::string& name) const;
 
  private:
   struct Files;
@@ -111,7 +109,8 @@ void write_model_directory(const std::filesystem::path& target, const std::files
                            const ParameterTable& table, DType from, const void* flat, DType to,
                            const WriteOptions& options = {});
 
-// One safetensors file with every parameter as dtype, unconverted; complete or absent.
+// One safetensors file with the table's parameters as dtype, in the tensors of the model's own files; complete or
+// absent.
 void write_named_tensors(const std::filesystem::path& file, const ParameterTable& table, DType dtype, const void* flat);
 
 // The same with the parameters of several models, each under its prefix.
@@ -119,7 +118,7 @@ struct NamedTensors {
   std::string prefix;
   const ParameterTable& table;
   ParameterValues values;
-  const ModelShape* adapters = nullptr;  // not null: adapters are in the tensors of peft (checkpoint/adapter.h)
+  AdapterNames adapters = AdapterNames::own;
 };
 void write_named_tensors(const std::filesystem::path& file, const std::vector<NamedTensors>& models, DType dtype);
 

@@ -8,36 +8,12 @@
 #include <utility>
 
 #include "espalier/checkpoint/convert.h"
+#include "espalier/checkpoint/strided_copy.h"
 
 namespace espalier {
 namespace {
 
 constexpr std::int64_t kBlock = 32;  // numbers of MXFP4 with one exponent
-
-// out [rows, columns]: element (r, c) is that of `in` at r row_step + c column_step. Steps in elements. In tiles, as
-// one of both sides is read or written across.
-template <class T>
-void copy_strided(std::int64_t rows, std::int64_t columns, std::int64_t row_step, std::int64_t column_step,
-                  std::int64_t out_row_step, std::int64_t out_column_step, const std::byte* in, std::byte* out) {
-  constexpr std::int64_t kTile = 64;
-  for (std::int64_t r0 = 0; r0 < rows; r0 += kTile)
-    for (std::int64_t c0 = 0; c0 < columns; c0 += kTile)
-      for (std::int64_t r = r0; r < std::min(rows, r0 + kTile); ++r)
-        for (std::int64_t c = c0; c < std::min(columns, c0 + kTile); ++c)
-          std::memcpy(out + (r * out_row_step + c * out_column_step) * static_cast<std::int64_t>(sizeof(T)),
-                      in + (r * row_step + c * column_step) * static_cast<std::int64_t>(sizeof(T)), sizeof(T));
-}
-
-void copy_strided(std::int64_t element_bytes, std::int64_t rows, std::int64_t columns, std::int64_t row_step,
-                  std::int64_t column_step, std::int64_t out_row_step, std::int64_t out_column_step,
-                  const std::byte* in, std::byte* out) {
-  const auto copy = [&]<class T>() {
-    copy_strided<T>(rows, columns, row_step, column_step, out_row_step, out_column_step, in, out);
-  };
-  if (element_bytes == 2) return copy.template operator()<std::uint16_t>();
-  if (element_bytes == 4) return copy.template operator()<std::uint32_t>();
-  copy.template operator()<std::uint64_t>();
-}
 
 using Tensors = std::map<std::string, const SafetensorsEntry*>;
 
@@ -170,28 +146,6 @@ void split_packed_experts(Tensors& tensors, std::list<SafetensorsEntry>& parts) 
   for (const auto& [name, entry] : tensors)
     if (name.ends_with(kBias)) experts.push_back(name.substr(0, name.size() - kName.size()));
   for (const std::string& prefix : experts) Splitter(tensors, parts).split(prefix);
-}
-
-Packed packed_as(std::string_view name) {
-  if (name.ends_with(".experts.gate_up_proj")) return Packed::gate_up;
-  if (name.ends_with(".experts.down_proj")) return Packed::down;
-  if (name.ends_with(".experts.gate_up_proj_bias")) return Packed::gate_up_bias;
-  return name.ends_with(".experts.down_proj_bias") ? Packed::down_bias : Packed::none;
-}
-
-std::vector<std::int64_t> packed_shape(Packed kind, std::int64_t parts, const std::vector<std::int64_t>& part) {
-  if (kind == Packed::gate_up) return {parts / 2, part[1], 2 * part[0]};
-  if (kind == Packed::down) return {parts, part[1], part[0]};
-  return kind == Packed::gate_up_bias ? std::vector<std::int64_t>{parts / 2, 2 * part[0]}
-                                      : std::vector<std::int64_t>{parts, part[0]};
-}
-
-void pack(Packed kind, const std::vector<std::int64_t>& part, std::int64_t element_bytes, const std::byte* first,
-          const std::byte* up, std::byte* out) {
-  const bool both = kind == Packed::gate_up || kind == Packed::gate_up_bias;
-  const std::int64_t inputs = part.size() > 1 ? part[1] : 1, step = both ? 2 : 1, outputs = step * part[0];
-  copy_strided(element_bytes, part[0], inputs, inputs, 1, step, outputs, first, out);
-  if (both) copy_strided(element_bytes, part[0], inputs, inputs, 1, step, outputs, up, out + element_bytes);
 }
 
 }  // namespace espalier

@@ -13,13 +13,9 @@
 // (shape/parameter_shapes.h): experts.3.gate_proj.weight.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
 #include <list>
 #include <map>
 #include <string>
-#include <string_view>
-#include <vector>
 
 #include "espalier/checkpoint/safetensors.h"
 
@@ -28,17 +24,5 @@ namespace espalier {
 // Replaces packed tensors by their parts, which `parts` keeps; values are unpacked when read. Other tensors do not
 // change.
 void split_packed_experts(std::map<std::string, const SafetensorsEntry*>& tensors, std::list<SafetensorsEntry>& parts);
-
-// How a file's tensor is composed of the parameters of all experts.
-enum class Packed : std::uint8_t { none, gate_up, down, gate_up_bias, down_bias };
-Packed packed_as(std::string_view name);
-
-// The shape of the tensor from the number of its parts and the shape of one of them: [outputs, inputs] or [outputs].
-std::vector<std::int64_t> packed_shape(Packed kind, std::int64_t parts, const std::vector<std::int64_t>& part);
-
-// Overwrites `out` with one expert's slice: of gate (`first`) and up, or of down (`first`; `up` is not read). `part`:
-// the shape of one of them.
-void pack(Packed kind, const std::vector<std::int64_t>& part, std::int64_t element_bytes, const std::byte* first,
-          const std::byte* up, std::byte* out);
 
 }  // namespace espalier

@@ -10,7 +10,7 @@
 #include "espalier/base/atomic_file.h"
 #include "espalier/base/error.h"
 #include "espalier/checkpoint/adapter.h"
-#include "espalier/checkpoint/convert.h"
+#include "espalier/checkpoint/file_tensors.h"
 #include "espalier/checkpoint/json_file.h"
 #include "espalier/shape/trained_parameters.h"
 
@@ -20,11 +20,6 @@ namespace {
 
 constexpr const char* kPrefix = "base_model.model.";
 constexpr const char *kHead = "lm_head.weight", *kEmbedding = "model.embed_tokens.weight";
-constexpr std::int64_t kBlock = std::int64_t{1} << 18;  // numbers that are converted at once
-
-std::string without(const std::string& name, std::string_view ending) {
-  return name.ends_with(ending) ? name.substr(0, name.size() - ending.size()) : name;
-}
 
 // The last part of a module's name.
 std::string last_part(const std::string& module) { return module.substr(module.rfind('.') + 1); }
@@ -83,7 +78,7 @@ void write_adapter_directory(const fs::path& target, const ModelShape& shape, co
   std::set<std::string> adapted, whole;
   for (const AdapterPart& part : adapter_parts(shape)) adapted.insert(part.module);
   for (const Parameter& p : table.parameters())
-    if (!p.low_rank) whole.insert(without(without(p.name, ".weight"), ".bias"));
+    if (!p.low_rank) whole.insert(saved_module(p.file_tensor()));
   const AdapterShape& adapter = shape.trained.adapter;
   Json config;
   config["peft_type"] = "LORA";
@@ -107,73 +102,24 @@ void write_adapter_directory(const fs::path& target, const ModelShape& shape, co
   if (with_head) config["ensure_weight_tying"] = true;
   write_json_file(target / "adapter_config.json", config);
 
+  std::vector<FileTensor> tensors = file_tensors(table);
+  const auto embedding = std::ranges::find(tensors, kEmbedding, &FileTensor::name);
+  if (with_head) {
+    FileTensor head = *embedding;
+    head.name = kHead;
+    tensors.insert(embedding + 1, std::move(head));
+  }
   OutputFile output(target / "adapter_model.safetensors");
-  const AdapterTensors tensors(&shape, table, kPrefix, with_head);
-  SafetensorsWriter writer(output, tensors.specs(to), {{"format", "pt"}});
-  tensors.append(writer, from, values, to);
+  SafetensorsWriter writer(output, specs_of(tensors, to, kPrefix));
+  const Parameter* last = nullptr;  // its values are asked for once, also where two tensors hold them
+  const void* own = nullptr;
+  const auto give = [&](const Parameter& parameter, const ValueSink& sink) {
+    if (&parameter != last) own = values(parameter), last = &parameter;
+    give_converted(sink, tensor_type_of(from), own, to, parameter.count);
+  };
+  for (const FileTensor& tensor : tensors) append_tensor(writer, tensor, to, give);
   writer.finish();
   output.close_synced();
-}
-
-AdapterTensors::AdapterTensors(const ModelShape* shape, const ParameterTable& table, std::string prefix, bool with_head)
-    : table_(table), prefix_(std::move(prefix)), with_head_(with_head) {
-  if (shape != nullptr) places_ = adapter_places(*shape);
-  for (const auto& [name, place] : places_) ++parts_[place.tensor];
-}
-
-template <class Visit>
-void AdapterTensors::for_each(Visit visit) const {
-  std::map<std::string, std::int64_t> done;
-  for (const Parameter& p : table_.parameters()) {
-    const auto found = places_.find(p.name);
-    const AdapterPlace* const place = found == places_.end() ? nullptr : &found->second;
-    visit(p, place, place == nullptr || ++done[place->tensor] == parts_.at(place->tensor));
-  }
-}
-
-std::vector<TensorSpec> AdapterTensors::specs(DType dtype) const {
-  std::vector<TensorSpec> out;
-  for_each([&](const Parameter& p, const AdapterPlace* place, bool complete) {
-    if (!complete) return;
-    out.push_back({prefix_ + (place == nullptr ? p.name : place->tensor), tensor_type_of(dtype), p.shape});
-    if (place != nullptr) out.back().shape = {place->tensor_rows, place->tensor_columns};
-    if (with_head_ && p.name == kEmbedding) out.push_back({prefix_ + kHead, tensor_type_of(dtype), p.shape});
-  });
-  return out;
-}
-
-void AdapterTensors::append(SafetensorsWriter& writer, DType from, const ParameterValues& values, DType to) const {
-  std::map<std::string, std::vector<std::byte>> joined;
-  std::vector<std::byte> converted;
-  const std::int64_t bytes = bytes_of(to);
-  for_each([&](const Parameter& p, const AdapterPlace* place, bool complete) {
-    const auto* const own = static_cast<const std::byte*>(values(p));
-    const auto convert = [&](std::int64_t first, std::int64_t count) {
-      converted.resize(static_cast<std::size_t>(count * bytes));
-      convert_values(tensor_type_of(from), own + first * bytes_of(from), to, converted.data(), count);
-      return converted.data();
-    };
-    if (place == nullptr || place->is_tensor()) {
-      // In blocks: a copy of a large embedding would not be in the plan.
-      for (int times = with_head_ && p.name == kEmbedding ? 2 : 1; times > 0; --times)
-        for (std::int64_t first = 0; first < p.count; first += kBlock) {
-          const std::int64_t count = std::min(kBlock, p.count - first);
-          writer.append(convert(first, count), count * bytes);
-        }
-      return;
-    }
-    convert(0, p.count);
-    std::vector<std::byte>& tensor = joined[place->tensor];
-    tensor.resize(static_cast<std::size_t>(place->tensor_rows * place->tensor_columns * bytes));
-    const std::int64_t run = place->column_step == 1 ? place->columns : 1;  // neighbours in both
-    const std::byte* next = converted.data();
-    for (std::int64_t i = 0; i < place->rows; ++i)
-      for (std::int64_t j = 0; j < place->columns; j += run, next += run * bytes)
-        std::copy(next, next + run * bytes, tensor.begin() + place->at(i, j) * bytes);
-    if (!complete) return;
-    writer.append(tensor.data(), static_cast<std::int64_t>(tensor.size()));
-    joined.erase(place->tensor);
-  });
 }
 
 }  // namespace espalier

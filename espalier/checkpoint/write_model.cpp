@@ -4,25 +4,18 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
-#include <functional>
-#include <map>
 #include <optional>
-#include <span>
 #include <string>
 #include <vector>
 
 #include "espalier/base/atomic_file.h"
 #include "espalier/base/error.h"
-#include "espalier/checkpoint/adapter.h"
-#include "espalier/checkpoint/convert.h"
-#include "espalier/checkpoint/half_block_names.h"
+#include "espalier/checkpoint/file_tensors.h"
 #include "espalier/checkpoint/json_file.h"
 #include "espalier/checkpoint/model_directory.h"
-#include "espalier/checkpoint/packed_experts.h"
 #include "espalier/checkpoint/safetensors.h"
 #include "espalier/config/model_config.h"
 #include "espalier/model/parameters.h"
@@ -33,69 +26,22 @@ namespace {
 
 constexpr const char* kHead = "lm_head.weight";
 
-// A tensor of the files: a parameter, neighbours that the family stores as one, or what is written as it is stored.
-struct FileTensor {
-  std::string name;
-  std::size_t begin, end;  // parameters
-  std::vector<std::int64_t> shape;
-  std::int64_t count;
-  const SafetensorsEntry* stored = nullptr;
-  Packed packed = Packed::none;  // of the parameters
-
-  TensorType type(DType to) const { return stored != nullptr ? stored->type : tensor_type_of(to); }
-  std::int64_t bytes(DType to) const { return count * bytes_of(type(to)); }
-};
-
-// Experts of a layer end to end, in Granite 4's files: so many parameters, the shape of one of them. Empty: no such
-// tensor.
-std::vector<std::int64_t> stacked_shape(const std::string& name, std::size_t parts,
-                                        const std::vector<std::int64_t>& part) {
-  const auto count = static_cast<std::int64_t>(parts);
-  if (name.ends_with(".block_sparse_moe.output_linear.weight")) return {count, part[0], part[1]};
-  if (name.ends_with(".block_sparse_moe.input_linear.weight")) return {count / 2, 2 * part[0], part[1]};
-  return {};
-}
-
-std::vector<FileTensor> file_tensors(const ParameterTable& table, const WriteOptions& options) {
-  std::vector<FileTensor> tensors;
-  const std::vector<Parameter>& parameters = table.parameters();
-  for (std::size_t i = 0; i < parameters.size(); ++i) {
-    const Parameter& p = parameters[i];
-    if (options.of_sequences && p.name == kValueBias) {
-      ESPALIER_INTERNAL(i + 1 == parameters.size(), "parameters behind the value head");  // ranges have no holes
-      break;
-    }
-    if (options.stored != nullptr && keeps_its_dtype(p.name)) {
-      const SafetensorsEntry& entry = options.stored->at(p.name);
-      tensors.push_back({p.name, i, i, entry.shape, entry.count, &entry});
-      continue;
-    }
-    if (!p.fused.empty() && i > 0 && parameters[i - 1].fused == p.fused) {
-      FileTensor& last = tensors.back();
-      last.count += p.count;
-      ++last.end;
-      if (const auto stacked = stacked_shape(p.fused, last.end - last.begin, p.shape); !stacked.empty())
-        last.shape = stacked;
-      else if (last.packed == Packed::none)
-        last.shape[0] += p.shape[0];
-      else
-        last.shape = packed_shape(last.packed, static_cast<std::int64_t>(last.end - last.begin), p.shape);
-    } else if (packed_as(p.fused) != Packed::none) {
-      tensors.push_back({p.fused, i, i + 1, packed_shape(packed_as(p.fused), 1, p.shape), p.count});
-      tensors.back().packed = packed_as(p.fused);
-    } else {
-      const std::vector<std::int64_t> stacked = stacked_shape(p.fused, 1, p.shape);
-      tensors.push_back({p.fused.empty() ? p.name : p.fused, i, i + 1, stacked.empty() ? p.shape : stacked, p.count});
-    }
+// The tensors of a model. A critic's bias of sequences is none, and parameters that keep their dtype are written as
+// they are stored. So are the tensors beside the text model.
+std::vector<FileTensor> model_tensors(const ParameterTable& table, const WriteOptions& options,
+                                      const StoredTensors* beside) {
+  std::vector<FileTensor> tensors = file_tensors(table);
+  if (options.of_sequences) std::erase_if(tensors, [](const FileTensor& tensor) { return tensor.name == kValueBias; });
+  for (FileTensor& tensor : tensors) {
+    const std::string& name = tensor.parts.front().parameter->name;
+    if (options.stored == nullptr || !keeps_its_dtype(name)) continue;
+    const SafetensorsEntry& entry = options.stored->at(name);
+    tensor = {.name = tensor.name, .shape = entry.shape, .count = entry.count, .stored = &entry};
   }
+  if (beside == nullptr) return tensors;
+  for (const SafetensorsEntry* entry : beside->beside_text())
+    tensors.push_back({.name = entry->name, .shape = entry->shape, .count = entry->count, .stored = entry});
   return tensors;
-}
-
-// Under the names of a model with a vision tower, and with the tensors that are no part of the text model.
-void put_beside_text(std::vector<FileTensor>& tensors, const StoredTensors& source) {
-  for (FileTensor& tensor : tensors) tensor.name = source.file_name(tensor.name);
-  for (const SafetensorsEntry* entry : source.beside_text())
-    tensors.push_back({entry->name, 0, 0, entry->shape, entry->count, entry});
 }
 
 struct FileShard {
@@ -117,88 +63,27 @@ std::vector<FileShard> cut_shards(const std::vector<FileTensor>& tensors, DType 
   return shards;
 }
 
-// Takes converted values, in pieces.
-using Sink = std::function<void(const void* values, std::int64_t bytes)>;
-
-void append_converted(const Sink& sink, TensorType from, const std::byte* values, DType to, std::int64_t count) {
-  if (from == tensor_type_of(to)) return sink(values, count * bytes_of(to));
-  constexpr std::int64_t kPiece = std::int64_t{1} << 20;
-  std::vector<std::byte> piece(static_cast<std::size_t>(std::min(kPiece, count) * bytes_of(to)));
-  for (std::int64_t begin = 0; begin < count; begin += kPiece) {
-    const std::int64_t size = std::min(kPiece, count - begin);
-    convert_values(from, values + begin * bytes_of(from), to, piece.data(), size);
-    sink(piece.data(), size * bytes_of(to));
-  }
-}
-
-// The slices of all experts, one after the other.
-void write_packed(SafetensorsWriter& writer, const FileTensor& tensor, const ParameterTable& table, DType to,
-                  const std::function<void(const Parameter&, const Sink&)>& give) {
-  const std::vector<Parameter>& parameters = table.parameters();
-  const std::size_t each = tensor.packed == Packed::gate_up || tensor.packed == Packed::gate_up_bias ? 2 : 1;
-  std::array<std::vector<std::byte>, 2> parts;
-  std::vector<std::byte> slice;
-  for (std::size_t i = tensor.begin; i < tensor.end; i += each) {
-    for (std::size_t j = 0; j < each; ++j) {
-      parts[j].clear();
-      give(parameters[i + j], [&](const void* values, std::int64_t bytes) {
-        const auto* const begin = static_cast<const std::byte*>(values);
-        parts[j].insert(parts[j].end(), begin, begin + bytes);
-      });
-    }
-    slice.resize(parts[0].size() * each);
-    pack(tensor.packed, parameters[i].shape, bytes_of(to), parts[0].data(), parts[1].data(), slice.data());
-    writer.append(slice.data(), static_cast<std::int64_t>(slice.size()));
-  }
-}
-
-void write_tensors(OutputFile& output, const ParameterTable& table, std::span<const FileTensor> tensors, DType from,
+void write_tensors(OutputFile& output, const ParameterTable& table, const std::vector<FileTensor>& tensors, DType from,
                    const ParameterValues& values, DType to, const WriteOptions& options) {
-  std::vector<TensorSpec> specs;
-  for (const FileTensor& tensor : tensors) specs.push_back({tensor.name, tensor.type(to), tensor.shape});
-  SafetensorsWriter writer(output, specs);
-  for (const FileTensor& tensor : tensors) {
-    if (tensor.stored != nullptr) {
+  SafetensorsWriter writer(output, specs_of(tensors, to));
+  const auto give = [&](const Parameter& parameter, const ValueSink& sink) {
+    if (options.stored != nullptr && !options.changed(parameter.name)) {
+      const SafetensorsEntry& entry = options.stored->at(parameter.name);
       std::vector<std::byte> room;
-      writer.append(values_of(*tensor.stored, room), tensor.stored->bytes);
-      forget_pages(*tensor.stored);
+      give_converted(sink, entry.type, values_of(entry, room), to, parameter.count);
+      forget_pages(entry);
+    } else {
+      give_converted(sink, tensor_type_of(from), values(parameter), to, parameter.count);
     }
-    const auto give = [&](const Parameter& parameter, const Sink& sink) {
-      if (options.stored != nullptr && !options.changed(parameter.name)) {
-        const SafetensorsEntry& entry = options.stored->at(parameter.name);
-        std::vector<std::byte> room;
-        append_converted(sink, entry.type, values_of(entry, room), to, parameter.count);
-        forget_pages(entry);
-      } else {
-        append_converted(sink, tensor_type_of(from), static_cast<const std::byte*>(values(parameter)), to,
-                         parameter.count);
-      }
-      if (options.progress) options.progress(parameter.offset + parameter.count, table.size());
-    };
-    if (tensor.packed != Packed::none) {
-      write_packed(writer, tensor, table, to, give);
-      continue;
-    }
-    for (std::size_t i = tensor.begin; i < tensor.end; ++i)
-      give(table.parameters()[i], [&](const void* piece, std::int64_t bytes) { writer.append(piece, bytes); });
-  }
+    if (options.progress) options.progress(parameter.offset + parameter.count, table.size());
+  };
+  for (const FileTensor& tensor : tensors) append_tensor(writer, tensor, to, give);
   writer.finish();
 }
 
-// Nemotron-H's files have other names.
-void name_half_blocks(std::vector<FileTensor>& tensors) {
-  std::vector<std::string> names;
-  for (const FileTensor& tensor : tensors) names.push_back(tensor.name);
-  const std::map<std::string, std::string> of_files = names_of_half_blocks(names);
-  for (FileTensor& tensor : tensors)
-    if (const auto found = of_files.find(tensor.name); found != of_files.end()) tensor.name = found->second;
-}
-
 void write_weights(const fs::path& target, const ParameterTable& table, DType from, const ParameterValues& values,
-                   DType to, const WriteOptions& options, const StoredTensors* beside, bool half_blocks) {
-  std::vector<FileTensor> tensors = file_tensors(table, options);
-  if (half_blocks) name_half_blocks(tensors);
-  if (beside != nullptr) put_beside_text(tensors, *beside);
+                   DType to, const WriteOptions& options, const StoredTensors* beside) {
+  const std::vector<FileTensor> tensors = model_tensors(table, options, beside);
   const std::vector<FileShard> shards = cut_shards(tensors, to, options.shard_bytes);
   Json weight_map = Json::object();
   for (std::size_t i = 0; i < shards.size(); ++i) {
@@ -209,7 +94,8 @@ void write_weights(const fs::path& target, const ParameterTable& table, DType fr
       name = numbered;
     }
     OutputFile output(target / name);
-    const auto here = std::span(tensors).subspan(shards[i].begin, shards[i].end - shards[i].begin);
+    const std::vector<FileTensor> here(tensors.begin() + static_cast<std::ptrdiff_t>(shards[i].begin),
+                                       tensors.begin() + static_cast<std::ptrdiff_t>(shards[i].end));
     write_tensors(output, table, here, from, values, to, options);
     output.close_synced();
     for (const FileTensor& tensor : here) weight_map[tensor.name] = name;
@@ -282,9 +168,6 @@ std::string architecture_of(const Json& config) {
              : std::string();
 }
 bool is_beside_vision(const Json& config) { return architecture_of(config).ends_with("ForConditionalGeneration"); }
-bool has_half_blocks(const Json& config) {
-  return architecture_of(config) == "NemotronHForCausalLM" || config.value("model_type", Json()) == "nemotron_h";
-}
 
 // The config with its dtype set to that of the weights; untouched text where it already says so. transformers calls the
 // member "dtype" from version 5 on and "torch_dtype" before; absent it means float32.
@@ -357,7 +240,7 @@ void write_model_directory(const fs::path& target, const fs::path& source, const
   const Json config = read_json_object(source / "config.json");
   std::optional<StoredTensors> beside;
   if (is_beside_vision(config) || (!critic && has_further_layers(source))) beside.emplace(source);
-  write_weights(target, table, from, values, to, options, beside ? &*beside : nullptr, has_half_blocks(config));
+  write_weights(target, table, from, values, to, options, beside ? &*beside : nullptr);
 }
 
 void write_named_tensors(const fs::path& file, const ParameterTable& table, DType dtype, const void* flat) {
@@ -365,15 +248,19 @@ void write_named_tensors(const fs::path& file, const ParameterTable& table, DTyp
 }
 
 void write_named_tensors(const fs::path& file, const std::vector<NamedTensors>& models, DType dtype) {
-  std::vector<AdapterTensors> tensors;
+  std::vector<std::vector<FileTensor>> tensors;
   std::vector<TensorSpec> specs;
   for (const NamedTensors& model : models) {
-    const AdapterTensors& added = tensors.emplace_back(model.adapters, model.table, model.prefix);
-    for (TensorSpec& spec : added.specs(dtype)) specs.push_back(std::move(spec));
+    tensors.push_back(file_tensors(model.table, model.adapters));
+    for (TensorSpec& spec : specs_of(tensors.back(), dtype, model.prefix)) specs.push_back(std::move(spec));
   }
   AtomicFile output(file);
   SafetensorsWriter writer(output.output(), specs);
-  for (std::size_t i = 0; i < models.size(); ++i) tensors[i].append(writer, dtype, models[i].values, dtype);
+  for (std::size_t i = 0; i < models.size(); ++i)
+    for (const FileTensor& tensor : tensors[i])
+      append_tensor(writer, tensor, dtype, [&](const Parameter& parameter, const ValueSink& sink) {
+        give_converted(sink, tensor_type_of(dtype), models[i].values(parameter), dtype, parameter.count);
+      });
   writer.finish();
   output.commit();
 }

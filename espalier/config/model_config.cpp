@@ -12,6 +12,7 @@
 #include "espalier/config/fp8_config.h"
 #include "espalier/config/reading.h"
 #include "espalier/config/rope_config.h"
+#include "espalier/config/stored_names.h"
 #include "espalier/config/stored_sizes.h"
 #include "espalier/config/stored_ties.h"
 #include "espalier/shape/half_blocks.h"
@@ -313,18 +314,18 @@ void read_quantisation(const Members& config, const Family& family, ModelShape& 
     shape.stored_quantised = read_nf4(config, stated);
     return;
   }
-  if (!family.names.packed_experts)
+  const bool packed = family.names.expert_files == ExpertFiles::interleaved;
+  if (!packed)
     if (const std::optional<StoredQuantised> fp8 = read_fp8(stated, config.where())) {
       shape.stored_quantised = *fp8;
       return;
     }
   const Json method = stated.is_object() ? stated.value("quant_method", Json()) : Json();
-  if (method == Json("mxfp4") && family.names.packed_experts) return;
+  if (method == Json("mxfp4") && packed) return;
   const std::string found = method.is_string() ? "quantization_config of method " + method.get<std::string>()
                                                : std::string("quantization_config");
-  const char* const expected = family.names.packed_experts
-                                   ? "weights that are not quantised, or experts in mxfp4"
-                                   : "weights that are not quantised, bitsandbytes' NF4, or FP8";
+  const char* const expected = packed ? "weights that are not quantised, or experts in mxfp4"
+                                      : "weights that are not quantised, bitsandbytes' NF4, or FP8";
   if (method != Json("fp8")) config.refuse(found, expected);
   throw UnsupportedError({config.where(), expected, found,
                           "Widen the weights once: transformers' from_pretrained(MODEL, dtype=\"bfloat16\", "
@@ -612,7 +613,9 @@ Json read_completed_config(const std::filesystem::path& path) {
 
 ModelShape read_model_shape(const std::filesystem::path& given) {
   const std::filesystem::path path = config_path(given);
-  return model_shape_of(read_completed_config(path), path.string());
+  ModelShape shape = model_shape_of(read_completed_config(path), path.string());
+  set_stored_names(path.parent_path(), shape);
+  return shape;
 }
 
 bool config_ties_head(const std::filesystem::path& given) {
@@ -622,7 +625,9 @@ bool config_ties_head(const std::filesystem::path& given) {
 
 CriticShape read_critic_shape(const std::filesystem::path& given) {
   const std::filesystem::path path = config_path(given);
-  return critic_shape_of(read_completed_config(path), path.string());
+  CriticShape critic = critic_shape_of(read_completed_config(path), path.string());
+  set_stored_names(path.parent_path(), critic.shape);
+  return critic;
 }
 
 ModelShape read_trained_shape(const std::filesystem::path& directory, const TrainedChoice& choice) {

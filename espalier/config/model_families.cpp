@@ -42,7 +42,8 @@ constexpr ParameterNames kGraniteHybridNames{.gate = "shared_mlp.gate_proj",
                                              .fused_gate_up = "shared_mlp.input_linear",
                                              .fused_shared = "shared_mlp.input_linear",
                                              .stacked_gate_up = "block_sparse_moe.input_linear",
-                                             .stacked_down = "block_sparse_moe.output_linear"};
+                                             .stacked_down = "block_sparse_moe.output_linear",
+                                             .expert_files = ExpertFiles::stacked};
 
 constexpr ParameterNames kSharedExpertsNames{.shared_gate = "mlp.shared_experts.gate_proj",
                                              .shared_up = "mlp.shared_experts.up_proj",
@@ -51,7 +52,8 @@ constexpr ParameterNames kSharedExpertsNames{.shared_gate = "mlp.shared_experts.
 constexpr ParameterNames kNemotronNames{.shared_gate = "mlp.shared_experts.gate_proj",
                                         .shared_up = "mlp.shared_experts.up_proj",
                                         .shared_down = "mlp.shared_experts.down_proj",
-                                        .half_blocks = true};
+                                        .half_blocks = true,
+                                        .file_root = "backbone."};
 
 // As published; transformers has the bias below mlp.gate.
 constexpr ParameterNames kExaoneMoeNames{.correction_bias = "mlp.e_score_correction_bias",
@@ -413,7 +415,7 @@ constexpr Family kFamilies[] = {
      .window = 128,
      .rope_theta = 150000,
      .rope_stated = true,
-     .names = {.router = "mlp.router", .packed_experts = true}},
+     .names = {.router = "mlp.router", .expert_files = ExpertFiles::interleaved}},
     {.name = "Glm4Moe",
      .model_type = "glm4_moe",
      .classifier = false,

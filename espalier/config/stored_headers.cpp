@@ -68,6 +68,17 @@ StoredHeaders::StoredHeaders(fs::path directory) : directory_(std::move(director
   }
 }
 
+std::vector<std::string> StoredHeaders::names() const {
+  std::vector<std::string> out;
+  const auto add = [&](const Json& tensors) {
+    if (!tensors.is_object()) return;
+    for (const auto& [name, entry] : tensors.items()) out.push_back(name);
+  };
+  add(files_);
+  if (files_.is_null() && !headers_.empty()) add(headers_.begin()->second.tensors);
+  return out;
+}
+
 std::optional<StoredMatrix> StoredHeaders::matrix(const std::function<bool(std::string_view)>& accepts) {
   if (files_.is_null()) {
     if (headers_.empty()) return {};

@@ -29,6 +29,9 @@ class StoredHeaders {
   // Reads model.safetensors, or the files that model.safetensors.index.json names.
   explicit StoredHeaders(std::filesystem::path directory);
 
+  // All tensors.
+  std::vector<std::string> names() const;
+
   // The first tensor of the text model whose name is accepted, where it has two dimensions.
   std::optional<StoredMatrix> matrix(const std::function<bool(std::string_view)>& accepts);
 

@@ -27,12 +27,13 @@ struct Parameter {
   std::vector<std::int64_t> shape;  // on this rank, padding included; the whole shape with one rank
   std::int64_t offset = 0;          // in elements; in bytes for quantised ones
   std::int64_t count = 0;
-  Shard shard;                     // which part of the file's tensor this is
-  std::string fused;               // the file tensor that holds it with its neighbours; "": its own tensor
+  Shard shard;                     // which part of the whole parameter this is
+  FilePlace file;                  // where files hold the whole parameter
   bool low_rank = false;           // of an adapter, so absent from model directories
   std::int64_t quantised_row = 0;  // bytes of a row (base/quantised_rows.h); 0: of elements
 
-  std::vector<std::int64_t> whole_shape() const;   // in files
+  std::vector<std::int64_t> whole_shape() const;
+  const std::string& file_tensor() const { return file.tensor.empty() ? name : file.tensor; }
   std::vector<std::int64_t> buffer_shape() const;  // of elements, or of bytes
 };
 

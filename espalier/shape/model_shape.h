@@ -37,8 +37,15 @@ struct SharedExpert {
   bool gate = false;  // its output times sigmoid(row . gate weight)
 };
 
-// A family's parameter names. "": absent. Fused names occur in files only (checkpoint/fused_names.h); here each
-// parameter has its own name.
+// How files hold the experts of a layer.
+enum class ExpertFiles : std::uint8_t {
+  each,         // every matrix of every expert
+  stacked,      // [E, 2 F, M], gate and then up of each expert, and [E, M, F]
+  interleaved,  // [E, M, 2 F], a column of gate and one of up in turn, [E, F, M], and their biases (gpt-oss)
+};
+
+// A family's parameter names. "": absent. Here every parameter has a name of its own; files may hold several of them in
+// one tensor, and under other names (shape/file_names.h).
 struct ParameterNames {
   const char* attention_norm = "input_layernorm";
   const char* attention_post_norm = "";
@@ -49,19 +56,21 @@ struct ParameterNames {
   const char* router = "mlp.gate";
   const char* correction_bias = "mlp.gate.e_score_correction_bias";
   const char* experts = "mlp.experts";  // the module of all experts; an expert has expert_gate, expert_up, expert_down
-  // Files hold the experts of a layer as <experts>.gate_up_proj [E, M, 2 F], a column of gate and one of up in turn,
-  // and down_proj [E, F, M], with their biases beside them (gpt-oss; checkpoint/packed_experts.h).
-  bool packed_experts = false;
   const char *expert_gate = "gate_proj", *expert_up = "up_proj", *expert_down = "down_proj";
   const char *shared_gate = "mlp.shared_expert.gate_proj", *shared_up = "mlp.shared_expert.up_proj",
              *shared_down = "mlp.shared_expert.down_proj";
   const char* shared_expert_gate = "mlp.shared_expert_gate";
-  const char *fused_qkv = "", *fused_gate_up = "";  // one matrix in files: q, k, v; gate, up
-  const char* fused_shared = "";                    // of the shared expert: gate, up
-  // Files hold the experts of a layer under these names: [E, 2 F, M], gate and then up of each expert, and [E, M, F].
-  const char *stacked_gate_up = "", *stacked_down = "";
   bool beside_experts = false;  // other models of the family have experts, and peft reads names of MLPs as theirs
-  bool half_blocks = false;     // a layer of files is a mixer or an MLP (Nemotron-H; checkpoint/half_block_names.h)
+
+  // Files. One matrix is: q, k, v; gate, up; gate, up of the shared expert.
+  const char *fused_qkv = "", *fused_gate_up = "", *fused_shared = "";
+  // The modules of experts that are not `each`; "": <experts>.gate_up_proj and .down_proj are the tensors.
+  const char *stacked_gate_up = "", *stacked_down = "";
+  bool half_blocks = false;  // a layer of files is a mixer or an MLP (Nemotron-H)
+  // Forms that files of one family may have; those of a directory are read from its files (config/stored_names.h).
+  ExpertFiles expert_files = ExpertFiles::each;
+  const char *file_root = "model.", *file_head = "lm_head";  // of the decoder's parameters; of the head
+  bool dense_below_experts = false;  // dense MLPs stand below the module of experts (Kimi Linear)
 };
 
 // y = x W^T + b + s (x A^T) B^T with A [r, in], B [out, r]; s = alpha / r, or alpha / sqrt(r).

@@ -5,10 +5,13 @@
 #include <cmath>
 #include <functional>
 #include <map>
+#include <optional>
 #include <string_view>
+#include <tuple>
 #include <utility>
 
 #include "espalier/base/error.h"
+#include "espalier/shape/file_names.h"
 
 namespace espalier {
 namespace {
@@ -21,23 +24,25 @@ struct Visits {
 
 using Of = ReadTogether::Of;
 
-// Visits the parameters of a layer, or of none.
+// Visits the parameters of a part of a layer, or of none.
 class Walk {
  public:
-  Walk(const Visits& visits, const ModelShape& shape, std::int64_t layer, bool of_mixer = false)
+  Walk(const Visits& visits, const ModelShape& shape, const FileNames& files, FileNames::Of part,
+       std::int64_t layer = -1)
       : visits_(visits),
         shape_(shape),
+        files_(files),
+        part_(part),
         layer_(layer),
-        of_mixer_(of_mixer),
         prefix_(layer < 0 ? "" : layer_prefix(layer)) {}
 
   void norm(const NormShape& norm) const {
     if (norm.width == 0) return;
-    visit({.prefix = prefix_}, norm.name, ".weight", {{norm.width}}, {});
-    if (norm.bias) visit({.prefix = prefix_}, norm.name, ".bias", {{norm.width}}, {});
+    visits_.parameter(made({.prefix = prefix_}, norm.name, ".weight", {{norm.width}}, {}));
+    if (norm.bias) visits_.parameter(made({.prefix = prefix_}, norm.name, ".bias", {{norm.width}}, {}));
   }
   void tensors(const TensorRow& row, std::size_t number) const {
-    const ReadTogether read{layer_, of_mixer_ ? Of::mixer_tensor : Of::mlp_tensor, number};
+    const ReadTogether read{layer_, of_mixer() ? Of::mixer_tensor : Of::mlp_tensor, number};
     for (const TensorShape& part : row.parts) {
       ParameterShape out = made({.prefix = prefix_}, part.name, "", part.sides, read);
       out.of_heads = row.of_heads, out.trains = row.trains;
@@ -45,27 +50,43 @@ class Walk {
     }
   }
   // A projection below or above the layers.
-  void outer(const ProjectionShape& p) const { weight({.prefix = prefix_}, p, {}), bias({.prefix = prefix_}, p, {}); }
+  void outer(const ProjectionShape& p) const {
+    if (p.weights() > 0) visits_.parameter(weight({.prefix = prefix_}, p, {}));
+    if (p.bias) visits_.parameter(bias({.prefix = prefix_}, p, {}));
+  }
   void adapter(const ProjectionShape& p) const {
-    const Owner owner{.prefix = prefix_};
-    a_of(owner, p), b_of(owner, p), part(owner, p);
+    Rows own;
+    adapter(p, own);
   }
   // Weights, biases and adapters of neighbours: A and B of each; the Bs of joint ones stand behind their A, one behind
   // the other.
   void products(const PartParameters& of, const PartParameters::Entry& entry) const {
     const Owner owner{.prefix = prefix_};
-    const auto whole = [&](const char* kind) {
-      return entry.fused[0] == '\0' ? std::string() : prefix_ + entry.fused + kind;
-    };
+    std::int64_t outputs = 0;
     const auto each = [&](auto&& act) {
       for (std::size_t i = entry.first; i < entry.first + entry.count; ++i)
         for (const ProjectionShape& p : of.products()[i].parts) act(p, i);
     };
-    const Of product = of_mixer_ ? Of::mixer_product : Of::mlp_product,
-             its_bias = of_mixer_ ? Of::mixer_bias : Of::mlp_bias;
-    each([&](const ProjectionShape& p, std::size_t i) { weight(owner, p, {layer_, product, i}, whole(".weight")); });
-    each([&](const ProjectionShape& p, std::size_t i) { bias(owner, p, {layer_, its_bias, i}, whole(".bias")); });
-    each([&](const ProjectionShape& p, std::size_t) { adapter(p); });
+    each([&](const ProjectionShape& p, std::size_t) { outputs += p.out.size; });
+    const auto visit_all = [&](const char* kind, auto&& make) {
+      Rows whole{entry.fused[0] == '\0' ? std::string() : file_name(prefix_ + entry.fused + kind), outputs};
+      each([&](const ProjectionShape& p, std::size_t i) {
+        if (std::optional<ParameterShape> out = make(p, i)) {
+          whole.place(*out);
+          visits_.parameter(*out);
+        }
+      });
+    };
+    const Of product = of_mixer() ? Of::mixer_product : Of::mlp_product,
+             its_bias = of_mixer() ? Of::mixer_bias : Of::mlp_bias;
+    visit_all(".weight", [&](const ProjectionShape& p, std::size_t i) {
+      return p.weights() > 0 ? std::optional(weight(owner, p, {layer_, product, i})) : std::nullopt;
+    });
+    visit_all(".bias", [&](const ProjectionShape& p, std::size_t i) {
+      return p.bias ? std::optional(bias(owner, p, {layer_, its_bias, i})) : std::nullopt;
+    });
+    Rows joint{.tensor = "", .outputs = outputs};
+    each([&](const ProjectionShape& p, std::size_t) { adapter(p, joint); });
   }
   // The products of experts, from the first one on: gate and up of all experts, then down of all of them, then their
   // biases, and their adapters likewise.
@@ -74,28 +95,42 @@ class Walk {
     const ProductShape &gate_up = of.products()[ExpertProductNumbers::gate_up],
                        &down = of.products()[ExpertProductNumbers::down];
     const ParameterNames& names = shape_.names;
-    const auto packed = [&](const char* name) {
-      return names.packed_experts ? prefix_ + names.experts + "." + name : std::string();
-    };
-    const auto stacked = [&](const char* name, const std::string& otherwise) {
-      return name[0] != '\0' ? prefix_ + name + ".weight" : otherwise;
-    };
+    const ExpertTensors of_gate_up(*this, gate_up, names.stacked_gate_up,
+                                   shape_.activation.gated ? "gate_up_proj" : "up_proj"),
+        of_down(*this, down, names.stacked_down, "down_proj");
     const auto each = [&](const ProductShape& product, auto&& act) {
       for (std::int64_t e = 0; e < shape_.experts; ++e)
-        for (const ProjectionShape& p : product.parts) act(Owner{expert_prefix(shape_, layer_, e), e}, p);
+        for (std::size_t i = 0; i < product.parts.size(); ++i)
+          act(Owner{expert_prefix(shape_, layer_, e), e}, product.parts[i], static_cast<std::int64_t>(i));
     };
-    const ReadTogether of_gate_up{layer_, Of::mlp_product, ExpertProductNumbers::gate_up},
-        of_down{layer_, Of::mlp_product, ExpertProductNumbers::down};
-    const std::string gate_up_file = stacked(names.stacked_gate_up, packed("gate_up_proj")),
-                      down_file = stacked(names.stacked_down, packed("down_proj"));
-    each(gate_up, [&](const Owner& one, const ProjectionShape& p) { weight(one, p, of_gate_up, gate_up_file); });
-    each(down, [&](const Owner& one, const ProjectionShape& p) { weight(one, p, of_down, down_file); });
-    each(gate_up,
-         [&](const Owner& one, const ProjectionShape& p) { bias(one, p, of_gate_up, packed("gate_up_proj_bias")); });
-    each(down, [&](const Owner& one, const ProjectionShape& p) { bias(one, p, of_down, packed("down_proj_bias")); });
+    const ReadTogether read_gate_up{layer_, Of::mlp_product, ExpertProductNumbers::gate_up},
+        read_down{layer_, Of::mlp_product, ExpertProductNumbers::down};
+    const auto visit_all = [&](const ProductShape& product, const ExpertTensors& tensors, auto&& make) {
+      each(product, [&](const Owner& one, const ProjectionShape& p, std::int64_t i) {
+        if (std::optional<ParameterShape> out = make(one, p)) {
+          tensors.place(*out, i);
+          visits_.parameter(*out);
+        }
+      });
+    };
+    for (const auto& [product, tensors, read] :
+         {std::tuple{&gate_up, &of_gate_up, &read_gate_up}, {&down, &of_down, &read_down}})
+      visit_all(*product, *tensors, [&, read = read](const Owner& one, const ProjectionShape& p) {
+        return std::optional(weight(one, p, *read));
+      });
+    for (const auto& [product, tensors, read] :
+         {std::tuple{&gate_up, &of_gate_up, &read_gate_up}, {&down, &of_down, &read_down}})
+      visit_all(*product, *tensors, [&, read = read](const Owner& one, const ProjectionShape& p) {
+        return p.bias ? std::optional(bias(one, p, *read)) : std::nullopt;
+      });
+    const bool both = gate_up.low_rank() > 0 && down.low_rank() > 0;
     for (const ProductShape* const product : {&gate_up, &down}) {
-      each(*product, [&](const Owner& one, const ProjectionShape& p) { a_of(one, p); });
-      each(*product, [&](const Owner& one, const ProjectionShape& p) { b_of(one, p); });
+      const std::string module =
+          prefix_ + module_name(names.experts) + (both && product == &gate_up ? ".base_layer" : "");
+      each(*product, [&](const Owner& one, const ProjectionShape& p, std::int64_t) { a_of_expert(one, p, module); });
+      each(*product, [&](const Owner& one, const ProjectionShape& p, std::int64_t i) {
+        b_of_expert(one, p, module, i, static_cast<std::int64_t>(product->parts.size()));
+      });
     }
     for (const ProductShape* const product : {&gate_up, &down})
       for (const ProjectionShape& p : product->parts)
@@ -109,25 +144,100 @@ class Walk {
     std::int64_t expert = -1;
   };
 
-  void weight(const Owner& owner, const ProjectionShape& p, const ReadTogether& read,
-              const std::string& fused = "") const {
-    if (p.weights() == 0) return;
+  // A tensor that is its parts, one behind the other.
+  struct Rows {
+    std::string tensor = {};  // "": every part is a tensor of its own
+    std::int64_t outputs = 0, next = 0;
+
+    void place(ParameterShape& p) {
+      if (tensor.empty()) return;
+      const std::int64_t rows = p.sides[0].size, columns = p.sides.size() > 1 ? p.sides[1].size : 1;
+      p.file = {tensor, {outputs}, rows, columns, next * columns, columns};
+      if (p.sides.size() > 1) p.file.shape.push_back(columns);
+      next += rows;
+    }
+  };
+
+  // The tensors that are the weights, or the biases, of a product of all experts.
+  class ExpertTensors {
+   public:
+    ExpertTensors(const Walk& walk, const ProductShape& product, const char* module, const char* name)
+        : kind_(walk.shape_.names.expert_files),
+          experts_(walk.shape_.experts),
+          parts_(static_cast<std::int64_t>(product.parts.size())) {
+      if (kind_ == ExpertFiles::each) return;
+      const bool of_module = module[0] != '\0';
+      const std::string own = of_module ? module : text_of(walk.shape_.names.experts, ".", name);
+      weights_ = walk.file_name(walk.prefix_ + own + (of_module ? ".weight" : ""));
+      biases_ = walk.file_name(walk.prefix_ + own + (of_module ? ".bias" : "_bias"));
+    }
+
+    // `number`: of the parameter's projection in the product.
+    void place(ParameterShape& p, std::int64_t number) const {
+      if (kind_ == ExpertFiles::each) return;
+      const bool matrix = p.sides.size() > 1, interleaved = kind_ == ExpertFiles::interleaved;
+      const std::int64_t rows = p.sides[0].size, columns = matrix ? p.sides[1].size : 1, outputs = parts_ * rows;
+      p.file = {matrix ? weights_ : biases_, {experts_, outputs}, rows, columns, p.expert * outputs * columns};
+      if (matrix) p.file.shape.insert(p.file.shape.begin() + (interleaved ? 1 : 2), columns);
+      p.file.first += interleaved ? number : number * rows * columns;
+      p.file.row_step = interleaved ? parts_ : columns;
+      p.file.column_step = interleaved ? outputs : 1;
+    }
+
+   private:
+    ExpertFiles kind_;
+    std::int64_t experts_, parts_;
+    std::string weights_, biases_;
+  };
+
+  ParameterShape weight(const Owner& owner, const ProjectionShape& p, const ReadTogether& read) const {
     ParameterShape out = made(owner, p.name, ".weight", {p.out, p.in}, read);
-    out.of_heads = p.of_heads, out.fused = fused;
-    visits_.parameter(out);
+    out.of_heads = p.of_heads;
+    return out;
   }
-  void bias(const Owner& owner, const ProjectionShape& p, const ReadTogether& read,
-            const std::string& fused = "") const {
-    if (!p.bias) return;
+  ParameterShape bias(const Owner& owner, const ProjectionShape& p, const ReadTogether& read) const {
     ParameterShape out = made(owner, p.name, ".bias", {p.out}, read);
-    out.of_heads = p.of_heads, out.fused = fused;
-    visits_.parameter(out);
+    out.of_heads = p.of_heads;
+    return out;
   }
-  void a_of(const Owner& owner, const ProjectionShape& p) const {
-    if (p.rank > 0 && !p.shares_a) low_rank(a_name(owner, p), {{p.rank}, p.in}, owner, p);
+  // `joint`: the rows of the B of joint projections, so far.
+  void adapter(const ProjectionShape& p, Rows& joint) const {
+    if (p.rank == 0) return;
+    const Owner owner{.prefix = prefix_};
+    const std::string module = module_name(prefix_ + (p.joint[0] == '\0' ? p.name : p.joint));
+    if (!p.shares_a) {
+      ParameterShape a = low_rank(a_name(owner, p), {{p.rank}, p.in}, owner, p);
+      if (std::string tensor = module + ".lora_A.weight"; tensor != a.name) a.file.tensor = std::move(tensor);
+      visits_.parameter(a);
+    }
+    ParameterShape b = low_rank(owner.prefix + p.name + ".lora_B.weight", {p.out, {p.rank}}, owner, p);
+    const std::string tensor = module + ".lora_B.weight";
+    if (p.joint[0] != '\0')
+      joint.tensor = tensor, joint.place(b);
+    else if (tensor != b.name)
+      b.file.tensor = tensor;
+    visits_.parameter(b);
+    part(owner, p);
   }
-  void b_of(const Owner& owner, const ProjectionShape& p) const {
-    if (p.rank > 0) low_rank(owner.prefix + p.name + ".lora_B.weight", {p.out, {p.rank}}, owner, p);
+  // Rows of each expert in turn.
+  void a_of_expert(const Owner& owner, const ProjectionShape& p, const std::string& module) const {
+    if (p.rank == 0 || p.shares_a) return;
+    ParameterShape a = low_rank(a_name(owner, p), {{p.rank}, p.in}, owner, p);
+    Rows whole{module + ".lora_A.weight", shape_.experts * p.rank, owner.expert * p.rank};
+    whole.place(a);
+    visits_.parameter(a);
+  }
+  // Column j E + e is column j of expert e; rows as those of the experts' matrices.
+  void b_of_expert(const Owner& owner, const ProjectionShape& p, const std::string& module, std::int64_t number,
+                   std::int64_t parts) const {
+    if (p.rank == 0) return;
+    ParameterShape b = low_rank(owner.prefix + p.name + ".lora_B.weight", {p.out, {p.rank}}, owner, p);
+    const std::int64_t E = shape_.experts, rows = p.out.size, columns = E * p.rank;
+    const bool interleaved = shape_.names.expert_files == ExpertFiles::interleaved;
+    b.file = {module + ".lora_B.weight", {parts * rows, columns}, rows, p.rank};
+    b.file.first = number * (interleaved ? 1 : rows) * columns + owner.expert;
+    b.file.row_step = (interleaved ? parts : 1) * columns, b.file.column_step = E;
+    visits_.parameter(b);
   }
   void part(const Owner& owner, const ProjectionShape& p) const {
     if (p.rank == 0) return;
@@ -142,29 +252,30 @@ class Walk {
   std::string a_name(const Owner& owner, const ProjectionShape& p) const {
     return owner.prefix + (p.joint[0] == '\0' ? p.name : p.joint) + ".lora_A.weight";
   }
-  void low_rank(std::string name, std::vector<Side> sides, const Owner& owner, const ProjectionShape& p) const {
+  ParameterShape low_rank(std::string name, std::vector<Side> sides, const Owner& owner,
+                          const ProjectionShape& p) const {
     ParameterShape out;
     out.name = std::move(name), out.sides = std::move(sides), out.layer = layer_, out.expert = owner.expert;
     out.low_rank = true;
     out.in_parts = p.out.cut != Cut::none || p.in.cut != Cut::none || p.of_heads;
-    visits_.parameter(out);
-  }
-  void visit(const Owner& owner, const char* name, const char* kind, std::vector<Side> sides,
-             const ReadTogether& read) const {
-    visits_.parameter(made(owner, name, kind, std::move(sides), read));
+    return out;
   }
   ParameterShape made(const Owner& owner, const char* name, const char* kind, std::vector<Side> sides,
                       const ReadTogether& read) const {
     ParameterShape out;
     out.name = owner.prefix + name + kind, out.sides = std::move(sides);
-    out.layer = layer_, out.expert = owner.expert, out.of_mixer = of_mixer_, out.read = read;
+    out.layer = layer_, out.expert = owner.expert, out.of_mixer = of_mixer(), out.read = read;
+    if (!files_.same()) out.file.tensor = file_name(out.name);
     return out;
   }
+  std::string file_name(const std::string& name) const { return files_.of(name, layer_, part_); }
+  bool of_mixer() const { return part_ == FileNames::Of::mixer; }
 
   const Visits& visits_;
   const ModelShape& shape_;
+  const FileNames& files_;
+  FileNames::Of part_;
   std::int64_t layer_;
-  bool of_mixer_;
   std::string prefix_;
 };
 
@@ -179,14 +290,16 @@ void visit_part(const Walk& walk, const PartParameters& part) {
   }
 }
 
-void visit_layer(const ModelShape& shape, const LayerParameters& p, std::int64_t layer, const Visits& visits) {
-  const Walk walk(visits, shape, layer);
-  walk.norm(p.mixer_norm);
-  visit_part(Walk(visits, shape, layer, true), p.mixer);
-  walk.norm(p.mixer_post_norm);
-  walk.norm(p.mlp_norm);
-  walk.norm(p.mlp_post_norm);
-  visit_part(walk, p.mlp);
+void visit_layer(const ModelShape& shape, const LayerParameters& p, std::int64_t layer, const FileNames& files,
+                 const Visits& visits) {
+  const auto walk = [&](FileNames::Of part) { return Walk(visits, shape, files, part, layer); };
+  const Walk mixer_norm = walk(FileNames::Of::mixer_norm), mlp_norm = walk(FileNames::Of::mlp_norm);
+  mixer_norm.norm(p.mixer_norm);
+  visit_part(walk(FileNames::Of::mixer), p.mixer);
+  mixer_norm.norm(p.mixer_post_norm);
+  mlp_norm.norm(p.mlp_norm);
+  mlp_norm.norm(p.mlp_post_norm);
+  visit_part(walk(FileNames::Of::mlp), p.mlp);
 }
 
 PartParameters dense_mlp(const ModelShape& shape, std::int64_t inner_width) {
@@ -358,10 +471,11 @@ namespace {
 
 void for_each_shape(const ModelShape& shape, const Visits& visits) {
   const OuterParameters outer = outer_parameters(shape);
-  const Walk walk(visits, shape, -1);
+  const FileNames files(shape);
+  const Walk walk(visits, shape, files, FileNames::Of::outer);
   walk.outer(outer.embedding);
   for (std::int64_t layer = 0; layer < shape.layers(); ++layer)
-    visit_layer(shape, layer_parameters(shape, shape.at(layer)), layer, visits);
+    visit_layer(shape, layer_parameters(shape, shape.at(layer)), layer, files, visits);
   walk.norm(outer.final_norm);
   walk.outer(outer.head);
   walk.adapter(adapted_head(shape));

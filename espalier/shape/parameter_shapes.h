@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "espalier/shape/file_place.h"
 #include "espalier/shape/model_shape.h"
 #include "espalier/shape/part_parameters.h"
 
@@ -93,14 +94,14 @@ struct ReadTogether {
   auto operator<=>(const ReadTogether&) const = default;
 };
 
-// One tensor of a file.
+// A row of the table of parameters.
 struct ParameterShape {
   std::string name;
   std::vector<Side> sides;               // [out, in] of a matrix, [out] of a bias, [width] of a norm
   std::int64_t layer = -1, expert = -1;  // -1: of none
   bool of_mixer = false;                 // of the layer's mixer
   bool of_heads = false;                 // read by heads: a rank with some of the heads has a part of its gradient
-  std::string fused;                     // the tensor of files that it is a part of; "": its own
+  FilePlace file = {};                   // in the model's files; of an adapter, in peft's
   bool trains = true;                    // false: the parameter is held and never changes
   bool low_rank = false;                 // of an adapter
   bool narrow = false;                   // held, in bfloat16 beside float32 (TrainedParameters::narrow)

@@ -66,11 +66,22 @@ bool is_plain(const std::string& item) {
   });
 }
 
+// Names of files, and the names here where they do not number layers otherwise.
+Matcher with_names_of_files(const ModelShape& shape, std::function<bool(const std::string&)> matches) {
+  return [own = !shape.names.half_blocks, matches = std::move(matches)](const ParameterShape& p) {
+    if (p.file.tensor.empty()) return matches(p.name);
+    return matches(p.file.tensor) || (own && matches(p.name));
+  };
+}
+
 Matcher matcher_of(const std::string& item, const ModelShape& shape) {
   if (Matcher group = group_of(item, shape)) return group;
-  if (is_plain(item)) return [item](const ParameterShape& p) { return has_part(p.name, item); };
+  if (is_plain(item))
+    return with_names_of_files(
+        shape, [item](const std::string& name) { return has_part(name, item) || name.ends_with("." + item); });
   try {
-    return [expression = Expression(item)](const ParameterShape& p) { return expression.matches(p.name); };
+    return with_names_of_files(
+        shape, [expression = Expression(item)](const std::string& name) { return expression.matches(name); });
   } catch (const std::invalid_argument& error) {
     refuse("'" + item + "', a damaged expression: " + error.what(), "");
   }

@@ -400,10 +400,10 @@ class Training {
       return model.shape.trained.adapter.rank > 0 ? peft_name("") : std::string();
     };
     std::vector<NamedTensors> models{
-        {prefix(*model_), actor.table(), actor.of(actor_.gradients.flat()), &model_->shape}};
+        {prefix(*model_), actor.table(), actor.of(actor_.gradients.flat()), AdapterNames::peft}};
     if (critic_)
       models.push_back({"critic." + prefix(critic_->model()), critic.table(), critic.of(critic_->gradients().flat()),
-                        &critic_->model().shape});
+                        AdapterNames::peft});
     if (mesh_.writes()) return write_named_tensors(options_.gradients, models, accumulator_of(model_->dtype));
     for (const NamedTensors& model : models)
       for (const Parameter& parameter : model.table.parameters()) model.values(parameter);

@@ -5,11 +5,11 @@ in float32, so those are replaced here by their float64 formulas. In float32 the
 """
 
 import math
-import re
 
 import torch
 import transformers
 from torch.overrides import TorchFunctionMode
+from transformers.core_model_loading import revert_weight_conversion
 
 import objective
 
@@ -73,85 +73,12 @@ def router64(module, hidden):
     return logits, weights / weights.sum(-1, keepdim=True) if module.norm_topk_prob else weights, chosen
 
 
-# Modules of transformers and what files call them, for families whose names differ.
-FILE_NAMES = {kind: {".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".down_proj.": ".w2.", ".up_proj.": ".w3."}
-              for kind in ("MixtralForCausalLM", "MixtralForTokenClassification", "MixtralForSequenceClassification", "MiniMaxM2ForCausalLM")}
-FILE_NAMES.update({f"GraniteMoe{kind}ForCausalLM": {".router.weight": ".router.layer.weight"} for kind in ("Hybrid", "", "Shared")})
-
-
-def of_blocks(name, config):
-    """Nemotron-H's layers are halves of blocks: a mixer, and an MLP if one follows."""
-    outer = {"model.embeddings.weight": "model.embed_tokens.weight", "model.norm_f.weight": "model.norm.weight"}
-    layer = re.fullmatch(r"model\.layers\.(\d+)\.(norm|mixer)\.(.*)", name)
-    if not layer:
-        return outer.get(name, name)
-    kind = config.layer_types[int(layer[1])]
-    block = sum(type not in ("mlp", "moe") for type in config.layer_types[:int(layer[1]) + 1]) - 1
-    mlp = ("post_attention_layernorm", "mlp")
-    norm, module = {"mlp": mlp, "moe": mlp, "linear_attention": ("input_layernorm", "mamba"),
-                    "full_attention": ("input_layernorm", "self_attn")}[kind]
-    return f"model.layers.{block}.{norm if layer[2] == 'norm' else module}.{layer[3]}"
-
-
-def of_kimi(tensors):
-    """Kimi Linear's convolutions stand apart in files, and its experts below other names. Adapters have the names of modules."""
-    out = {name: tensor for name, tensor in tensors.items() if ".lora_" in name}
-    for name, tensor in ((name, tensor) for name, tensor in tensors.items() if name not in out):
-        name = name.replace(".forget_gate.", ".")
-        if name.endswith(".conv1d.weight"):
-            out.update({name.replace(".conv1d.", f".{part}_conv1d."): values.contiguous() for part, values in zip("qkv", tensor.chunk(3))})
-            continue
-        if re.search(r"\.mlp\.(experts|shared_experts|gate)\.", name):
-            name = name.replace(".mlp.", ".block_sparse_moe.")
-        if ".block_sparse_moe.experts." in name:
-            name = name.replace(".gate_proj.", ".w1.").replace(".down_proj.", ".w2.").replace(".up_proj.", ".w3.")
-        out[name] = tensor
-    return out
-
-
 def of_files(tensors, model):
-    """`by_expert` under the names that the program has for them: mostly those of the model's files."""
-    out = {}
-    if model.config.model_type == "nemotron_h":
-        return {of_blocks(name, model.config): tensor for name, tensor in by_expert(tensors).items()}
-    if model.config.model_type == "kimi_linear":
-        return of_kimi(by_expert(tensors))
-    for name, tensor in by_expert(tensors).items():
-        for own, other in FILE_NAMES.get(type(model).__name__, {}).items():
-            name = name.replace(own, other)
-        out[name] = tensor
-    return out
-
-
-def by_expert(tensors):
-    """{name: tensor} with the stacked experts of transformers' modules, and its fused matrices, under names of their own."""
-    out = {}
-    for name, tensor in tensors.items():
-        stem, _, kind = name.rpartition(".")
-        fused = stem.rpartition(".")[2]
-        if fused in ("qkv_proj", "gate_up_proj", "input_linear") and kind == "weight":
-            module, queries = stem.removesuffix(fused), tensor.shape[0] // 2
-            names = ["gate_proj", "up_proj"]
-            if fused == "qkv_proj":
-                queries, names = tensors[module + "o_proj.weight"].shape[1], ["q_proj", "k_proj", "v_proj"]
-            rest = (tensor.shape[0] - queries) // (len(names) - 1)
-            parts = tensor.split([queries] + [rest] * (len(names) - 1))
-            out.update({f"{module}{part}.weight": values.contiguous() for part, values in zip(names, parts)})
-            continue
-        if not stem.endswith(".experts"):
-            out[name] = tensor
-            continue
-        if f"{stem}.gate_up_proj_bias" in tensors:  # gpt-oss: inputs before outputs, gate and up in turn
-            for expert, values in enumerate(tensor):
-                part, ending = kind.removesuffix("_bias"), "bias" if kind.endswith("_bias") else "weight"
-                values = values.T if values.dim() == 2 else values
-                parts = {"gate_proj": values[::2], "up_proj": values[1::2]} if part == "gate_up_proj" else {part: values}
-                out.update({f"{stem}.{expert}.{name}.{ending}": value.contiguous() for name, value in parts.items()})
-            continue
-        for expert, values in enumerate(tensor):
-            parts = {"gate_proj": values.chunk(2)[0], "up_proj": values.chunk(2)[1]} if kind == "gate_up_proj" else {kind: values}
-            out.update({f"{stem}.{expert}.{part}.weight": value.contiguous() for part, value in parts.items()})
-    return out
+    """{name: tensor} of parameters, in the tensors of the files that transformers saves: names, experts apart or stacked, fused matrices.
+    Adapters have the names of modules."""
+    if any(".lora_" in name for name in tensors):
+        return tensors
+    return {name: tensor.contiguous() for name, tensor in revert_weight_conversion(model, dict(tensors)).items()}
 
 
 class Wide(TorchFunctionMode):

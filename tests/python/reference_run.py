@@ -61,6 +61,7 @@ class Gradient:
     """Sums of vector-Jacobian products of rollouts, and their sizes."""
 
     def __init__(self, model):
+        self.model = model
         self.names, self.parameters = zip(*model.named_parameters())
         self.sum = {n: torch.zeros_like(p) for n, p in zip(self.names, self.parameters)}
         self.size = {n: 0.0 for n in self.names}
@@ -77,8 +78,8 @@ class Gradient:
 
     def by_file(self):
         """(gradients, sizes) under the names of the files; experts stand stacked in a parameter and share its size."""
-        exact = oracle.by_expert(self.sum)
-        stacked = oracle.by_expert({n: torch.full_like(p, self.size[n]) for n, p in zip(self.names, self.parameters)})
+        exact = oracle.of_files(self.sum, self.model)
+        stacked = oracle.of_files({n: torch.full_like(p, self.size[n]) for n, p in zip(self.names, self.parameters)}, self.model)
         return exact, {name: float(t.flatten()[0]) for name, t in stacked.items()}
 
     def norm(self):

@@ -76,7 +76,7 @@ def dpo_gradients(model, pairs, references, options):
     model.zero_grad(set_to_none=True)
     loss, rewards = pair_losses(model, pairs, references, options)
     loss.backward()
-    return loss.item(), rewards, oracle.by_expert({name: p.grad.clone() for name, p in model.named_parameters()})
+    return loss.item(), rewards, oracle.of_files({name: p.grad.clone() for name, p in model.named_parameters()}, model)
 
 
 @pytest.fixture(scope="module", params=["llama3_tied", "qwen3_moe"])
@@ -144,7 +144,7 @@ def test_sft_has_the_gradient_of_the_mean_over_tokens(plan, family, espalier, tm
     losses = torch.cat([-oracle.response_logprobs(model, record)[0][mask == 1] for record, mask in zip(records, masks)])
     losses.mean().backward()
     assert found.json["steps"][0]["loss"] == pytest.approx(losses.mean().item(), rel=1e-10)
-    assert_equal_gradients(found.gradients, oracle.by_expert({name: p.grad for name, p in model.named_parameters()}), SEED)
+    assert_equal_gradients(found.gradients, oracle.of_files({name: p.grad for name, p in model.named_parameters()}, model), SEED)
 
 
 def test_dpo_continues_bit_for_bit(espalier, model_of, tmp_path):

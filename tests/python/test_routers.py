@@ -77,7 +77,7 @@ def expected(directory, records, scope, aux, z, layer_loss):
     logits = [router_logits(model, record) for record in records]
     balance, square = aux_loss(logits, scope, layer_loss), z_loss(logits, scope)
     (aux * balance + z * square).backward()
-    routers = oracle.by_expert({n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()})
+    routers = oracle.of_files({n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}, model)
     return float(balance.detach()), float(square.detach()), {name: policy[name] + routers[name] for name in policy}
 
 
