@@ -62,4 +62,20 @@ Json usual_members_of_kimi(const Members& config) {
   return out;
 }
 
+Json usual_members_of_sarvam_mla(const Members& config) {
+  Json out = config.all();
+  copy(config.all(), {"num_shared_experts", "n_shared_experts"}, out);
+  for (const char* const name : {"num_shared_experts", "head_dim", "q_head_dim"}) out.erase(name);  // derived
+  if (!out.contains("q_lora_rank")) out["q_lora_rank"] = nullptr;
+  for (const char* const holder : {"rope_scaling", "rope_parameters"}) {
+    const auto rope = out.find(holder);
+    if (rope == out.end() || !rope->is_object()) continue;
+    for (const char* const member : {"type", "rope_type"})
+      if (const auto type = rope->find(member); type != rope->end() && *type == "deepseek_yarn") *type = "yarn";
+  }
+  if (const std::string name = config.text("score_function", "sigmoid"); name != "sigmoid")
+    config.refuse("score_function '" + name + "'", "scores by sigmoid");
+  return out;
+}
+
 }  // namespace espalier

@@ -11,4 +11,8 @@ namespace espalier {
 // UnsupportedError for members that mean another model.
 Json usual_members_of_kimi(const Members& config);
 
+// A configuration of Sarvam's model with latent attention, as published or as transformers writes it, under the names
+// of DeepSeek-V3's members. Errors: UnsupportedError for members that mean another model.
+Json usual_members_of_sarvam_mla(const Members& config);
+
 }  // namespace espalier
