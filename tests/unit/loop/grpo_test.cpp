@@ -104,7 +104,7 @@ class GrpoTest : public ::testing::Test {
     out.out = root_.string();
     out.steps = 2;
     out.train_batch_size = 2;
-    out.n = 4;
+    out.n = "4";
     out.max_response_length = 6;
     return out;
   }
