@@ -1,6 +1,13 @@
 // What the equivalence tests go through: variants of families beside the rows of the table, and losses.
 #pragma once
 
+#include <functional>
+#include <map>
+#include <span>
+
+#include "espalier/base/error.h"
+#include "espalier/mixers/attention/shape.h"
+#include "espalier/shape/path_leaves.h"
 #include "tests/equivalence/fixture.h"
 
 namespace espalier::testing {
@@ -28,6 +35,41 @@ inline constexpr const char* kVariants[] = {"llama",
                                             "qwen3-next-moe",
                                             "qwen3-sinks",
                                             "llama-bias-window-sinks"};
+
+// The variants, and the rows of the table.
+inline std::vector<std::string> all_families() {
+  std::vector<std::string> names(std::begin(kVariants), std::end(kVariants));
+  for (const std::string& row : families_of_table()) names.push_back(row);
+  return names;
+}
+
+// The properties of a family that a plan, a path and a state of an item meet: the kinds of its layers' parts. Sizes,
+// norms of heads, biases and rotations are a layer's own, and every plan runs them alike.
+inline std::string parts_of(const std::string& family) {
+  const ModelShape shape = tiny_shape(family);
+  std::string out = text_of(shape.tied_head, shape.pad_token >= 0, may_carry_latents(shape));
+  for (const LayerShape& layer : shape.layer) {
+    const auto* const attention = dynamic_cast<const Attention*>(layer.mixer.get());
+    out += text_of(" ", static_cast<int>(layer.mixer->kind()), layer.mixer->window() > 0,
+                   attention != nullptr && attention->shape.sinks, static_cast<int>(layer.mlp),
+                   layer.has_norms_before(), layer.has_norms_after() || shape.scales.residual != 1);
+  }
+  return out;
+}
+
+// Families that are alike in parts_of and in `also`, at most `most` in a group.
+inline std::vector<std::vector<std::string>> groups_of_families(
+    std::size_t most, const std::function<std::string(const std::string&)>& also = {}) {
+  std::map<std::string, std::vector<std::string>> alike;
+  for (const std::string& family : all_families())
+    alike[parts_of(family) + (also ? also(family) : "")].push_back(family);
+  std::vector<std::vector<std::string>> out;
+  for (const auto& [parts, families] : alike)
+    for (std::size_t first = 0; first < families.size(); first += most)
+      out.emplace_back(families.begin() + static_cast<std::ptrdiff_t>(first),
+                       families.begin() + static_cast<std::ptrdiff_t>(std::min(families.size(), first + most)));
+  return out;
+}
 
 struct Loss {
   const char* policy_loss;

@@ -1,8 +1,12 @@
 // In place of the product family x plan x budget x path x loss x rollouts: rows in which every two values stand
 // together (tests/support/covering.h), another choice of rows every day. A failing row is printed with its day.
+//
+// In Pairs a value of the first factor is a group of families with the same kinds of parts, which take turns: every
+// family runs, and every kind of parts meets everything. In WholeArray, for `make sweep`, every family does.
 #include <gtest/gtest.h>
 
 #include <iterator>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -14,15 +18,6 @@
 namespace espalier::testing {
 namespace {
 
-const std::vector<std::string>& families() {
-  static const std::vector<std::string> all = [] {
-    std::vector<std::string> names(std::begin(kVariants), std::end(kVariants));
-    for (const std::string& row : families_of_table()) names.push_back(row);
-    return names;
-  }();
-  return all;
-}
-
 const std::vector<Plan> kPlans = all_plans({0});
 const std::vector<std::int64_t> kBudgets = {0, 1, 2, 7, 20};
 const std::vector<std::string> kPaths = {"auto", "keep", "offload", "latents", "latents-offload"};
@@ -30,24 +25,28 @@ const std::vector<std::string> kShares = {"auto", "prompt", "off"};
 constexpr int kCritic = std::size(kLosses), kSeeds = 3;
 enum Factor { family, plan, budget, path, loss, share, seed, temperature };
 
-const std::vector<std::vector<int>>& rows() {
-  static const std::vector<std::vector<int>> all = [] {
-    std::vector<bool> has_latents;
-    for (const std::string& name : families()) has_latents.push_back(may_carry_latents(tiny_shape(name)));
-    const auto size = [](const auto& values) { return static_cast<int>(values.size()); };
-    Factors factors{
-        {size(families()), size(kPlans), size(kBudgets), size(kPaths), kCritic + 1, size(kShares), kSeeds, 2}};
-    factors.may_meet = [has_latents](int f, int a, int g, int b) {
-      return !(f == family && g == path && kPaths[b].starts_with("latents")) || has_latents[a];
-    };
-    return covering_rows(factors, seed_of_day());
-  }();
-  return all;
+// The rows of each family. Every group meets each loss, so that a group of so many families has a row for each.
+using RowsOfFamily = std::map<std::string, std::vector<std::vector<int>>>;
+RowsOfFamily rows_of(const std::vector<std::vector<std::string>>& groups) {
+  std::vector<bool> has_latents;
+  for (const auto& group : groups) has_latents.push_back(may_carry_latents(tiny_shape(group.front())));
+  const auto size = [](const auto& values) { return static_cast<int>(values.size()); };
+  Factors factors{{size(groups), size(kPlans), size(kBudgets), size(kPaths), kCritic + 1, size(kShares), kSeeds, 2}};
+  factors.may_meet = [has_latents](int f, int a, int g, int b) {
+    return !(f == family && g == path && kPaths[b].starts_with("latents")) || has_latents[a];
+  };
+  RowsOfFamily out;
+  std::vector<std::size_t> turn(groups.size());
+  for (const std::vector<int>& row : covering_rows(factors, seed_of_day())) {
+    const auto& group = groups[row[family]];
+    out[group[turn[row[family]]++ % group.size()]].push_back(row);
+  }
+  return out;
 }
 
-Case case_of(const std::vector<int>& row) {
+Case case_of(const std::string& of_family, const std::vector<int>& row) {
   Case c;
-  c.family = families()[row[family]];
+  c.family = of_family;
   c.rollouts = ragged_rollouts();
   if (row[temperature] == 1) c.rollouts.temperature_low = 0.7, c.rollouts.temperature_high = 1.3;
   c.seed = 1 + row[seed];
@@ -61,23 +60,37 @@ Case case_of(const std::vector<int>& row) {
   return c;
 }
 
-class Pairs : public ::testing::TestWithParam<std::string> {};
-
-TEST_P(Pairs, GiveTheGradientOfAutograd) {
-  int ran = 0;
-  for (const std::vector<int>& row : rows()) {
-    if (families()[row[family]] != GetParam()) continue;
-    const Case c = case_of(row);
+void expect_rows(const RowsOfFamily& rows, const std::string& of_family, int least) {
+  const auto found = rows.find(of_family);
+  ASSERT_NE(found, rows.end());
+  EXPECT_GE(std::ssize(found->second), least);
+  for (const std::vector<int>& row : found->second) {
+    const Case c = case_of(of_family, row);
     SCOPED_TRACE(c.family + ", " + kPlans[row[plan]].name + " -> " + std::to_string(kBudgets[row[budget]]) + ", path " +
                  kPaths[row[path]] + ", share " + kShares[row[share]] + ", loss " + std::to_string(row[loss]) +
                  ", seed " + std::to_string(c.seed) + ", temperature " + std::to_string(row[temperature]));
     expect_as_autograd(c, run_oracle(c));
-    ++ran;
   }
-  EXPECT_GE(ran, kCritic + 1);  // each loss at least
 }
 
-INSTANTIATE_TEST_SUITE_P(Models, Pairs, ::testing::ValuesIn(families()),
+class Pairs : public ::testing::TestWithParam<std::string> {};
+TEST_P(Pairs, GiveTheGradientOfAutograd) {
+  static const RowsOfFamily rows = rows_of(groups_of_families(kCritic + 1));
+  expect_rows(rows, GetParam(), 1);
+}
+INSTANTIATE_TEST_SUITE_P(Models, Pairs, ::testing::ValuesIn(all_families()),
+                         [](const auto& info) { return name_of_family(info.param); });
+
+class WholeArray : public ::testing::TestWithParam<std::string> {};
+TEST_P(WholeArray, GivesTheGradientOfAutograd) {
+  static const RowsOfFamily rows = [] {
+    std::vector<std::vector<std::string>> each;
+    for (const std::string& one : all_families()) each.push_back({one});
+    return rows_of(each);
+  }();
+  expect_rows(rows, GetParam(), kCritic + 1);  // each loss at least
+}
+INSTANTIATE_TEST_SUITE_P(Models, WholeArray, ::testing::ValuesIn(all_families()),
                          [](const auto& info) { return name_of_family(info.param); });
 
 }  // namespace

@@ -112,6 +112,16 @@ TEST(PadToken, HasNoGradientButThatOfATiedHead) {
   }
 }
 
+// The smallest step with every kind of kernel: experts, windows and caps, sinks, latents and states.
+TEST(Steps, OfEveryKindOfLayerEqualAutograd) {
+  for (const char* family : {"qwen3-moe", "Gemma2", "GptOss", "KimiLinear"}) {
+    SCOPED_TRACE(family);
+    Case c = with(ragged(family), {"", "phased", 7, "recompute"});
+    c.rollouts.groups = 2;
+    expect_as_autograd(c, run_oracle(c));
+  }
+}
+
 class Losses : public ::testing::TestWithParam<Loss> {};
 
 TEST_P(Losses, EveryPlanEqualsAutograd) {

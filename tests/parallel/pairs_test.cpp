@@ -1,13 +1,17 @@
 // In place of the product family x layout x plan x budget x path x loss x share x rollouts: rows in which every two
 // values stand together (tests/support/covering.h), another choice of rows every day. A family that a layout refuses
-// does not meet it: axes_test.cpp says that it is refused by name. A failing row is printed with its day.
+// does not meet it: axes_test.cpp says that it is refused by name. A failing row is printed with its day. The first
+// factor's values are groups of families (LayoutPairs) or families (WholeLayoutArray), as in
+// equivalence/pairs_test.cpp.
 #include <gtest/gtest.h>
 
 #include <iterator>
+#include <map>
 #include <string>
 #include <vector>
 
 #include "espalier/base/error.h"
+#include "espalier/mixers/attention/shape.h"
 #include "espalier/shape/local_shape.h"
 #include "espalier/shape/path_leaves.h"
 #include "tests/equivalence/factors.h"
@@ -17,13 +21,6 @@
 namespace espalier::testing {
 namespace {
 
-std::vector<std::string> families() {
-  std::vector<std::string> names(std::begin(kVariants), std::end(kVariants));
-  for (const std::string& row : families_of_table()) names.push_back(row);
-  return names;
-}
-
-const std::vector<std::string> kFamilies = families();
 const std::vector<Degrees> kLayouts = {{.tp = 2},
                                        {.tp = 4},
                                        {.cp = 2},
@@ -54,34 +51,54 @@ bool serves(const ModelShape& shape, const Degrees& degrees) {
   }
 }
 
-const std::vector<std::vector<int>>& rows() {
-  static const std::vector<std::vector<int>> all = [] {
-    std::vector<ModelShape> shapes;
-    for (const std::string& name : kFamilies) shapes.push_back(tiny_shape(name));
-    std::vector<std::vector<bool>> served;
-    for (const ModelShape& shape : shapes) {
-      served.emplace_back();
-      for (const Degrees& degrees : kLayouts) served.back().push_back(serves(shape, degrees));
-    }
-    const auto size = [](const auto& values) { return static_cast<int>(values.size()); };
-    Factors factors{{size(kFamilies), size(kLayouts), size(kPlans), size(kBudgets), size(kPaths), kCritic + 1,
-                     size(kShares), kSeeds}};
-    factors.may_meet = [&](int f, int a, int g, int b) {
-      if (f == family && g == layout) return static_cast<bool>(served[a][b]);
-      return !(f == family && g == path && kPaths[b].starts_with("latents")) || may_carry_latents(shapes[a]);
-    };
-    return covering_rows(factors, seed_of_day());
-  }();
-  return all;
+std::vector<bool> served_layouts(const std::string& of_family) {
+  const ModelShape shape = tiny_shape(of_family);
+  std::vector<bool> out;
+  for (const Degrees& degrees : kLayouts) out.push_back(serves(shape, degrees));
+  return out;
 }
 
-class LayoutPairs : public ::testing::TestWithParam<std::string> {};
+// What a layout cuts: the layouts that serve the family, its heads of keys and values, and where matrices are divided.
+std::string cuts_of(const std::string& of_family) {
+  std::string out = " ";
+  for (const bool served : served_layouts(of_family)) out += served ? '1' : '0';
+  for (const LayerShape& layer : tiny_shape(of_family).layer)
+    if (const auto* const attention = dynamic_cast<const Attention*>(layer.mixer.get()))
+      return out + text_of(" ", attention->shape.kv_heads);
+  return out;
+}
 
-TEST_P(LayoutPairs, GiveTheGradientOfOneProcess) {
-  int ran = 0;
-  for (const std::vector<int>& row : rows()) {
-    if (kFamilies[row[family]] != GetParam()) continue;
-    Case c = ragged(GetParam());
+// The rows of each family. Every group meets each loss, so that a group of so many families has a row for each.
+using RowsOfFamily = std::map<std::string, std::vector<std::vector<int>>>;
+RowsOfFamily rows_of(const std::vector<std::vector<std::string>>& groups) {
+  std::vector<std::vector<bool>> served;
+  std::vector<bool> has_latents;
+  for (const auto& group : groups) {
+    served.push_back(served_layouts(group.front()));
+    has_latents.push_back(may_carry_latents(tiny_shape(group.front())));
+  }
+  const auto size = [](const auto& values) { return static_cast<int>(values.size()); };
+  Factors factors{
+      {size(groups), size(kLayouts), size(kPlans), size(kBudgets), size(kPaths), kCritic + 1, size(kShares), kSeeds}};
+  factors.may_meet = [&](int f, int a, int g, int b) {
+    if (f == family && g == layout) return static_cast<bool>(served[a][b]);
+    return !(f == family && g == path && kPaths[b].starts_with("latents")) || has_latents[a];
+  };
+  RowsOfFamily out;
+  std::vector<std::size_t> turn(groups.size());
+  for (const std::vector<int>& row : covering_rows(factors, seed_of_day())) {
+    const auto& group = groups[row[family]];
+    out[group[turn[row[family]]++ % group.size()]].push_back(row);
+  }
+  return out;
+}
+
+void expect_rows(const RowsOfFamily& rows, const std::string& of_family, int least) {
+  const auto found = rows.find(of_family);
+  ASSERT_NE(found, rows.end());
+  EXPECT_GE(std::ssize(found->second), least);
+  for (const std::vector<int>& row : found->second) {
+    Case c = ragged(of_family);
     c.seed = 1 + row[seed];
     c = row[loss] == kCritic ? as_critic(c) : c;
     if (row[loss] != kCritic) set_loss(c, kLosses[row[loss]]);
@@ -90,16 +107,31 @@ TEST_P(LayoutPairs, GiveTheGradientOfOneProcess) {
     c = with(c, chosen);
     c.options.path_state = kPaths[row[path]];
     c.options.share = kShares[row[share]];
-    SCOPED_TRACE(text_of(GetParam(), ", ", text_of_degrees(kLayouts[row[layout]]), ", ", chosen.name, " -> ",
+    SCOPED_TRACE(text_of(of_family, ", ", text_of_degrees(kLayouts[row[layout]]), ", ", chosen.name, " -> ",
                          chosen.budget, ", path ", kPaths[row[path]], ", share ", kShares[row[share]], ", loss ",
                          row[loss], ", seed ", c.seed));
     EXPECT_NO_THROW(expect_as_one_process(c, kLayouts[row[layout]], run_case(c)));
-    ++ran;
   }
-  EXPECT_GE(ran, kCritic + 1);  // each loss at least
 }
 
-INSTANTIATE_TEST_SUITE_P(Models, LayoutPairs, ::testing::ValuesIn(kFamilies),
+class LayoutPairs : public ::testing::TestWithParam<std::string> {};
+TEST_P(LayoutPairs, GiveTheGradientOfOneProcess) {
+  static const RowsOfFamily rows = rows_of(groups_of_families(kCritic + 1, cuts_of));
+  expect_rows(rows, GetParam(), 1);
+}
+INSTANTIATE_TEST_SUITE_P(Models, LayoutPairs, ::testing::ValuesIn(all_families()),
+                         [](const auto& info) { return name_of_family(info.param); });
+
+class WholeLayoutArray : public ::testing::TestWithParam<std::string> {};
+TEST_P(WholeLayoutArray, GivesTheGradientOfOneProcess) {
+  static const RowsOfFamily rows = [] {
+    std::vector<std::vector<std::string>> each;
+    for (const std::string& one : all_families()) each.push_back({one});
+    return rows_of(each);
+  }();
+  expect_rows(rows, GetParam(), kCritic + 1);  // each loss at least
+}
+INSTANTIATE_TEST_SUITE_P(Models, WholeLayoutArray, ::testing::ValuesIn(all_families()),
                          [](const auto& info) { return name_of_family(info.param); });
 
 }  // namespace
