@@ -12,6 +12,7 @@
 #include "espalier/base/random.h"
 #include "espalier/rollout/reader.h"
 #include "espalier/rollout/writer.h"
+#include "tests/support/covering.h"
 #include "tests/support/make_rollouts.h"
 #include "tests/support/source_dir.h"
 
@@ -139,15 +140,17 @@ TEST(HostileRollouts, EveryBitFlippedOnce) {
     }
 }
 
-TEST(HostileRollouts, RandomDamageForTwoSeconds) {
+// Other seeds every day.
+TEST(HostileRollouts, RandomDamageForHalfASecond) {
   std::vector<std::string> corpus = {golden("neutral.jsonl"), golden("train_data_step3.jsonl")};
   std::string generated;
   for (const Rollout& rollout : testing::make_rollouts(testing::any_options(1), 1))
     generated += rollout_json(rollout) + "\n";
   corpus.push_back(generated);
-  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(2);
+  const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(500);
   std::int64_t read = 0, refused = 0;
-  for (std::uint64_t seed = 0; seed < 1'000'000 && std::chrono::steady_clock::now() < end; ++seed) {
+  const std::uint64_t first = testing::seed_of_day() * 1'000'000;
+  for (std::uint64_t seed = first; seed < first + 1'000'000 && std::chrono::steady_clock::now() < end; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     Random random(seed);
     const std::string text = damaged(corpus[seed % corpus.size()], random);
