@@ -10,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <string_view>
+#include <thread>
 
 #include "espalier/base/error.h"
 #include "espalier/device/scalar_type.h"
@@ -244,6 +245,8 @@ Device& emulated_hopper_device() {
 
 namespace {
 
+const std::thread::id first_thread = std::this_thread::get_id();
+
 class StreamedDevice : public cuda::CudaDevice {
  public:
   StreamedDevice() : CudaDevice(late_operations<ComputeStream>(), "streamed") {}
@@ -257,6 +260,7 @@ Device& streamed_device() {
   static auto* const mutex = new std::mutex;
   static thread_local StreamedDevice* const of_thread = [] {
     const std::lock_guard lock(*mutex);
+    if (std::this_thread::get_id() != first_thread) make_streams_of_thread();
     return all->emplace_back(std::make_unique<StreamedDevice>()).get();
   }();
   return *of_thread;

@@ -268,15 +268,25 @@ void EmulatedStreams::run_remote(std::deque<Entry>& queue) {
   entry.remote->end();
 }
 
-EmulatedStreams& streams() {
+namespace {
+
+thread_local EmulatedStreams* of_thread = nullptr;
+
+EmulatedStreams& make_streams() {
   static auto* const all = new std::vector<std::unique_ptr<EmulatedStreams>>;  // outlive every tensor
   static auto* const mutex = new std::mutex;
-  static thread_local EmulatedStreams* const of_thread = [] {
-    const std::lock_guard lock(*mutex);
-    return all->emplace_back(std::make_unique<EmulatedStreams>(first_seed)).get();
-  }();
-  return *of_thread;
+  const std::lock_guard lock(*mutex);
+  return *all->emplace_back(std::make_unique<EmulatedStreams>(first_seed));
 }
+
+}  // namespace
+
+EmulatedStreams& streams() {
+  static EmulatedStreams& of_process = make_streams();
+  return of_thread != nullptr ? *of_thread : of_process;
+}
+
+void make_streams_of_thread() { of_thread = &make_streams(); }
 
 void set_stream_seed(unsigned seed) {
   first_seed = seed;

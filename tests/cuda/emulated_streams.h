@@ -109,7 +109,9 @@ class EmulatedStreams {
   std::mt19937 random_;
 };
 
-// Those of this thread.
+// Those of the process, which its threads may use in turns, or this thread's own.
 EmulatedStreams& streams();
+// From now on this thread, a rank with a device of its own, has streams of its own.
+void make_streams_of_thread();
 
 }  // namespace espalier::testing
