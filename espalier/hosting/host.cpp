@@ -2,6 +2,7 @@
 
 #include <ATen/Parallel.h>
 
+#include <fstream>
 #include <set>
 
 #include "espalier/base/atomic_file.h"
@@ -26,6 +27,29 @@ void write_state(const TunedModel& model, const fs::path& folder, serve::Checkpo
   file.write(description);
   file.close_synced();
   directory.commit();
+}
+
+// Plans depend on the bytes that they may use, and measured memory is never quite the same: a restarted server takes
+// those of the former one, so that what it does again has the same bits. Not if another budget is given, nor if they
+// are more than an eighth above what there is now.
+std::int64_t same_as_before(std::int64_t left, const Options& options, Progress& progress) {
+  const fs::path file = fs::path(options.state) / "memory";
+  const std::string budget = options.memory_budget.empty() ? "automatic" : options.memory_budget;
+  std::ifstream in(file);
+  std::string budget_before;
+  std::int64_t before = 0;
+  if (in >> budget_before >> before && budget_before == budget && before > 0) {
+    if (before <= left + left / 8) return before;
+    progress.note(text_of("there are ", format_bytes(left), " beside the weights, where the former server had ",
+                          format_bytes(before), ": calls that run again may differ in their last bits"));
+  }
+  std::error_code refused;
+  fs::create_directories(file.parent_path(), refused);
+  if (refused) return left;  // the service, which needs the folder, says so
+  AtomicFile out(file);
+  out.write(text_of(budget, ' ', left, '\n'));
+  out.commit();
+  return left;
 }
 
 }  // namespace
@@ -61,7 +85,7 @@ Host::Host(const std::vector<NamedFolder>& models, const Options& options, const
   if (left <= 0)
     throw MemoryBudgetError({"--memory-budget", text_of("more than ", format_bytes(weights), ", the weights alone"),
                              format_bytes(budget), ""});
-  hosting_ = std::make_unique<Hosting>(options, machine, left);
+  hosting_ = std::make_unique<Hosting>(options, machine, same_as_before(left, options, progress));
 }
 
 // The number of threads is a property of the thread that starts them.

@@ -191,6 +191,23 @@ def test_an_unmodified_client_does_not_notice(start):
     assert ends[0] == ends[1]
 
 
+def test_a_restarted_server_plans_with_the_same_memory(start, tmp_path):
+    """Measured memory differs a little from start to start, and with it a plan could: the folder keeps the number, for the same budget."""
+    server, file = start("state", "--memory-budget", "64MiB"), tmp_path / "state/memory"
+    budget, first = file.read_text().split()
+    assert budget == "64MiB" and 0 < int(first) < 64 << 20
+    server.kill()
+    file.write_text(f"{budget} {int(first) - 4096}\n")
+    server.start()
+    assert file.read_text().split() == [budget, str(int(first) - 4096)]
+    server.kill()
+    file.write_text(f"{budget} {1 << 30}\n")  # more than there is
+    server.start()
+    assert int(file.read_text().split()[1]) < 64 << 20
+    server.kill()
+    assert start("state", "--memory-budget", "48MiB") and file.read_text().split()[0] == "48MiB"
+
+
 def test_two_servers_do_not_share_a_folder(start, program, model_of, tmp_path, espalier):
     start("state")
     refused = espalier("serve", "--model", f"x={model_of('qwen3_tied')}", "--port", 0, "--state", tmp_path / "state", expect=2)
