@@ -193,8 +193,7 @@ class Communication::Walk {
     if (!turn.on_path || layer < path_.layers_awake || open_rows_ == 0) return;
     const std::vector<PathKind> kinds = own_.mixer(layer).path_kinds(path_.latents);
     if (kinds.empty() || std::exchange(layer_here_, layer) == layer) return;
-    for (const PathKind& kind : kinds)
-      give(cp_, Collective::gather, path_share(rows) * kind.width * b_, phase.cp);
+    for (const PathKind& kind : kinds) give(cp_, Collective::gather, path_share(rows) * kind.width * b_, phase.cp);
   }
   void sum_path(const Turn& turn, std::int64_t layer, std::int64_t rows, AxisBytes& phase) {
     if (!turn.on_path || layer < path_.layers_awake) return;

@@ -1,6 +1,6 @@
-// main of every GoogleTest binary. The report of a test has its seconds of processors, which other work beside it hardly
-// changes. Under `make record` (tests/recording/entered_functions.cpp is preloaded then) it says when a test ends, so that
-// what the process came to since the last one is noted under its name.
+// main of every GoogleTest binary. The report of a test has its seconds of processors, which other work beside it
+// hardly changes. Under `make record` (tests/recording/entered_functions.cpp is preloaded then) it says when a test
+// ends, so that what the process came to since the last one is noted under its name.
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
