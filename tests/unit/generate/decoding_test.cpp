@@ -10,7 +10,7 @@
 namespace espalier::testing {
 namespace {
 
-constexpr std::uint64_t kSeed = 17;
+constexpr std::uint64_t kModelSeed = 17;
 
 DecodingRules rules(std::uint64_t seed, std::int64_t longest) {
   DecodingRules out;
@@ -22,7 +22,7 @@ DecodingRules rules(std::uint64_t seed, std::int64_t longest) {
 class Machine {
  public:
   explicit Machine(const DecodingLimits& limits = {}, const char* family = "qwen3")
-      : model_(tiny_model(family, DType::float64, kSeed)), arena_(std::int64_t{1} << 28) {
+      : model_(tiny_model(family, DType::float64, kModelSeed)), arena_(std::int64_t{1} << 28) {
     model_->decoder.reserve_positions(256);
     DecodingLimits all = limits;
     all.kv_bytes = std::int64_t{1} << 28;
