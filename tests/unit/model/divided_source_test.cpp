@@ -134,6 +134,7 @@ TEST_P(Divided, AWaveIsThatOfOneRank) {
       const LayerAttention attention = attention_of(q, {k, v}, window);
       source.attend(attention, out, lse);
       source.add_backward(attention, out, lse, x_.grad_out.index_select(0, own), grad_q, {grad_k, grad_v});
+      EXPECT_NO_THROW(path.expect_complete(1)) << "the wave is the trunk's one contribution";
       const std::lock_guard lock(mutex);
       found.out.index_add_(0, own, out), found.grad_q.index_add_(0, own, grad_q);
       found.grad_k.index_add_(0, own, grad_k), found.grad_v.index_add_(0, own, grad_v);
