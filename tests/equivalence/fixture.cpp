@@ -121,6 +121,12 @@ Json special_members(const std::string& model_type) {
               {"beta_fast", 4.0},
               {"mscale", 0.7},
               {"mscale_all_dim", 5.0}}}};
+  if (model_type == "sarvam_mla")
+    return {{"num_key_value_heads", 4}, {"first_k_dense_replace", 1},
+            {"num_shared_experts", 1},  {"n_group", 4},
+            {"topk_group", 3},          {"routed_scaling_factor", 1.7},
+            {"kv_lora_rank", 11},       {"qk_nope_head_dim", 6},
+            {"qk_rope_head_dim", 4},    {"v_head_dim", 7}};
   if (model_type == "deepseek_v3")
     return {
         {"n_routed_experts", 8}, {"num_experts", nullptr},   {"n_shared_experts", 2},    {"n_group", 4},
