@@ -4,6 +4,7 @@ In float64 everything is float64: transformers itself computes rotary tables, no
 in float32, so those are replaced here by their float64 formulas. In float32 the model runs as transformers ships it.
 """
 
+import contextlib
 import math
 
 import torch
@@ -84,7 +85,8 @@ def of_files(tensors, model):
 class Wide(TorchFunctionMode):
     """Keeps float64 wherever transformers asks for float32."""
 
-    CHANGES = (torch.Tensor.to, torch.Tensor.type, torch.Tensor.softmax, torch.arange, torch.tensor, torch.softmax, torch.nn.functional.softmax)
+    CHANGES = (torch.Tensor.to, torch.Tensor.type, torch.Tensor.softmax, torch.arange, torch.empty, torch.tensor, torch.zeros, torch.softmax,
+               torch.nn.functional.softmax)
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -120,7 +122,9 @@ def widened(model):
 
 def load_model(directory, dtype, kind=transformers.AutoModelForCausalLM):
     """The model in eval mode with gradients on. dtype float64 replaces what transformers would compute in float32."""
-    model = kind.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
+    # Some routers' weights are declared in float32, and are read so, whatever the dtype is.
+    with Wide() if dtype == torch.float64 else contextlib.nullcontext():
+        model = kind.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
     if hasattr(model.config.get_text_config(), "num_experts_per_tok"):
         model.set_experts_implementation("eager")
     rope = (getattr(model.config.get_text_config(), "rope_parameters", None) or {}).get("rope_type", "default")

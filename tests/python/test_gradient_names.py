@@ -82,7 +82,8 @@ def test_a_file_of_gradients_loads_as_the_models_file_does(family, espalier, mod
     shutil.copy(model_of(family) / "config.json", tmp_path / "as_model")
     held = {name: t.double() for name, t in tensors(model_of(family)).items() if name.endswith("correction_bias")}
     save_file({**run.gradients, **held}, tmp_path / "as_model/model.safetensors", metadata={"format": "pt"})
-    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "as_model", dtype=torch.float64, output_loading_info=True)
+    with oracle.Wide():
+        loaded, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "as_model", dtype=torch.float64, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"], report
     assert_equal_gradients({name: p.detach() for name, p in loaded.named_parameters()}, exact, SEED)
 

@@ -11,7 +11,8 @@ namespace {
 
 constexpr int kThreads = 128, kTileRows = 16;
 constexpr std::int64_t kLeastPartRows = 64;
-constexpr int kPartChannels = 32;
+constexpr int kPartChannels = 32, kMostPartThreads = 1024;
+static_assert(kMostPartThreads == kPartChannels * (kLongestShortConvolution + 1));  // with the bias
 
 // b, c or x.
 template <class T>
@@ -136,9 +137,9 @@ __global__ void __launch_bounds__(kThreads)
 // Weights' gradients of a part of the runs' rows: a warp has one of the K rows of the convolution for 32 channels, or
 // the bias.
 template <class T>
-__global__ void weights_backward_kernel(ShortConvolutionRows<T> of, DeltaRuns<accumulator_t<T>> runs,
-                                        std::int64_t rows_of_part, const T* grad_y_TC, accumulator_t<T>* weights_PCK,
-                                        accumulator_t<T>* bias_PC) {
+__global__ void __launch_bounds__(kMostPartThreads)
+    weights_backward_kernel(ShortConvolutionRows<T> of, DeltaRuns<accumulator_t<T>> runs, std::int64_t rows_of_part,
+                            const T* grad_y_TC, accumulator_t<T>* weights_PCK, accumulator_t<T>* bias_PC) {
   using A = accumulator_t<T>;
   const std::int64_t channel = static_cast<std::int64_t>(blockIdx.x) * kPartChannels + threadIdx.x % kPartChannels;
   const std::int64_t tap = threadIdx.x / kPartChannels, part = blockIdx.y;
