@@ -40,11 +40,15 @@ def run_program(path, words, environment, output):
     os.environ.update(environment)
     sys.argv = [str(path), *words]
     sys.path.insert(0, str(path.parent))
-    try:
-        runpy.run_path(str(path), run_name="__main__")
-    finally:
+    end = os._exit
+
+    def note_seconds_and_end(code):
         times = os.times()
         Path(f"{output}.seconds").write_text(str(times.user + times.system + times.children_user + times.children_system))
+        end(code)
+
+    os._exit = note_seconds_and_end  # every way to end comes here, but a signal
+    runpy.run_path(str(path), run_name="__main__")
 
 
 def run_ranks(folder, program, words, patience, environments=None):
