@@ -2,7 +2,8 @@
 
   all    every case
   K/N    no product whose pairs are tested (PRODUCTS of espalier_test, @pytest.mark.product); of every other test with several cases those whose name falls to share K of N, and at least one; of a test that takes more than
-         LONG seconds a case those alone, so that it may have none. Shares 1 to N together are all cases.
+         LONG seconds a case those that its turn gives to the share, so that it may have none. Turns of long tests begin where shares have
+       equal seconds. Shares 1 to N together are all cases.
   fast   the first case of every test that takes at most FAST seconds a case
   one    the first case of every test
   tests:FILE   every case of the tests that FILE names, one a line
@@ -22,7 +23,7 @@ from pathlib import Path
 
 from recorded_tests import Record
 
-LONG, FAST = 4.0, 1.0
+LONG, FAST = 2.0, 1.0
 SHARES = 8
 LONG_TESTS = Path(__file__).resolve().parent.parent / "tests/long_tests.txt"
 
@@ -38,10 +39,18 @@ def seconds_of_tests():
     return dict.fromkeys(long_tests(), LONG + 1) | {test.name: test.seconds for test in Record.read().tests}
 
 
-def names_of_share(names, share, shares, is_long=False):
-    """Those of a test's case names that fall to the share, in order."""
-    chosen = [name for name in names if zlib.crc32(name.encode()) % shares == share - 1]
-    return chosen if is_long or chosen else names[:1]
+def names_of_share(names, share, shares):
+    """Those of a test's case names that fall to the share, in order, and at least one."""
+    return [name for name in names if zlib.crc32(name.encode()) % shares == share - 1] or names[:1]
+
+
+def first_shares_of_long_tests(seconds, shares):
+    """{test: the share, from 0, of its first case}: the longest test first, each to the share with the least so far."""
+    out, spent = {}, [0.0] * shares
+    for test in sorted((test for test in seconds if seconds[test] > LONG), key=lambda test: (-seconds[test], test)):
+        out[test] = min(range(shares), key=lambda share: spent[share])
+        spent[out[test]] += seconds[test]
+    return out
 
 
 @dataclass
@@ -57,6 +66,7 @@ class Choice:
             raise ValueError(f"expected all, fast, one or K/N with 1 <= K <= N, as 1/8, got {self.text!r}")
         self.share, self.shares = (int(found[1]), int(found[2])) if found else (1, 1)
         self.seconds = {} if self.only is not None or self.text in ("all", "one") else seconds_of_tests()
+        self.first_shares = first_shares_of_long_tests(self.seconds, self.shares)
 
     def cases(self, test, names, pairs=False, product=False):
         """Those of the names of a test's cases that run. `pairs`: a share has all of them, as each is needed; `product`: it has none."""
@@ -69,9 +79,10 @@ class Choice:
         seconds = self.seconds.get(test, 0)
         if self.text == "fast":
             return names[:1] if seconds <= FAST else []
-        if len(names) == 1 and seconds <= LONG:
-            return names
-        return names_of_share(names, self.share, self.shares, seconds > LONG)
+        if seconds > LONG:
+            first = self.first_shares[test]
+            return [name for number, name in enumerate(names) if (first + number) % self.shares == self.share - 1]
+        return names if len(names) == 1 else names_of_share(names, self.share, self.shares)
 
 
 def day_of_run():

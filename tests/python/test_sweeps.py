@@ -56,6 +56,14 @@ def test_shares_are_all_cases_and_every_share_has_every_quick_test(items):
         assert not name.startswith("long") or sum(name in part for part in parts) == 1
 
 
+def test_shares_take_equally_long():
+    """As far as single tests allow."""
+    seconds = {f"Long.{number}": LONG + 1 + number % 11 for number in range(100)} | {"Long.Lone": 40.0, "Quick.One": LONG}
+    first = tiers.first_shares_of_long_tests(seconds, SHARES)
+    spent = [sum(seconds[test] for test in first if first[test] == share) for share in range(SHARES)]
+    assert set(first) == set(seconds) - {"Quick.One"} and max(spent) - min(spent) <= LONG + 1 + 10
+
+
 def test_the_fast_tier_has_the_first_case_of_quick_tests(items):
     assert names(chosen_items(items, Choice("fast"))) == ["alone[0]", "two[0]", "many[0]"]
     assert names(chosen_items(items, Choice("one"))) == ["alone[0]", "two[0]", "many[0]", "slow[0]", "product[0]", "long[0]", "long_too[0]"]
