@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # make gpu-bundle: build/gpu-bundle, a folder that starts on a machine with a GPU's driver and a Python with torch 2.11, without network
 # and without a compiler: program, libraries, package, examples, cases, and first_hour.py, which runs them.
-#   gpu_bundle.sh [FOLDER] [--rehearsal]    --rehearsal: with the emulated device, for first_hour.py --device emulate
+#   gpu_bundle.sh [FOLDER] [--rehearsal]    --rehearsal: with the emulated device in the place of CUDA's, for first_hour.py --device emulate
 set -euo pipefail
 cd "$(dirname "$0")/.."
 most_mib=64
@@ -22,6 +22,7 @@ done
 find "$bin" -type l -exec sh -c 'cp --remove-destination "$(readlink -f "$1")" "$1"' _ {} \;
 find "$bin" \( -name '*.so.*.*' -o -name 'libespalier_core.so.*' \) -delete
 if [ -n "$rehearsal" ]; then
+  rm -f "$bin/libespalier_cuda.so"
   cp -L build/libespalier_emulated.so "$bin/"
   for library in build/tests/cuda/libespalier_emulat*.so; do cp -L "$library" "$bin/"; done
 elif [ ! -f "$bin/libespalier_cuda.so" ]; then

@@ -8,6 +8,7 @@ from hf_layers import CASES, LOSS, RECURRENT, ROLLOUTS, errors, make, model_and_
 from hf_models import all_float64, checkpointed, dense_step, gradients, run_ranks, shared_step, worst
 
 hf = pytest.importorskip("espalier.hf")
+from espalier.errors import Unsupported  # noqa: E402
 from espalier.hf import attention  # noqa: E402
 from espalier.hf.mixers import convolution, install, mixers, scans, segments  # noqa: E402
 from espalier.hf.rollouts import Rollouts  # noqa: E402
@@ -142,7 +143,13 @@ SCANS = ("torch_chunk_gated_delta_rule", "mamba2_chunk_scan")
 
 
 def assert_seen(family, case="trees of depth 3"):
-    assert errors(family, case)[0] > 1e-4
+    """By the check of a family that is new to this process, or by the step's numbers."""
+    try:
+        error = errors(family, case)[0]
+    except Unsupported as told:
+        assert "differ by" in str(told)
+    else:
+        assert error > 1e-4
 
 
 def without_gradient(monkeypatch, functions):
