@@ -12,6 +12,7 @@ import objective
 import oracle
 from comparison import FLOAT64_RELATIVE, relative_errors
 from make_model import make_model, make_rollouts, write_records
+from quantised_files import refused_with_changed_tensors
 from test_lora import exact_gradients, load_peft, make_adapter
 from test_memory import MEBI, files, of_process
 from test_nf4 import ADAPTER, LLAMA_3_8B, assert_equal_runs, outcome
@@ -310,17 +311,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("damage", HOSTILE)
 def test_damaged_matrices_are_refused_by_name(damage, directories, rollouts, espalier, tmp_path):
-    change, status, word = HOSTILE[damage]
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text((directories[0] / "config.json").read_text())
-    tensors = load_file(directories[0] / "model.safetensors")
-    change(tensors)
-    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    for weights in ("fp8", "source"):
-        told = espalier("train", "--model", model, "--rollouts", rollouts, "--lora-rank", 4, "--weights", weights, "--out", tmp_path / "out",
-                        expect=status).stderr
-        assert QUERY in told and word in told and not (tmp_path / "out").exists(), told
+    refused_with_changed_tensors(espalier, directories[0], *HOSTILE[damage], "fp8", QUERY, rollouts, tmp_path)
 
 
 def test_a_truncated_file_is_refused(directories, rollouts, espalier, tmp_path):

@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 import nf4_reference
 from make_model import make_model, make_rollouts, write_records
+from quantised_files import refused_with_changed_tensors
 from test_memory import MEBI, files, of_process
 from test_parallel import Ranks
 
@@ -281,17 +282,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("damage", HOSTILE)
 def test_damaged_matrices_are_refused_by_name(damage, directories, rollouts, espalier, tmp_path):
-    change, status, word = HOSTILE[damage]
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text((directories[0] / "config.json").read_text())
-    tensors = load_file(directories[0] / "model.safetensors")
-    change(tensors)
-    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    for weights in ("nf4", "source"):
-        told = espalier("train", "--model", model, "--rollouts", rollouts, "--lora-rank", 4, "--weights", weights, "--out", tmp_path / "out",
-                        expect=status).stderr
-        assert QUERY in told and word in told and not (tmp_path / "out").exists()
+    refused_with_changed_tensors(espalier, directories[0], *HOSTILE[damage], "nf4", QUERY, rollouts, tmp_path)
 
 
 @pytest.mark.parametrize("change, status, word", [
