@@ -1,4 +1,4 @@
-// What an aarch64 processor has, of the sets of compiled_sets.h.
+// Says which of the instruction sets in compiled_sets.h every aarch64 processor has.
 #include "espalier/base/instruction_set.h"
 
 namespace espalier {

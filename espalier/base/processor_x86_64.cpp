@@ -1,4 +1,4 @@
-// What an x86-64 processor has, of the sets of compiled_sets.h.
+// Asks an x86-64 processor which of the instruction sets in compiled_sets.h it has.
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>

@@ -109,7 +109,7 @@ class EmulatedStreams {
   std::mt19937 random_;
 };
 
-// Those of the process, which its threads may use in turns, or this thread's own.
+// Returns this thread's own streams if it has any, else the streams of the process, which its threads use in turns.
 EmulatedStreams& streams();
 // From now on this thread, a rank with a device of its own, has streams of its own.
 void make_streams_of_thread();

@@ -58,7 +58,7 @@ std::vector<bool> served_layouts(const std::string& of_family) {
   return out;
 }
 
-// What a layout cuts: the layouts that serve the family, its heads of keys and values, and where matrices are divided.
+// The layouts that serve the family, its heads of keys and values, and where matrices are divided.
 std::string cuts_of(const std::string& of_family) {
   std::string out = " ";
   for (const bool served : served_layouts(of_family)) out += served ? '1' : '0';
@@ -124,11 +124,7 @@ INSTANTIATE_TEST_SUITE_P(Models, LayoutPairs, ::testing::ValuesIn(all_families()
 
 class WholeLayoutArray : public ::testing::TestWithParam<std::string> {};
 TEST_P(WholeLayoutArray, GivesTheGradientOfOneProcess) {
-  static const RowsOfFamily rows = [] {
-    std::vector<std::vector<std::string>> each;
-    for (const std::string& one : all_families()) each.push_back({one});
-    return rows_of(each);
-  }();
+  static const RowsOfFamily rows = rows_of(groups_of_families(1));
   expect_rows(rows, GetParam(), kCritic + 1);  // each loss at least
 }
 INSTANTIATE_TEST_SUITE_P(Models, WholeLayoutArray, ::testing::ValuesIn(all_families()),

@@ -22,7 +22,7 @@ class NotesWhatWasEntered : public testing::EmptyTestEventListener {
   Note note_;
 };
 
-// Of this process and of those that it started and that have ended.
+// The seconds that this process and its ended children have spent.
 double processor_seconds() {
   double seconds = 0;
   for (const int whose : {RUSAGE_SELF, RUSAGE_CHILDREN}) {

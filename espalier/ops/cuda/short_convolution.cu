@@ -51,7 +51,8 @@ __device__ __forceinline__ accumulator_t<T> grad_mixed_at(const ShortConvolution
   return widened(grad_y_TC[row * of.channels + channel]) * part_at(of, row, 1, channel);
 }
 
-// Of u at a row of the run, or at one of the K - 1 before it: by the run's rows, and by those behind the run.
+// The gradient of u at a row of the run, or at one of the K - 1 rows before it. The run's rows and the rows behind the
+// run add to it.
 template <class T>
 __device__ accumulator_t<T> grad_input_at(const ShortConvolutionRows<T>& of, const DeltaRun<accumulator_t<T>>& run,
                                           const T* grad_y_TC, std::int64_t row, std::int64_t channel) {

@@ -229,7 +229,7 @@ TEST_F(AdapterTest, TellsWhatKindOfModelItIsOf) {
             "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight");
 }
 
-// What a run writes is what it reads again, bit for bit.
+// A run reads its own adapter file back bit for bit.
 TEST_F(AdapterTest, WrittenAndReadAgainItHasTheSameNumbers) {
   for (const ModelShape& base : {llama_shape(), moe_shape()}) {
     const ModelShape shape = train_only(

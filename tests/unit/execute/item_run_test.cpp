@@ -31,7 +31,7 @@ class Items : public ::testing::Test {
  protected:
   explicit Items(Case c = nested_trunks()) : step_(std::move(c)) {}
 
-  // What an executor does around one item: it and all below it, forward and backward.
+  // Runs one item and all items below it, forward and backward, as the executor does.
   void run(const StepRun& run, KvPath& path, const PlanItem& item) {
     const ArenaScope scope(step_.arena);
     ItemRun one(run, item, step_.arena);

@@ -28,7 +28,7 @@ ModelShape shape_of_rows() {
   return shape;
 }
 
-// What a set of rows computes with and gets back, all rows of it.
+// The inputs and results of a set of rows, all rows of it.
 struct SetNumbers {
   explicit SetNumbers(std::int64_t rows)
       : q(at::randn({rows, kHeads * kDim}, at::kDouble)),

@@ -62,7 +62,7 @@ TEST(ModelViews, JoinTheNeighboursThatOneProductReads) {
     EXPECT_FALSE(absent.defined());
 }
 
-// What is written through the views fills the buffer without a gap.
+// Numbers written through the views fill the buffer without a gap.
 TEST(ModelViews, SeeEveryElementOnce) {
   ModelShape dense = small_shape(), experts = small_shape();
   experts.experts = 3, experts.experts_per_token = 1, experts.expert_inner = 2;
@@ -125,7 +125,7 @@ TEST(ModelViews, TakeEachParameterFromTheBufferThatHasIt) {
   const ModelViews views = view_model(both, shape);
   EXPECT_LT(views.layers[0].mlp_norm_M.max().item<double>(), 1000);
   EXPECT_GE(views.layers[0].down.weight.min().item<double>(), 1000);
-  // Of the trained ones alone, as gradients are.
+  // A buffer of gradients has the trained parameters alone.
   const ModelViews gradients = view_model({both.data(), 1}, shape);
   EXPECT_TRUE(gradients.layers[0].mlp_norm_M.defined());
   EXPECT_FALSE(gradients.layers[0].down.trains());
