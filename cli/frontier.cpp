@@ -36,7 +36,7 @@ int run_frontier(Context& context) {
   const std::vector<std::int64_t> sizes = sizes_of(options);
   PlanOptions plan_options = plan_options_of(options);
   const MachineProfile profile = machine_of(context, plan_options);
-  if (plan_options.memory_budget == 0) plan_options.memory_budget = resident_bytes() + arena_limit(options);
+  if (plan_options.memory_budget == 0) plan_options.memory_budget = budget_of(options).bytes;
   plan_options.kind = step_kind_of(options, shape, {});
 
   const Degrees degrees = degrees_of(options);

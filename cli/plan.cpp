@@ -27,6 +27,7 @@
 #include "espalier/saved/spill_file.h"
 #include "espalier/shape/trained_parameters.h"
 #include "espalier/step/held_models.h"
+#include "espalier/step/planning.h"
 #include "espalier/step/trained_choice.h"
 #include "espalier/train/training_data.h"
 
@@ -319,8 +320,9 @@ MachineProfile machine_of(Context& context, PlanOptions& options) {
   options.setting.device.cuda = profile.device == "cuda";
   options.setting.device.attention = profile.attention_kernels;
   options.setting.device.deterministic = context.options.deterministic == OnOff::on;
-  if (options.memory_budget == 0) options.memory_budget = profile.memory_bytes;
   const bool here = named.empty() && !any_gpu;  // of another machine nobody knows what it has room for
+  if (options.memory_budget == 0)
+    options.memory_budget = here ? budget_of(context.options).bytes : profile.memory_bytes;
   options.spill_room = here ? room_to_spill(context.options.spill_dir) : std::numeric_limits<std::int64_t>::max();
   context.result["device"] = profile.device;
   return profile;
@@ -397,6 +399,10 @@ int run_plan(Context& context) {
     if (const Shortage its = shortage_of(of_critic); its.missing_bytes > shortage.missing_bytes) shortage = its;
   }
   report_held(context, held);
+  if (const Budget of_this_machine = budget_of(options); budget == of_this_machine.bytes && !of_this_machine.given) {
+    context.result["memory_margin"] = of_this_machine.margin;
+    context.text << "\nMemory budget: " << of_this_machine.text() << ". --memory-budget gives another.\n";
+  }
   context.result["fits"] = shortage.missing_bytes == 0;
   context.result["missing_bytes"] = shortage.missing_bytes;
   if (shortage.missing_bytes == 0) return 0;

@@ -31,6 +31,7 @@
 #include "espalier/options/products.h"
 #include "espalier/settings/config_file.h"
 #include "espalier/settings/option_help.h"
+#include "espalier/step/planning.h"
 
 namespace espalier::cli {
 namespace {
@@ -194,6 +195,7 @@ int run_verb(Run& run, const std::vector<std::string>& words) {
   use_threads(static_cast<int>(run.options.threads));
   // The reader of the output may leave; a run that writes files goes on without it.
   if (has_output(*run.line.verb, run.options, run.line.arguments)) run.survives_closed_pipe = true;
+  (void)budget_of(run.options, mesh.local_ranks);  // made before anything is loaded
   if (run.survives_closed_pipe) signal(SIGPIPE, SIG_IGN);
   std::ostream nowhere(nullptr);
   std::ostream& text = run.line.json || !talks ? nowhere : std::cout;

@@ -51,7 +51,7 @@ int run_serve(Context& context) {
   settings.state = options.state;
   settings.sync_journal = options.journal == JournalOf::sync;
   settings.save_freq = options.save_freq;
-  settings.queue_bytes = std::min(settings.queue_bytes, arena_limit(options) / 8);
+  settings.queue_bytes = std::min(settings.queue_bytes, budget_of(options).beside_held() / 8);
   settings.join_calls = options.join_calls == OnOff::on;
   serve::Service* service = nullptr;
   serve::HttpServer server(

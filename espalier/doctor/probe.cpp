@@ -114,7 +114,7 @@ class ProbeHead final : public Head {
 
 Probe probe(const ModelState& model, std::span<const Rollout> rollouts, const ProbeWish& wish, const Options& options,
             const MachineProfile& machine, Progress& progress) {
-  Workspace workspace(arena_limit(options));
+  Workspace workspace(budget_of(options).beside_held());
   const HeldBytes weights(workspace, HeldModel{model.decoder.local()}.bytes(model.dtype));
   ProbeHead head(model.decoder, rollouts, wish, workspace.arena);
   run_forward_pass({.decoder = model.decoder,

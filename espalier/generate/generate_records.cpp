@@ -97,10 +97,8 @@ std::vector<std::int32_t> stop_ids(const Options& options, std::int64_t vocabula
 
 void plan_memory(const LocalShape& shape, const Options& options, SamplingSettings& settings, const Mesh& mesh) {
   constexpr std::int64_t kFewestRows = 16;
-  // Of what is free, the weights are taken already; of a given budget they are still to be.
-  const std::int64_t own = options.memory_budget.empty()
-                               ? arena_limit(options) / bound_device().sharing_memory(mesh.local_ranks)
-                               : arena_limit(options) - bytes_held(std::array{HeldModel{shape}}, options.dtype);
+  const std::int64_t own =
+      budget_of(options, mesh.local_ranks).bytes - bytes_held(std::array{HeldModel{shape}}, options.dtype);
   const auto limit = static_cast<std::int64_t>(-maxima_over_ranks(mesh.world, {-static_cast<double>(own)}).front());
   const auto activations = [&](std::int64_t rows) { return sampling_bytes(shape, options.dtype, rows); };
   if (settings.token_budget == 0) {
@@ -149,7 +147,7 @@ GeneratedRecords generate_records(const Options& options, Progress& progress, co
            model->shape, positions, text_of("prompts and --max-response-length reach ", positions, " tokens")))
     progress.note(note);
 
-  Arena arena(arena_limit(options));
+  Arena arena(budget_of(options).beside_held());
   GeneratedRecords out;
   std::optional<TokenizerTexts> texts;
   if (environment) texts.emplace(*tokenizer);

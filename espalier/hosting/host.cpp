@@ -71,7 +71,7 @@ std::vector<NamedFolder> named_folders(const std::string& options) {
 
 Host::Host(const std::vector<NamedFolder>& models, const Options& options, const MachineProfile& machine,
            Progress& progress) {
-  const std::int64_t held_before = bound_device().held_bytes(), budget = arena_limit(options);
+  const std::int64_t held_before = bound_device().held_bytes(), budget = budget_of(options).beside_held();
   for (const auto& [name, folder] : models) {
     Options own = options;
     own.model = folder.string();

@@ -13,6 +13,7 @@
 #include "espalier/options/options_json.h"
 #include "espalier/options/products.h"
 #include "espalier/shape/trained_parameters.h"
+#include "espalier/step/planning.h"
 #include "espalier/step/trained_choice.h"
 #include "espalier/train/train_record.h"
 #include "espalier/train/trained_model.h"
@@ -89,10 +90,7 @@ RunStart new_run(const std::filesystem::path& root, const Options& given, const 
   out.options = given;
   out.options.overwrite = false;  // it is done once, here
   if (out.options.memory_budget.empty())
-    out.options.memory_budget =
-        text_of(std::max<std::int64_t>(
-                    bound_device().free_bytes() / bound_device().sharing_memory(mesh.local_ranks) / 10 * 9, 1 << 20),
-                "B");
+    out.options.memory_budget = text_of(budget_of(given, mesh.local_ranks).bytes, "B");
   CheckedRun checked = check_new_run(out.options, tasks, progress, mesh);
   out.questions = std::move(checked.questions);
   out.machine = machine_profile(out.options, progress);

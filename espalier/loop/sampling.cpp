@@ -83,7 +83,7 @@ Sampling::Sampling(const Options& options, Questions& questions, const Decoder& 
       arena_(arena),
       progress_(progress),
       held_out_(questions.held_out()),
-      budget_(parse_bytes(options.memory_budget, "--memory-budget")),
+      budget_(budget_of(options).bytes),
       held_bytes_(bytes_held(held, options.dtype)),
       sampled_(sampling_settings(options)) {
   sampled_.stop_ids = questions.stop_ids(), sampled_.stops = questions.stops();

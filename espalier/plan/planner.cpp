@@ -1,5 +1,6 @@
 // Candidates, the choice among them, and the plan written out.
 #include "espalier/plan/planner.h"
+#include "espalier/options/memory_budget.h"
 #include "espalier/shape/path_leaves.h"
 
 #include <algorithm>
@@ -458,9 +459,7 @@ PlanOptions plan_options_of(const Options& options) {
   if (options.token_budget < 0)
     throw OptionError({"--token-budget", "a number of rows, or 0", text_of(options.token_budget), ""});
   out.token_budget = options.token_budget;
-  if (!options.memory_budget.empty()) out.memory_budget = parse_bytes(options.memory_budget, "--memory-budget");
-  if (!options.memory_budget.empty() && out.memory_budget == 0)
-    throw OptionError({"--memory-budget", "at least a byte", "0", "Leave it out to use all free memory"});
+  out.memory_budget = given_budget(options).bytes;
   out.dtype = options.dtype;
   out.trunk_state = options.trunk_state;
   out.wave_state = options.wave_state;

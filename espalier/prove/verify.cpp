@@ -431,7 +431,7 @@ ChoosingRun float64_run(const Options& options, const MiniBatch& mini_batch, std
   NoProgress silent;  // a run of the task that is shown
   const MachineProfile machine = default_profile(options.device, DType::float64, at::get_num_threads());
   if (critic && !reward) {
-    Workspace workspace(arena_limit(exact));
+    Workspace workspace(budget_of(exact).beside_held());
     const CriticChoice choice = *checked_critic(options);
     Critic value_model(load_value_model(choice.source, DType::float64, static_cast<std::uint64_t>(options.seed), silent,
                                         mesh, choice.train),

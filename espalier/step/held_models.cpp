@@ -4,7 +4,6 @@
 #include "espalier/base/units.h"
 #include "espalier/device/device.h"
 #include "espalier/forecast/memory_model.h"
-#include "espalier/observe/memory.h"
 #include "espalier/step/planning.h"
 
 namespace espalier {
@@ -38,9 +37,10 @@ std::int64_t needed_for(std::span<const HeldModel> held, DType dtype) {
 void require_room(std::span<const HeldModel> held, const Options& options) {
   const HeldModel& first = held.front();
   const std::int64_t own = first.bytes(options.dtype), beside = bytes_beside(first, held, options.dtype);
-  const bool in_host_memory = bound_device().in_host_memory(), given = !options.memory_budget.empty();
+  const Budget budget = budget_of(options);
+  const bool given = budget.given;
   const std::int64_t needed = needed_for(held, options.dtype), process = needed - own - beside;
-  const std::int64_t room = (given || !in_host_memory ? 0 : resident_bytes()) + arena_limit(options);
+  const std::int64_t room = bound_device().in_host_memory() ? budget.bytes : budget.beside_held();
   if (needed <= room) return;
   const char* what = first.state.optimizer   ? "weights, gradients and optimizer state"
                      : first.state.gradients ? "weights and gradients"
@@ -54,7 +54,7 @@ void require_room(std::span<const HeldModel> held, const Options& options) {
                       in_bfloat16 <= room ? "it fits" : format_bytes(in_bfloat16) + " would do");
   throw MemoryBudgetError({given ? "--memory-budget" : "memory",
                            text_of("more than ", format_bytes(needed), ": ", format_bytes(own), " of ", what, rest),
-                           text_of(format_bytes(room), given ? "" : " free"), remedy});
+                           given ? format_bytes(room) : budget.text(), remedy});
 }
 
 }  // namespace espalier

@@ -4,9 +4,10 @@
 
 #include <algorithm>
 #include <functional>
+#include <map>
+#include <mutex>
 #include <utility>
 
-#include "espalier/base/units.h"
 #include "espalier/device/cuda_library.h"
 #include "espalier/device/device.h"
 #include "espalier/grouping/prefix_tree.h"
@@ -19,9 +20,18 @@
 
 namespace espalier {
 
-std::int64_t arena_limit(const Options& options) {
-  return options.memory_budget.empty() ? bound_device().free_bytes()
-                                       : parse_bytes(options.memory_budget, "--memory-budget");
+const Budget& budget_of(const Options& options, int local_ranks) {
+  static std::mutex mutex;
+  static std::map<const Device*, Budget> automatic;
+  static thread_local Budget given;
+  given = given_budget(options);
+  if (given.given) return given;
+  const std::lock_guard lock(mutex);
+  Device& device = bound_device();
+  const auto found = automatic.find(&device);
+  if (found != automatic.end()) return found->second;
+  return automatic[&device] =
+             automatic_budget(device.held_bytes(), device.free_bytes(), device.sharing_memory(local_ranks));
 }
 
 std::int64_t sampling_bytes(const LocalShape& shape, DType dtype, std::int64_t rows) {
@@ -58,11 +68,6 @@ void require_same_plan(const StepPlan& plan, const Mesh& mesh) {
 // The least bytes that a rank has.
 std::int64_t least_over_ranks(std::int64_t bytes, const Mesh& mesh) {
   return static_cast<std::int64_t>(-maxima_over_ranks(mesh.world, {-static_cast<double>(bytes)}).front());
-}
-
-std::int64_t room_of_every_rank(const Options& options, const Mesh& mesh) {
-  return least_over_ranks(
-      bound_device().held_bytes() + arena_limit(options) / bound_device().sharing_memory(mesh.local_ranks), mesh);
 }
 
 // Those of this rank.
@@ -114,7 +119,8 @@ StepPlan plan_step(const LocalShape& shape, const Options& options, const Machin
   plan_options.kind = kind;
   plan_options.setting = {held, bound_traits(options, machine)};
   plan_options.spill_room = least_over_ranks(room_to_store(bound_device(), options.spill_dir) / mesh.local_ranks, mesh);
-  if (plan_options.memory_budget == 0) plan_options.memory_budget = room_of_every_rank(options, mesh);
+  plan_options.memory_budget = budget_of(options, mesh.local_ranks).bytes;
+  if (options.memory_budget.empty()) plan_options.memory_budget = least_over_ranks(plan_options.memory_budget, mesh);
   const std::vector<PrefixTree> trees =
       dealt_trees(build_prefix_trees(rollouts, options.share), shape, plan_options, machine, rollouts, mesh);
   StepPlan plan = make_plan(rollouts, trees, shape, plan_options, machine);

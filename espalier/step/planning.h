@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "espalier/forecast/cost_model.h"
+#include "espalier/options/memory_budget.h"
 #include "espalier/options/options.h"
 #include "espalier/parallel/mesh.h"
 #include "espalier/plan/planner.h"
@@ -16,8 +17,9 @@
 
 namespace espalier {
 
-// The limit of the arena in bytes: --memory-budget, else the free memory.
-std::int64_t arena_limit(const Options& options);
+// The budget of this process: --memory-budget, or what the bound device held and had free at the first call. Processes
+// of one machine that share its memory: `local_ranks`; they keep the number of the first call.
+const Budget& budget_of(const Options& options, int local_ranks = 1);
 
 // The traits of the bound device, with the attention kernels of its profile. An emulated GPU has its memory in this
 // process and counts as a CPU.

@@ -12,7 +12,8 @@ namespace espalier {
 
 Actor::Actor(ModelState& model_state, const Options& run_options, const MachineProfile& machine_profile,
              AdamW* its_optimizer)
-    : OwnWorkspace(arena_limit(run_options)), Learner(model_state, run_options, machine_profile, own, its_optimizer) {}
+    : OwnWorkspace(budget_of(run_options).beside_held()),
+      Learner(model_state, run_options, machine_profile, own, its_optimizer) {}
 
 namespace {
 

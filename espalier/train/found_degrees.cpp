@@ -56,9 +56,7 @@ FoundDegrees find_degrees(const Options& options, char verb, std::int64_t proces
   if (const auto critic = trains ? trained_critic(options) : scored_critic(options))
     plan_options.setting.held.beside_bytes =
         HeldModel{read_critic_shape(*critic), plan_options.setting.held}.bytes(options.dtype);
-  if (plan_options.memory_budget == 0)
-    plan_options.memory_budget =
-        bound_device().held_bytes() + arena_limit(options) / bound_device().sharing_memory(local);
+  plan_options.memory_budget = budget_of(options, static_cast<int>(local)).bytes;
   MachineProfile profile = machine_profile(options, progress);
   profile.ranks_per_machine = local;
   plan_options.setting.device = bound_traits(options, profile);

@@ -139,7 +139,7 @@ ScoreReport score(const Options& options, Progress& progress, const Mesh& mesh) 
   std::optional<RolloutWriter> writer;  // before the work, so that an unwritable place costs nothing
   if (mesh.writes()) writer.emplace(options.out);
 
-  Workspace workspace(arena_limit(options));
+  Workspace workspace(budget_of(options).beside_held());
   // The arena keeps what the first model touched while the second runs, so both are planned with the other beside them.
   const HeldBytes weights(workspace, held.front().bytes(options.dtype));
   const HeldBytes critic_weights(workspace, bytes_beside(held.front(), held, options.dtype));  // loaded later

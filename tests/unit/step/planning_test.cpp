@@ -28,7 +28,7 @@ TEST(PlanStep, WithoutABudgetHasAllThatTheRunHoldsOfTheDevice) {
     return plan_step(testing::tiny_shape(), options, testing::test_profile(), testing::group_of(8, 4, 2), false, {}, {})
         .memory_budget;
   };
-  EXPECT_EQ(budget(""), 80 * kGiB);
+  EXPECT_EQ(budget(""), 78 * kGiB) << "a tenth of what is free stays free";
   EXPECT_EQ(budget("30GiB"), 30 * kGiB);
   bind_device_of_thread(cpu_device());
 }
