@@ -82,22 +82,17 @@ void check_required(const Verb& verb, const Options& options) {
 // Binds the device of the run. Planning needs none: it may ask about machines that are not there.
 void bind_device_of(const Verb& verb, const Options& options, const RunRanks& ranks) {
   if (verb.letter == 'p') return;
-  const bool flash = options.attention == AttentionKernels::flash, cudnn = options.attention == AttentionKernels::cudnn,
-             hopper = options.attention == AttentionKernels::hopper;
   if (options.device == DeviceType::cpu) {
-    if (cudnn || hopper)
-      throw OptionError({std::string("--attention ") + (cudnn ? "cudnn" : "hopper"), "--device cuda", "--device cpu",
+    if (options.attention == AttentionKernels::automatic) return;
+    const AttentionKernelsRow& asked = row_of(options.attention);
+    if (!asked.on_cpu)
+      throw OptionError({std::string("--attention ") + name_of(options.attention), "--device cuda", "--device cpu",
                          "use --attention own or flash there"});
-    if (flash) bind_device(flash_cpu_device());
+    if (asked.composed) bind_device(flash_cpu_device());
     return;
   }
-  const AttentionBy attention = flash                                              ? AttentionBy::flash
-                                : cudnn                                            ? AttentionBy::cudnn
-                                : hopper                                           ? AttentionBy::hopper
-                                : options.attention == AttentionKernels::automatic ? AttentionBy::automatic
-                                                                                   : AttentionBy::own;
   bind_device(open_cuda_device({.index = ranks.local_rank(),
-                                .attention = attention,
+                                .attention = options.attention,
                                 .deterministic = options.deterministic == OnOff::on,
                                 .emulated = options.device == DeviceType::emulate,
                                 .fastest = fastest_attention}));
@@ -195,12 +190,12 @@ int run_verb(Run& run, const std::vector<std::string>& words) {
   use_threads(static_cast<int>(run.options.threads));
   // The reader of the output may leave; a run that writes files goes on without it.
   if (has_output(*run.line.verb, run.options, run.line.arguments)) run.survives_closed_pipe = true;
-  (void)budget_of(run.options, mesh.local_ranks);  // made before anything is loaded
   if (run.survives_closed_pipe) signal(SIGPIPE, SIG_IGN);
   std::ostream nowhere(nullptr);
   std::ostream& text = run.line.json || !talks ? nowhere : std::cout;
   run.ranks.choose_layout(verb, run.options, progress);
   const Mesh& mesh = run.ranks.connect(verb, run.options);
+  (void)budget_of(run.options, mesh.local_ranks);  // made before anything is loaded
   Context context{run.options, run.line.arguments, progress, text, mesh};
   int code = 0;
   try {

@@ -108,7 +108,7 @@ int run_selftest(Context& context) {
     MachineProfile profile = profile_of_rates(device, DType::bfloat16, rates);
     if (const OpenedGpu& gpu = opened_gpu(); !gpu.name.empty()) {
       profile.name = text_of(gpu.name, ", attention ", name_of(gpu.attention));
-      profile.attention_kernels = kernels_of(gpu.attention);
+      profile.attention_kernels = gpu.attention;
       if (keep_gpu_profile(profile, gpu)) context.progress.note("its rates are kept for plans on this GPU");
     }
     context.result["profile"] = to_json(profile);

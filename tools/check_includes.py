@@ -3,7 +3,8 @@
 no tensors, and the forecast reads them. The engine is the first part of the order; what stands beside it comes after.
 
 Also: the folders of TORCH_FREE name neither ATen nor torch, nobody includes torch/torch.h, and what stands above the operations
-(espalier/ops/operations.h) touches no tensor's memory and no kernel: it calls operations and the device's copies. espalier/CMakeLists.txt lists every source
+(espalier/ops/operations.h) touches no tensor's memory and no kernel: it calls operations and the device's copies. ops/cpu and ops/cuda
+do not know each other. espalier/CMakeLists.txt lists every source
 file. Exit 1 with one line per fault.
 """
 
@@ -90,6 +91,8 @@ def faults_of(name):
             yield f"{where}: only cli/ and its tests may include {included}"
         if folder is None or target[0] != "espalier" or len(target) < 3:
             continue
+        if {parts[:3], target[:3]} == {("espalier", "ops", "cpu"), ("espalier", "ops", "cuda")}:
+            yield f"{where}: devices do not know each other; what both need stands in espalier/ops"
         stage = stage_of(included)
         if stage not in ORDER or ORDER.index(stage) > ORDER.index(folder):
             beside = "is no part of the engine" if folder in ENGINE and stage in BESIDE_ENGINE else "stands later in the order"

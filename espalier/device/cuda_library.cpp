@@ -16,11 +16,6 @@ OpenedGpu& gpu_of_process() {
 
 }  // namespace
 
-const char* name_of(AttentionBy attention) {
-  constexpr const char* kNames[] = {"auto", "own", "flash", "cudnn", "hopper"};
-  return kNames[static_cast<int>(attention)];
-}
-
 const OpenedGpu& opened_gpu() { return gpu_of_process(); }
 
 Device& open_cuda_device(const GpuChoice& choice) {

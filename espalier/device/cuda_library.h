@@ -6,27 +6,23 @@
 #include <string>
 
 #include "espalier/device/device.h"
+#include "espalier/options/choices.h"
 
 namespace espalier {
 
-// The attention kernels: `own` (of the library), `flash` (ATen's FlashAttention-2), `cudnn` (graphs of cuDNN) or
-// `hopper` (of the library, for compute capability 9.0); `automatic`: the fastest that was measured, else cudnn on
-// Hopper, flash on other GPUs, own without these.
-enum class AttentionBy { automatic, own, flash, cudnn, hopper };
-const char* name_of(AttentionBy attention);
-
 struct GpuChoice {
   int index = 0;  // of the GPU: the rank's number among the machine's ranks. Not used if the process sees one GPU only
-  AttentionBy attention = AttentionBy::own;
+  AttentionKernels attention =
+      AttentionKernels::own;  // automatic: the fastest measured, else by AttentionKernelsRow::tried
   bool deterministic = true;  // attention by a library gives the same bits in every run
   bool emulated = false;      // for tests: use the library that runs the same host code and kernels on the CPU
   // Returns the attention that was measured to be the fastest on a GPU of this name; automatic: none was measured.
-  std::function<AttentionBy(const std::string& gpu)> fastest = nullptr;
+  std::function<AttentionKernels(const std::string& gpu)> fastest = nullptr;
 };
 
 struct OpenedGpu {
-  std::string name;                                // from its driver; empty if no GPU was opened
-  AttentionBy attention = AttentionBy::automatic;  // the kernels in use
+  std::string name;                                          // from its driver; empty if no GPU was opened
+  AttentionKernels attention = AttentionKernels::automatic;  // the kernels in use
   bool emulated = false;
 };
 

@@ -97,7 +97,7 @@ class Device {
 
 // The processors of this machine: operations run at once, copies cost nothing.
 Device& cpu_device();
-// The same processors, with attention composed of ATen's FlashAttention (ops/composed/attention.h).
+// The same processors, with attention composed of ATen's FlashAttention (ops/attention/composed.h).
 Device& flash_cpu_device();
 
 // The device of this run: cpu_device() unless another was bound. Bind once, before anything is made on the device.

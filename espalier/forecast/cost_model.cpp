@@ -209,7 +209,7 @@ MachineProfile profile_of(const Json& json, const std::string& where) {
   if (json.contains("attention_kernels")) {
     const auto words = words_of(AttentionKernels{});
     const auto found = std::ranges::find(words, text("attention_kernels"));
-    if (found == words.end() || found == words.begin()) fail("own, flash, cudnn or hopper as 'attention_kernels'");
+    if (found == words.end() || found == words.begin()) fail(joined(words.subspan(1)) + " as 'attention_kernels'");
     profile.attention_kernels = static_cast<AttentionKernels>(found - words.begin());
   }
   if (json.contains("device")) profile.device = text("device");

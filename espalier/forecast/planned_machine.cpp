@@ -9,7 +9,9 @@
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
+#include <initializer_list>
 #include <sstream>
+#include <utility>
 
 #include "espalier/base/error.h"
 #include "espalier/base/json.h"
@@ -22,21 +24,25 @@ struct Gpu {
   const char* name;
   const char* title;
   double bfloat16, float32, float64;  // FLOP/s of matrix products
-  // FLOP/s of forward and backward together in bfloat16, by kernels: this library's, FlashAttention-2's and cuDNN's.
-  // 0: they do not run there.
-  double attention_own, attention_flash, attention_cudnn;
   double bytes_per_second;
   std::int64_t memory_bytes;
   double host_bytes_per_second;  // to the host's memory and back, each way
   double link, network;          // that one GPU sends, to a neighbour and to another machine
+  int capability;                // ten times the compute capability
+  // FLOP/s of attention, forward and backward together in bfloat16; kernels without a rate were not measured there.
+  std::initializer_list<std::pair<AttentionKernels, double>> attention;
 };
+constexpr auto kHopperAttention = {std::pair{AttentionKernels::own, 220e12}, std::pair{AttentionKernels::flash, 168e12},
+                                   std::pair{AttentionKernels::cudnn, 300e12}};
+constexpr auto kAmpereAttention = {std::pair{AttentionKernels::own, 100e12},
+                                   std::pair{AttentionKernels::flash, 180e12}};
 constexpr Gpu kGpus[] = {
-    {"h100", "NVIDIA H100 SXM", 989e12, 67e12, 67e12, 220e12, 168e12, 300e12, 3.35e12, std::int64_t{79} << 30, 64e9,
-     450e9, 50e9},
-    {"h200", "NVIDIA H200 SXM", 989e12, 67e12, 67e12, 220e12, 168e12, 300e12, 4.8e12, std::int64_t{139} << 30, 64e9,
-     450e9, 50e9},
-    {"a100", "NVIDIA A100 SXM 80 GB", 312e12, 19.5e12, 19.5e12, 100e12, 180e12, 0, 2.04e12, std::int64_t{79} << 30,
-     32e9, 300e9, 25e9},
+    {"h100", "NVIDIA H100 SXM", 989e12, 67e12, 67e12, 3.35e12, std::int64_t{79} << 30, 64e9, 450e9, 50e9, 90,
+     kHopperAttention},
+    {"h200", "NVIDIA H200 SXM", 989e12, 67e12, 67e12, 4.8e12, std::int64_t{139} << 30, 64e9, 450e9, 50e9, 90,
+     kHopperAttention},
+    {"a100", "NVIDIA A100 SXM 80 GB", 312e12, 19.5e12, 19.5e12, 2.04e12, std::int64_t{79} << 30, 32e9, 300e9, 25e9, 80,
+     kAmpereAttention},
 };
 // What large products and copies reach of the peaks: measured on an H200, 790 TFLOP/s and 4.3 TB/s.
 constexpr double kReachedFlops = 0.8, kReachedBytes = 0.9;
@@ -45,24 +51,34 @@ constexpr double kReachedLink = 0.8;  // of a link's peak by large collectives; 
 constexpr double kPlainAttention = 0.5;
 constexpr double kLaunchSeconds = 4e-6;
 
-// As a run takes them: auto is cuDNN's where there are any, FlashAttention-2 elsewhere.
-AttentionKernels kernels_on(const Gpu& gpu, AttentionKernels asked) {
-  if (asked == AttentionKernels::cudnn && gpu.attention_cudnn == 0)
-    throw OptionError(
-        {"--attention", text_of("own or flash on an ", gpu.title), "cudnn, which needs Hopper", "leave it out"});
-  if (asked == AttentionKernels::hopper && gpu.attention_cudnn == 0)
-    throw OptionError(
-        {"--attention", text_of("own or flash on an ", gpu.title), "hopper, kernels of another GPU", "leave it out"});
-  if (asked != AttentionKernels::automatic) return asked;
-  return gpu.attention_cudnn > gpu.attention_flash ? AttentionKernels::cudnn : AttentionKernels::flash;
+bool runs(const Gpu& gpu, AttentionKernels kernels) {
+  const int needed = row_of(kernels).capability;
+  return needed == 0 || needed == gpu.capability;
 }
 
+// As a run takes them where nothing was measured (ops/cuda/library.cpp).
+AttentionKernels kernels_on(const Gpu& gpu, AttentionKernels asked) {
+  if (asked != AttentionKernels::automatic) {
+    if (!runs(gpu, asked))
+      throw OptionError({"--attention", text_of("own or flash on an ", gpu.title),
+                         text_of(name_of(asked), ", kernels of compute capability ", row_of(asked).capability / 10, ".",
+                                 row_of(asked).capability % 10),
+                         "leave it out"});
+    return asked;
+  }
+  for (const AttentionKernels each : tried_in_order())
+    if (runs(gpu, each)) return each;
+  return AttentionKernels::own;
+}
+
+// Kernels without a rate are taken to be no slower than the own ones.
 double attention_rate(const Gpu& gpu, AttentionKernels kernels) {
-  // The kernels for Hopper have not been measured; they are taken to be no slower than the own ones.
-  if (kernels == AttentionKernels::hopper) return gpu.attention_own;
-  return kernels == AttentionKernels::own     ? gpu.attention_own
-         : kernels == AttentionKernels::flash ? gpu.attention_flash
-                                              : gpu.attention_cudnn;
+  double own = 0;
+  for (const auto& [each, rate] : gpu.attention) {
+    if (each == kernels) return rate;
+    if (each == AttentionKernels::own) own = rate;
+  }
+  return own;
 }
 
 MachineProfile profile_of_gpu(const Gpu& gpu, DType dtype, AttentionKernels asked) {

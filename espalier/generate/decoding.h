@@ -3,7 +3,7 @@
 //
 // A step runs one row for each live response of all prompts, so that weights are read once a step. Attention runs once
 // a prompt, over the prompt's rows (the path) and the rows of its responses (own), with the operation that training
-// uses (ops/attention.h). A response that ends frees its place for the next one.
+// uses (ops/attention/operations.h). A response that ends frees its place for the next one.
 //
 // Equal prompts share their keys and values. Where kept_prompts is set, what several prompts begin with is computed
 // once, too: rows that another prompt has are copied.

@@ -2,8 +2,9 @@
 //
 // A decode step runs one row for each live response of all prompts, so that weights are read once a step. Attention
 // runs once a prompt, over the prompt's rows (the path) and the rows of its responses (own), with the operation that
-// training uses (ops/attention.h). A response that ends frees its place for the next one at once. Equal prompts are one
-// prompt. Distinct prompts are dealt to the ranks of dp; the ranks of tp decode the same prompts, each with its heads.
+// training uses (ops/attention/operations.h). A response that ends frees its place for the next one at once. Equal
+// prompts are one prompt. Distinct prompts are dealt to the ranks of dp; the ranks of tp decode the same prompts, each
+// with its heads.
 //
 // With `turns` a response is a trajectory: where the model stops, an observation's tokens follow and sampling goes on.
 // Keys and values stay, so an observation costs only its own rows, several of which run in one step. While some

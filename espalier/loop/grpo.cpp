@@ -315,8 +315,8 @@ bool Loop::run_batch() {
 
 // Log-probs of the sampler are then those that a pass over the rollouts would give (docs/mathematics.md, section 18).
 bool Loop::sampler_has_bits_of_training() const {
-  return defined_sums() && options_.device == DeviceType::cpu && options_.attention != AttentionKernels::flash &&
-         mesh_.tp.size() == 1;
+  const bool composed = options_.attention != AttentionKernels::automatic && row_of(options_.attention).composed;
+  return defined_sums() && options_.device == DeviceType::cpu && !composed && mesh_.tp.size() == 1;
 }
 
 // Old log-probs where the weights will have moved before they are needed, or importance weights compare them with the

@@ -19,13 +19,11 @@ bool keep_gpu_profile(const MachineProfile& profile, const OpenedGpu& gpu);
 // the GPU's name says that it is one; else those of an H100.
 MachineProfile gpu_profile(const OpenedGpu& gpu, DType dtype);
 
-AttentionKernels kernels_of(AttentionBy attention);
-
 // The kept one, if it can be read.
 std::optional<MachineProfile> kept_gpu_profile(const OpenedGpu& gpu, DType dtype);
 
 // Among kernels whose profiles in bfloat16 are kept, those with the highest rate of attention; automatic unless at
 // least two can be compared.
-AttentionBy fastest_attention(const std::string& gpu);
+AttentionKernels fastest_attention(const std::string& gpu);
 
 }  // namespace espalier

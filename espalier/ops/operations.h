@@ -5,7 +5,7 @@
 #pragma once
 
 #include "espalier/ops/adamw.h"
-#include "espalier/ops/attention.h"
+#include "espalier/ops/attention/operations.h"
 #include "espalier/ops/choice.h"
 #include "espalier/ops/delta_rule.h"
 #include "espalier/ops/experts.h"

@@ -9,6 +9,15 @@ std::span<const char* const> words_of(DType) {
   return kWords;
 }
 
+std::span<const char* const> words_of(AttentionKernels) {
+  static constexpr const char* kWords[] = {"auto",
+#define ESPALIER_ROW(name, word, ...) word,
+                                           ESPALIER_ATTENTION_KERNELS(ESPALIER_ROW)
+#undef ESPALIER_ROW
+  };
+  return kWords;
+}
+
 std::span<const char* const> words_of(PolicyLoss) {
   static constexpr const char* kWords[] = {
 #define ESPALIER_POLICY_LOSS(name, term, sees, by_default, allowed) #name,
@@ -25,6 +34,7 @@ std::span<const char* const> words_of(KlLossType) {
   return kWords;
 }
 
+const char* name_of(AttentionKernels value) { return words_of(value)[static_cast<std::size_t>(value)]; }
 const char* name_of(PolicyLoss value) { return words_of(value)[static_cast<std::size_t>(value)]; }
 const char* name_of(KlLossType value) { return words_of(value)[static_cast<std::size_t>(value)]; }
 

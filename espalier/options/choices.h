@@ -1,4 +1,5 @@
-// Options that are one of a few words, as enums: choices.def, policy_losses.def, kl_types.def. Words are compared in
+// Options that are one of a few words, as enums: choices.def, policy_losses.def,
+// kl_types.def, attention_kernels.h. Words are compared in
 // this folder alone; everybody else has the enum.
 #pragma once
 
@@ -9,6 +10,7 @@
 #include <string_view>
 
 #include "espalier/base/dtype.h"
+#include "espalier/options/attention_kernels.h"
 
 namespace espalier {
 
@@ -37,9 +39,11 @@ enum class KlLossType {
 #include "espalier/options/choices.def"
 
 std::span<const char* const> words_of(DType);
+std::span<const char* const> words_of(AttentionKernels);
 std::span<const char* const> words_of(PolicyLoss);
 std::span<const char* const> words_of(KlLossType);
 const char* name_of(PolicyLoss value);
+const char* name_of(AttentionKernels value);
 const char* name_of(KlLossType value);
 
 // The index of `word`. Errors: OptionError with `where` for an unknown word.

@@ -43,7 +43,7 @@ constexpr OptionType text = OptionType::text, number = OptionType::number, integ
 #define ESPALIER_CHOICE(Type, words) constexpr OptionType Type = OptionType::text;
 #define ESPALIER_WORD(name, word)
 #include "espalier/options/choices.def"
-constexpr OptionType DType = text, PolicyLoss = text, KlLossType = text;
+constexpr OptionType DType = text, AttentionKernels = text, PolicyLoss = text, KlLossType = text;
 }  // namespace option_kind
 
 template <class T>

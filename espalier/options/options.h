@@ -22,6 +22,7 @@ using paths = std::string;  // with kBetweenPaths between them; see split_paths
 #define ESPALIER_WORD(name, word)
 #include "espalier/options/choices.def"
 using DType = Choice<espalier::DType>;
+using AttentionKernels = Choice<espalier::AttentionKernels>;
 using PolicyLoss = Choice<espalier::PolicyLoss>;
 using KlLossType = Choice<espalier::KlLossType>;
 }  // namespace option_type

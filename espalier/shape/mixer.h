@@ -8,12 +8,14 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "espalier/base/dtype.h"
 #include "espalier/base/json_fwd.h"
+#include "espalier/options/attention_kernels.h"
 #include "espalier/shape/part_parameters.h"
 #include "espalier/shape/rope.h"
 
@@ -115,13 +117,8 @@ class Mixer {
   // Numbers of the state that a row leaves for the next one; 0: none. States are kept where runs of rows fork.
   virtual std::int64_t state() const { return 0; }
 
-  // Attention that a library may compute on a GPU, and why it leaves this one to the own kernels, for a person
-  // ("windows").
-  struct LibraryUse {
-    bool attends = false;
-    std::string reason = {};  // empty: it computes this one in bfloat16
-  };
-  virtual LibraryUse library() const { return {}; }
+  // Heads that attend, which a library may compute on a GPU; nothing for other mixers.
+  virtual std::optional<AttentionHeads> attended() const { return std::nullopt; }
 
   // Work.
 

@@ -4,17 +4,18 @@
 
 namespace espalier {
 
-std::string layers_beside_library(const ModelShape& shape, AttentionBy attention) {
-  if (attention != AttentionBy::flash && attention != AttentionBy::cudnn) return "";
+std::string layers_beside_library(const ModelShape& shape, AttentionKernels attention) {
+  if (attention == AttentionKernels::automatic || !row_of(attention).composed) return "";
   std::int64_t layers = 0, own = 0;
   std::string reason;
   for (const LayerShape& layer : shape.layer) {
-    const Mixer::LibraryUse library = layer.mixer->library();
-    if (!library.attends) continue;
+    const std::optional<AttentionHeads> heads = layer.mixer->attended();
+    if (!heads) continue;
     ++layers;
-    if (library.reason.empty()) continue;
+    const std::string against = row_of(attention).reason_against(*heads);
+    if (against.empty()) continue;
     ++own;
-    reason = library.reason;
+    reason = against;
   }
   if (own == 0) return "";
   return text_of(own, " of ", layers, " layers of attention (", reason, ") run on the own kernels: --attention ",

@@ -10,6 +10,6 @@ namespace espalier {
 
 // "6 of 12 layers of attention (windows) run on the own kernels: --attention flash does not take them"; empty if the
 // library runs all layers, or if no library was chosen.
-std::string layers_beside_library(const ModelShape& shape, AttentionBy attention);
+std::string layers_beside_library(const ModelShape& shape, AttentionKernels attention);
 
 }  // namespace espalier

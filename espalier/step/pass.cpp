@@ -49,6 +49,7 @@ PassReport run_gradient_pass(Learner& learner, std::span<const Rollout> rollouts
     report.plan = plan_step(decoder.local().last_stage(), learner.options, learner.machine, rollouts, all_tokens, kind,
                             held, learner.model.mesh);
   }
+  if (learner.on_plan) learner.on_plan(report.plan);
   if (routers) {
     const TimedPart timed(timer, part::kCounting);
     routers->count_choices(report.plan, arena, learner.choices);
@@ -127,6 +128,7 @@ ForwardReport run_forward_pass(const ForwardPass& pass, Head& head) {
   held.beside_bytes = pass.workspace.held_beside(HeldModel{pass.decoder.local()}.bytes(pass.options.dtype));
   const StepPlan plan = plan_step(pass.decoder.local().last_stage(), pass.options, pass.machine, pass.rollouts, true,
                                   kind, held, pass.mesh);
+  if (pass.on_plan) pass.on_plan(plan);
   const ArenaScope scope(pass.workspace.arena);
   StepPath path(pass.decoder, plan, false, pass.workspace.arena, pass.options.spill_dir);
   StepRun run{pass.decoder, pass.rollouts, *path, pass.workspace.arena, &head, nullptr, true};

@@ -41,9 +41,10 @@ struct Learner : Holder {
   MachineProfile machine;
   GradientSet gradients;
   Workspace& workspace;
-  AdamW* optimizer;                                 // null: only gradients are computed
-  moe::ChoiceRecord choices = {};                   // routers' choices to record or to replay
-  std::function<void(double share)> on_share = {};  // receives the fraction of rows that have run; may be empty
+  AdamW* optimizer;                                   // null: only gradients are computed
+  moe::ChoiceRecord choices = {};                     // routers' choices to record or to replay
+  std::function<void(const StepPlan&)> on_plan = {};  // receives the plan before its first row runs; may be empty
+  std::function<void(double share)> on_share = {};    // receives the fraction of rows that have run; may be empty
 };
 
 struct StepSeconds {
@@ -86,6 +87,7 @@ struct ForwardPass {
   std::string_view task;                  // its name in progress reports
   moe::LoadAccounting* counts = nullptr;  // counts the routers' choices; may be null
   const Mesh& mesh = mesh_of_one();
+  std::function<void(const StepPlan&)> on_plan = {};  // receives the plan before its first row runs; may be empty
 };
 
 struct ForwardReport {

@@ -138,6 +138,8 @@ void expect_rules(const SequenceGraph& graph, const SequenceAddresses& addresses
   EXPECT_EQ(graph.sequences, size_class(graph.sequences, 1));
 }
 
+const std::int64_t kOrderedRows = row_of(AttentionKernels::cudnn).ordered_rows;
+
 class WalkedGraphs final : public SequenceGraphs {
   // cuDNN keeps the gradients of all scores: no more than a square of the rows that the backward was cut into.
   void expect_room(const SequenceGraph& graph) const {
@@ -147,7 +149,7 @@ class WalkedGraphs final : public SequenceGraphs {
 
  public:
   at::ScalarType dtype = at::kDouble;
-  std::int64_t backward_rows = CudnnAttention::kBackwardRows;
+  std::int64_t backward_rows = kOrderedRows;
   std::map<SequenceGraph, int> runs;
 
   std::int64_t workspace_bytes(const SequenceGraph& graph) override {
@@ -170,7 +172,11 @@ class WalkedGraphs final : public SequenceGraphs {
 class Walked final : public CudnnAttention {
  public:
   using CudnnAttention::CudnnAttention;
-  bool takes(at::ScalarType, std::int64_t) const override { return true; }
+  const AttentionKernelsRow& row() const override {
+    static constexpr AttentionKernelsRow kAnyHeads{.composed = true};
+    return kAnyHeads;
+  }
+  bool takes(at::ScalarType) const override { return true; }
   at::Tensor seen(const at::Tensor& tensor) const override { return tensor; }
   std::vector<std::int32_t> on_host(const at::Tensor& numbers) const override {
     const auto values = host_values<std::int32_t>(numbers);
@@ -217,7 +223,7 @@ OperationCheck checked(const OperationCase& each, DType dtype) {
 }
 
 TEST(Cudnn, GraphsAttendOverTheMemoryThatTheyAreTold) {
-  for (const std::int64_t rows : {CudnnAttention::kBackwardRows, std::int64_t{64}, std::int64_t{16}, kAnyRows})
+  for (const std::int64_t rows : {kOrderedRows, std::int64_t{64}, std::int64_t{16}, kAnyRows})
     for (const OperationCase& each : attention_cases()) {
       const auto says = [](const std::string& text, const char* word) { return text.find(word) != std::string::npos; };
       if (says(each.sizes, "some queries") || says(each.sizes, "window") || says(each.sizes, "cap") ||
@@ -354,7 +360,7 @@ TEST(Cudnn, TakesThePlannedBytes) {
         const auto T = static_cast<std::int64_t>(end.size());
         WalkedGraphs walked;
         walked.dtype = at::kBFloat16;
-        walked.backward_rows = deterministic ? CudnnAttention::kBackwardRows : kAnyRows;
+        walked.backward_rows = deterministic ? kOrderedRows : kAnyRows;
         graphs = &walked;
         const auto rows = [](std::int64_t count, std::int64_t heads) {
           return normal({count, heads * D}, 1).to(at::kBFloat16);
@@ -364,12 +370,12 @@ TEST(Cudnn, TakesThePlannedBytes) {
             D, rows(T, H), rows(T, J), rows(T, J), rows(path, J), rows(path, J), at::Tensor(), whole_numbers(end)};
         const at::Tensor out = rows(T, H), lse = at::zeros({H, T}, at::kFloat), grad_out = rows(T, H);
         const AttentionGradients to{rows(T, H), sums(T), sums(T), sums(path), sums(path)};
-        const AttentionShape shape{.heads = H, .kv_heads = J, .head_dim = D};
+        const AttentionHeads heads{.heads = H, .kv_heads = J, .head_dim = D, .value_dim = D};
         DeviceTraits device;
         device.attention = AttentionKernels::cudnn, device.deterministic = deterministic;
         const auto bytes_beside_arena = [&](bool gradients) {
           return library_attention_bytes(
-              shape,
+              heads,
               {.device = device, .dtype = DType::bfloat16, .rows = T, .path_rows = path, .gradients = gradients});
         };
         constexpr std::int64_t kNumbers = 1 << 16;  // offsets and lengths of sequences
@@ -386,7 +392,6 @@ TEST(Cudnn, TakesThePlannedBytes) {
         EXPECT_LE(counted.most(), both + kNumbers) << path << ' ' << end.front() << ' ' << deterministic;
       }
   c10::SetCPUAllocator(const_cast<c10::Allocator*>(usual), 1);
-  EXPECT_EQ(kCudnnBackwardRows, CudnnAttention::kBackwardRows);
 }
 
 // What cuDNN 9.19 asks of a device, for an H100 with 80 GB.

@@ -18,6 +18,7 @@
 #include "espalier/observe/timer.h"
 #include "espalier/ops/cuda/device.h"
 #include "espalier/ops/cuda/launch.h"
+#include "espalier/ops/cuda/open_attention.h"
 #include "espalier/ops/cuda/operations.h"
 #include "espalier/ops/cuda/products.h"
 #include "tests/cuda/accesses.h"
@@ -236,7 +237,7 @@ Device& emulated_hopper_device() {
   emulation::take_launches(give_to_compute);
   static const Operations changed = [] {
     Operations all = cuda::operations();
-    static_cast<AttentionOperations&>(all) = cuda::hopper_attention_operations();
+    static_cast<AttentionOperations&>(all) = cuda::open_hopper_attention({.major = 9, .minor = 0});
     return all;
   }();
   static auto* const device = new cuda::CudaDevice(changed, "emulated");  // outlives every tensor

@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "espalier/base/random.h"
-#include "espalier/ops/cpu/dispatch.h"
+#include "espalier/ops/dispatch.h"
 #include "espalier/train/training_data.h"
 #include "tests/equivalence/fixture.h"
 

@@ -8,7 +8,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/observe/progress.h"
-#include "espalier/ops/cpu/dispatch.h"
+#include "espalier/ops/dispatch.h"
 #include "espalier/train/score.h"
 #include "espalier/train/training_data.h"
 #include "tests/device/guarded_device.h"

@@ -9,7 +9,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/base/random.h"
-#include "espalier/ops/cpu/dispatch.h"
+#include "espalier/ops/dispatch.h"
 #include "espalier/train/trainer.h"
 #include "espalier/train/training_data.h"
 #include "tests/equivalence/fixture.h"

@@ -115,7 +115,7 @@ def test_states_run_in_every_verb_of_a_device(espalier, program, tmp_path, famil
 def test_a_missing_library_of_the_device_is_named(espalier, program, model_of, tmp_path):
     if (program.parent / "libespalier_emulated.so").exists():
         espalier("selftest", "--device", "emulate", "--attention", "hopper", "--only", "join_sinks")
-        for attention, missing in (("flash", "no FlashAttention-2 on processors"), ("cudnn", "no cuDNN on processors")):
+        for attention, missing in (("flash", "no flash on processors"), ("cudnn", "no cudnn on processors")):
             assert missing in espalier("selftest", "--device", "emulate", "--attention", attention, expect=8).stderr
     else:
         assert "libespalier_emulated.so" in espalier("selftest", "--device", "emulate", expect=8).stderr

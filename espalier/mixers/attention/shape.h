@@ -65,7 +65,7 @@ class Attention final : public Mixer {
   std::vector<PathKind> path_kinds(bool latents) const override;
   std::int64_t window() const override { return shape.window; }
 
-  LibraryUse library() const override;
+  std::optional<AttentionHeads> attended() const override;
 
   MixerFlops flops() const override;
   MixerTraffic traffic() const override;

@@ -111,11 +111,18 @@ std::int64_t Attention::cpu_scratch(const ScratchRows& rows) const {
   return cpu_attention_bytes(shape.query_width(), rows);
 }
 
-Mixer::LibraryUse Attention::library() const { return {true, reason_for_own_kernels(shape)}; }
+std::optional<AttentionHeads> Attention::attended() const {
+  return AttentionHeads{.heads = shape.heads,
+                        .kv_heads = shape.kv_heads,
+                        .head_dim = shape.head_dim,
+                        .value_dim = shape.head_dim,
+                        .window = shape.window,
+                        .soft_cap = shape.soft_cap};
+}
 
 // Own kernels sum dL/dq in float32.
 GpuScratch Attention::gpu_scratch(const ScratchRows& rows) const {
-  return {arena_bytes(rows.rows * shape.query_width() * 4), library_attention_bytes(shape, rows)};
+  return {arena_bytes(rows.rows * shape.query_width() * 4), library_attention_bytes(*attended(), rows)};
 }
 
 }  // namespace espalier

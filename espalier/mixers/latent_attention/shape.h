@@ -59,7 +59,7 @@ class LatentAttention final : public Mixer {
   std::int64_t expanded_width() const override { return shape.heads_width(); }
   bool adapts_expansion(const ProductBits& adapted) const override;
 
-  LibraryUse library() const override;
+  std::optional<AttentionHeads> attended() const override;
 
   MixerFlops flops() const override;
   MixerTraffic traffic() const override;

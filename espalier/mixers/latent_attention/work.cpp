@@ -13,14 +13,6 @@ namespace {
 constexpr Element kActivation = Element::activation, kAccumulator = Element::accumulator;
 constexpr int kCalls = 8;
 
-// The heads of queries, keys and values as attention's kernels see them, where values are as wide as keys.
-AttentionShape heads_of(const LatentShape& s) {
-  AttentionShape heads;
-  heads.heads = heads.kv_heads = s.heads, heads.head_dim = s.head_dim();
-  heads.soft_cap = s.soft_cap;
-  return heads;
-}
-
 }  // namespace
 
 LatentSavedBuffers::LatentSavedBuffers(const LatentShape& s, const BlockShape& b, const BlockRows& rows)
@@ -141,14 +133,16 @@ std::int64_t LatentAttention::cpu_scratch(const ScratchRows& rows) const {
   return cpu_attention_bytes(shape.query_width(), rows);
 }
 
-Mixer::LibraryUse LatentAttention::library() const {
-  if (shape.soft_cap == 0 && shape.value != shape.head_dim()) return {true, "values of another size than keys"};
-  return {true, reason_for_own_kernels(heads_of(shape))};
+std::optional<AttentionHeads> LatentAttention::attended() const {
+  return AttentionHeads{.heads = shape.heads,
+                        .kv_heads = shape.heads,
+                        .head_dim = shape.head_dim(),
+                        .value_dim = shape.value,
+                        .soft_cap = shape.soft_cap};
 }
 
 GpuScratch LatentAttention::gpu_scratch(const ScratchRows& rows) const {
-  return {arena_bytes(rows.rows * shape.query_width() * 4),
-          library().reason.empty() ? library_attention_bytes(heads_of(shape), rows) : 0};
+  return {arena_bytes(rows.rows * shape.query_width() * 4), library_attention_bytes(*attended(), rows)};
 }
 
 }  // namespace espalier

@@ -2,9 +2,10 @@
 #include <algorithm>
 #include <cmath>
 
-#include "espalier/ops/cpu/attention_problem.h"
-#include "espalier/ops/cpu/dispatch.h"
+#include "espalier/ops/attention/rows_of_problem.h"
+#include "espalier/ops/cpu/attention/attention.h"
 #include "espalier/ops/cpu/operations.h"
+#include "espalier/ops/dispatch.h"
 
 namespace espalier::cpu {
 namespace {

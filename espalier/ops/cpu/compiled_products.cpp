@@ -4,9 +4,9 @@
 
 #include <algorithm>
 
-#include "espalier/ops/cpu/dispatch.h"
 #include "espalier/ops/cpu/row_kernels.h"
 #include "espalier/ops/cpu/widened_products.h"
+#include "espalier/ops/dispatch.h"
 
 namespace espalier {
 namespace {

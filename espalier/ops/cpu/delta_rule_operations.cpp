@@ -9,8 +9,8 @@
 #include "espalier/ops/cpu/channel_decay_ranges.h"
 #include "espalier/ops/cpu/convolution_ranges.h"
 #include "espalier/ops/cpu/delta_rule_ranges.h"
-#include "espalier/ops/cpu/dispatch.h"
 #include "espalier/ops/cpu/operations.h"
+#include "espalier/ops/dispatch.h"
 
 namespace espalier::cpu {
 namespace {

@@ -2,11 +2,11 @@
 // nothing is padded and an expert that nobody chose costs nothing.
 #include <ATen/ATen.h>
 
-#include "espalier/ops/cpu/dispatch.h"
 #include "espalier/ops/cpu/expert_kernels.h"
 #include "espalier/ops/cpu/operations.h"
 #include "espalier/ops/cpu/router_kernels.h"
 #include "espalier/ops/cpu/row_kernels.h"
+#include "espalier/ops/dispatch.h"
 
 namespace espalier::cpu {
 namespace {

@@ -1,8 +1,8 @@
-// ATen's FlashAttention of processors as the calls that attention is composed of (ops/composed/attention.h).
+// ATen's FlashAttention of processors as the calls that attention is composed of (ops/attention/composed.h).
 #include <ATen/ATen.h>
 
 #include "espalier/device/host_values.h"
-#include "espalier/ops/composed/attention.h"
+#include "espalier/ops/attention/composed.h"
 #include "espalier/ops/cpu/operations.h"
 
 namespace espalier::cpu {
@@ -14,7 +14,11 @@ at::Tensor back(const at::Tensor& x) { return x.squeeze(0).transpose(0, 1); }
 
 class CpuFlash final : public LibraryAttention {
  public:
-  bool takes(at::ScalarType, std::int64_t) const override { return true; }
+  const AttentionKernelsRow& row() const override {
+    static constexpr AttentionKernelsRow kAnyHeads{.composed = true};
+    return kAnyHeads;
+  }
+  bool takes(at::ScalarType) const override { return true; }
   at::Tensor seen(const at::Tensor& tensor) const override { return tensor; }
   std::vector<std::int32_t> on_host(const at::Tensor& whole_numbers) const override {
     const auto values = host_values<std::int32_t>(whole_numbers);

@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "espalier/base/error.h"
-#include "espalier/ops/cpu/dispatch.h"
 #include "espalier/ops/cpu/head_kernels.h"
 #include "espalier/ops/cpu/operations.h"
+#include "espalier/ops/dispatch.h"
 
 namespace espalier::cpu {
 namespace {

@@ -7,8 +7,8 @@
 #include <mutex>
 #include <shared_mutex>
 
-#include "espalier/ops/cpu/dispatch.h"
 #include "espalier/ops/cpu/own_products.h"
+#include "espalier/ops/dispatch.h"
 
 namespace espalier {
 namespace {

@@ -1,8 +1,8 @@
 // Keys and values of latent attention on a CPU (ops/latent.h).
 #include <algorithm>
 
-#include "espalier/ops/cpu/dispatch.h"
 #include "espalier/ops/cpu/operations.h"
+#include "espalier/ops/dispatch.h"
 
 namespace espalier::cpu {
 namespace {

@@ -17,7 +17,7 @@ SwigluOperations swiglu_operations();
 ProductOperations product_operations();
 MovingOperations moving_operations();
 AttentionOperations attention_operations();
-AttentionOperations flash_attention_operations();  // by ATen's FlashAttention if it can (ops/composed/attention.h)
+AttentionOperations flash_attention_operations();  // by ATen's FlashAttention if it can (ops/attention/composed.h)
 HeadOperations head_operations();
 ExpertOperations expert_operations();
 OptimizerOperations optimizer_operations();

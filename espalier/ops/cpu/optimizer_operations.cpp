@@ -3,9 +3,9 @@
 #include <span>
 
 #include "espalier/ops/cpu/adamw_kernels.h"
-#include "espalier/ops/cpu/dispatch.h"
 #include "espalier/ops/cpu/operations.h"
 #include "espalier/ops/cpu/token_choice.h"
+#include "espalier/ops/dispatch.h"
 
 namespace espalier::cpu {
 namespace {

@@ -9,12 +9,12 @@
 #include "espalier/base/defined_sums.h"
 #include "espalier/base/quantised_rows.h"
 #include "espalier/ops/cpu/compiled_products.h"
-#include "espalier/ops/cpu/dispatch.h"
 #include "espalier/ops/cpu/held_panels.h"
 #include "espalier/ops/cpu/operations.h"
 #include "espalier/ops/cpu/own_products.h"
 #include "espalier/ops/cpu/row_kernels.h"
 #include "espalier/ops/cpu/widened_products.h"
+#include "espalier/ops/dispatch.h"
 
 namespace espalier::cpu {
 namespace {

@@ -5,9 +5,9 @@
 #include <cstring>
 #include <type_traits>
 
-#include "espalier/ops/cpu/dispatch.h"
 #include "espalier/ops/cpu/operations.h"
 #include "espalier/ops/cpu/row_kernels.h"
+#include "espalier/ops/dispatch.h"
 
 namespace espalier::cpu {
 namespace {

@@ -5,8 +5,8 @@
 
 #include "espalier/base/instruction_set.h"
 #include "espalier/ops/cpu/convolution_ranges.h"
-#include "espalier/ops/cpu/dispatch.h"
 #include "espalier/ops/cpu/operations.h"
+#include "espalier/ops/dispatch.h"
 
 namespace espalier::cpu {
 namespace {

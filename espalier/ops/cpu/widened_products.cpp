@@ -5,8 +5,8 @@
 #include <algorithm>
 
 #include "espalier/base/instruction_set.h"
-#include "espalier/ops/cpu/dispatch.h"
 #include "espalier/ops/cpu/row_kernels.h"
+#include "espalier/ops/dispatch.h"
 
 namespace espalier {
 namespace {

@@ -2,9 +2,9 @@
 
 #include <ATen/ATen.h>
 
-#include "espalier/ops/cpu/dispatch.h"
 #include "espalier/ops/cuda/attention.h"
 #include "espalier/ops/cuda/launch.h"
+#include "espalier/ops/dispatch.h"
 
 namespace espalier::cuda {
 namespace {

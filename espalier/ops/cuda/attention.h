@@ -1,4 +1,4 @@
-// Shared-prefix attention on a device: contract in ops/cpu/attention/attention.h. Head sizes up to 256, windows and
+// Shared-prefix attention on a device: contract in ops/attention/rows.h. Head sizes up to 256, windows and
 // soft caps of scores. A shape's value_dim is given, not 0.
 //
 // Plain kernels for every type, exact and without tensor cores: for float32 and float64, which tensor cores lack, and
@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "espalier/ops/cpu/attention/attention.h"
+#include "espalier/ops/attention/rows.h"
 
 namespace espalier::cuda {
 
@@ -22,7 +22,7 @@ void add_plain_attention_backward(const attention::Shape& shape, const attention
                                   attention::Rows<const T> out, const accumulator_t<T>* lse_HQ,
                                   attention::Rows<const T> grad_out, const attention::Gradients<T>& grads);
 
-// Sinks: ops/attention.h. The shape gives query_rows, heads, kv_heads (as many) and value_dim.
+// Sinks: ops/attention/operations.h. The shape gives query_rows, heads, kv_heads (as many) and value_dim.
 template <class T>
 void join_sinks(const attention::Shape& shape, const T* sink_H, attention::Rows<T> out, accumulator_t<T>* lse_HQ);
 template <class T>

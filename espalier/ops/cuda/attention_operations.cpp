@@ -1,10 +1,11 @@
 // Attention on a GPU: tensors to the kernels of attention.h.
 #include <algorithm>
 
-#include "espalier/ops/cpu/attention_problem.h"
-#include "espalier/ops/cpu/dispatch.h"
+#include "espalier/ops/attention/rows_of_problem.h"
 #include "espalier/ops/cuda/attention.h"
+#include "espalier/ops/cuda/open_attention.h"
 #include "espalier/ops/cuda/operations.h"
+#include "espalier/ops/dispatch.h"
 
 namespace espalier::cuda {
 namespace {
@@ -76,6 +77,8 @@ void add_sink_logits_backward(const at::Tensor& sink_H, const at::Tensor& out_Q,
 }
 
 }  // namespace
+
+AttentionOperations open_own_attention(const AttentionGpu&) { return attention_operations(); }
 
 AttentionOperations attention_operations() {
   return {attention_rows, add_attention_rows_backward, join_sink_logits, add_sink_logits_backward};

@@ -11,11 +11,13 @@
 #include "espalier/ops/cuda/aten.h"
 #include "espalier/ops/cuda/cudnn.h"
 #include "espalier/ops/cuda/launch.h"
+#include "espalier/ops/cuda/open_attention.h"
 
 namespace espalier::cuda {
 namespace {
 
-constexpr std::int64_t kFewestRows = 128;  // a tile of cuDNN's: smaller classes would be other graphs for the same work
+// A tile of cuDNN's: smaller classes would be other graphs for the same work.
+const std::int64_t kFewestRows = row_of(AttentionKernels::cudnn).fewest_rows;
 constexpr std::int64_t kMostSequences = 1024;
 
 // Sequences behind each other in rows of a tensor, as a graph reads them.
@@ -162,10 +164,6 @@ LibraryAttention::Gradients room_for_gradients(const at::Tensor& q, const at::Te
 
 }  // namespace
 
-bool CudnnAttention::takes(at::ScalarType dtype, std::int64_t head_dim) const {
-  return dtype == at::kBFloat16 && head_dim % 8 == 0 && head_dim <= 256;
-}
-
 LibraryAttention::Result CudnnAttention::rectangle(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                                    double scale) const {
   const Sequences queries = one_sequence(q), keys = one_sequence(k);
@@ -212,22 +210,22 @@ LibraryAttention::Gradients CudnnAttention::squares_backward(const Saved& saved,
 
 namespace {
 
-std::unique_ptr<SequenceGraphs> graphs;
-std::int64_t backward_rows = CudnnAttention::kBackwardRows;
+// The library with the graphs that it runs.
+class OpenedCudnn final : public CudnnAttention {
+ public:
+  OpenedCudnn(std::unique_ptr<SequenceGraphs> graphs, std::int64_t backward_rows)
+      : CudnnAttention(*graphs, backward_rows), graphs_(std::move(graphs)) {}
 
-const AtenLibrary& library() {
-  static const CudnnAttention one(*graphs, backward_rows);
-  return one;
-}
+ private:
+  std::unique_ptr<SequenceGraphs> graphs_;
+};
 
 }  // namespace
 
-AttentionOperations open_cudnn_attention(int index, int capability, bool deterministic) {
-  if (const std::string& problem = open_aten(index); !problem.empty())
-    throw DeviceError({"--attention cudnn", "a torch with CUDA, libtorch_cuda.so", problem, "use --attention own"});
-  graphs = open_cudnn(stream(), capability);
-  if (!deterministic) backward_rows = kAnyRows;
-  return composed_operations<library>();
+AttentionOperations open_cudnn_attention(const AttentionGpu& gpu) {
+  const std::int64_t rows = row_of(AttentionKernels::cudnn).backward_rows(gpu.deterministic);
+  return composed_operations(
+      gpu.index, [&] { return std::make_unique<const OpenedCudnn>(open_cudnn(stream(), gpu.major), rows); });
 }
 
 }  // namespace espalier::cuda

@@ -1,10 +1,10 @@
 // Layers that carry a state from row to row on a GPU: tensors to the kernels of delta_rule.h.
 #include <vector>
 
-#include "espalier/ops/cpu/dispatch.h"
 #include "espalier/ops/cuda/delta_rule.h"
 #include "espalier/ops/cuda/operations.h"
 #include "espalier/ops/cuda/state_launches.h"
+#include "espalier/ops/dispatch.h"
 
 namespace espalier::cuda {
 namespace {

@@ -10,7 +10,6 @@
 #include <cstring>
 #include <vector>
 
-#include "espalier/ops/cpu/dispatch.h"
 #include "espalier/ops/cuda/collectives.h"
 #include "espalier/ops/cuda/device.h"
 #include "espalier/ops/cuda/experts.h"
@@ -18,6 +17,7 @@
 #include "espalier/ops/cuda/moving.h"
 #include "espalier/ops/cuda/operations.h"
 #include "espalier/ops/cuda/products.h"
+#include "espalier/ops/dispatch.h"
 
 namespace espalier::cuda {
 namespace {

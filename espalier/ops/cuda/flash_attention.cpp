@@ -1,20 +1,18 @@
-// FlashAttention-2 of ATen as the calls that attention is composed of (ops/composed/attention.h).
-#include "espalier/ops/cuda/flash_attention.h"
-
+// FlashAttention-2 of ATen as the calls that attention is composed of (ops/attention/composed.h).
 #include <ATen/ATen.h>
 
-#include "espalier/base/error.h"
+#include <memory>
+
 #include "espalier/ops/cuda/aten_library.h"
+#include "espalier/ops/cuda/open_attention.h"
 
 namespace espalier::cuda {
 namespace {
 
-bool in_one_order = true;
-
-// Whether the gradient of queries is summed in one order, at the price of memory.
+// While it lives, ATen sums the gradient of queries in one order, at the price of memory, or in any order.
 class Deterministic {
  public:
-  Deterministic() : before_(at::globalContext().deterministicAlgorithms()) {
+  explicit Deterministic(bool in_one_order) : before_(at::globalContext().deterministicAlgorithms()) {
     at::globalContext().setDeterministicAlgorithms(in_one_order, at::globalContext().deterministicAlgorithmsWarnOnly());
   }
   ~Deterministic() {
@@ -29,9 +27,9 @@ class Deterministic {
 
 class Flash2 final : public AtenLibrary {
  public:
-  bool takes(at::ScalarType dtype, std::int64_t head_dim) const override {
-    return dtype == at::kBFloat16 && head_dim % 8 == 0 && head_dim <= 256;
-  }
+  explicit Flash2(bool deterministic) : deterministic_(deterministic) {}
+
+  const AttentionKernelsRow& row() const override { return row_of(AttentionKernels::flash); }
 
   Result rectangle(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale) const override {
     const auto [out, lse, seed, offset, mask] = at::_flash_attention_forward(
@@ -46,7 +44,7 @@ class Flash2 final : public AtenLibrary {
   }
   Gradients rectangle_backward(const Saved& saved, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                double scale) const override {
-    const Deterministic deterministic;
+    const Deterministic order(deterministic_);
     const auto one = [](const at::Tensor& x) { return x.unsqueeze(0); };
     const at::Tensor unused = no_dropout(q);
     const auto [grad_q, grad_k, grad_v] = at::_flash_attention_backward(
@@ -56,7 +54,7 @@ class Flash2 final : public AtenLibrary {
   }
   Gradients squares_backward(const Saved& saved, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                              const CausalSquares& squares, double scale) const override {
-    const Deterministic deterministic;
+    const Deterministic order(deterministic_);
     const at::Tensor unused = no_dropout(q);
     const auto [grad_q, grad_k, grad_v] = at::_flash_attention_backward(
         saved.grad_out, q, k, v, saved.out, saved.lse.contiguous(), squares.begin_S1, squares.begin_S1, squares.longest,
@@ -66,20 +64,14 @@ class Flash2 final : public AtenLibrary {
 
  private:
   static at::Tensor no_dropout(const at::Tensor& like) { return at::empty({2}, like.options().dtype(at::kLong)); }
-};
 
-const AtenLibrary& library() {
-  static const Flash2 one;
-  return one;
-}
+  bool deterministic_;
+};
 
 }  // namespace
 
-AttentionOperations open_flash_attention(int index, bool deterministic) {
-  if (const std::string& problem = open_aten(index); !problem.empty())
-    throw DeviceError({"--attention flash", "a torch with CUDA, libtorch_cuda.so", problem, "use --attention own"});
-  in_one_order = deterministic;
-  return composed_operations<library>();
+AttentionOperations open_flash_attention(const AttentionGpu& gpu) {
+  return composed_operations(gpu.index, [&] { return std::make_unique<const Flash2>(gpu.deterministic); });
 }
 
 }  // namespace espalier::cuda

@@ -1,10 +1,10 @@
 // Blocks of logits, a critic's values, AdamW and sampling on a GPU.
-#include "espalier/ops/cpu/dispatch.h"
 #include "espalier/ops/cuda/choice.h"
 #include "espalier/ops/cuda/columns.h"
 #include "espalier/ops/cuda/head.h"
 #include "espalier/ops/cuda/operations.h"
 #include "espalier/ops/cuda/optimizer.h"
+#include "espalier/ops/dispatch.h"
 
 namespace espalier::cuda {
 namespace {

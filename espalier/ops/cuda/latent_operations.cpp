@@ -1,9 +1,9 @@
 // Latent attention on a GPU: tensors to the kernels of latent.h.
 #include "espalier/base/error.h"
-#include "espalier/ops/attention.h"
-#include "espalier/ops/cpu/dispatch.h"
+#include "espalier/ops/attention/operations.h"
 #include "espalier/ops/cuda/latent.h"
 #include "espalier/ops/cuda/operations.h"
+#include "espalier/ops/dispatch.h"
 
 namespace espalier::cuda {
 namespace {

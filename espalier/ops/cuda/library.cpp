@@ -1,46 +1,41 @@
 // The one function that the program looks up in this library (device/cuda_library.h).
 #include <string>
+#include <vector>
 
 #include "espalier/base/error.h"
 #include "espalier/device/cuda_library.h"
 #include "espalier/ops/cuda/aten.h"
-#include "espalier/ops/cuda/cudnn_attention.h"
 #include "espalier/ops/cuda/device.h"
-#include "espalier/ops/cuda/flash_attention.h"
-#include "espalier/ops/cuda/hopper/attention.h"
+#include "espalier/ops/cuda/open_attention.h"
 #include "espalier/ops/cuda/operations.h"
 #include "espalier/ops/cuda/start.h"
 
 namespace espalier::cuda {
 namespace {
 
+AttentionOperations open_attention(AttentionKernels kernels, const AttentionGpu& gpu) {
+  static constexpr decltype(&open_own_attention) kOpen[] = {
+#define ESPALIER_ROW(name, ...) open_##name##_attention,
+      ESPALIER_ATTENTION_KERNELS(ESPALIER_ROW)
+#undef ESPALIER_ROW
+  };
+  return kOpen[static_cast<std::size_t>(kernels) - 1](gpu);
+}
+
 // Changes `attention` from automatic to what it comes to.
-const Operations& operations_of(AttentionBy& attention, AttentionBy fastest, int index, int capability, int minor,
-                                bool deterministic) {
-  if (attention == AttentionBy::automatic) {
-    for (AttentionBy each : {fastest, AttentionBy::cudnn, AttentionBy::flash}) {
-      if (each == AttentionBy::automatic) continue;
-      try {
-        const Operations& found = operations_of(each, each, index, capability, minor, deterministic);
-        attention = each;
-        return found;
-      } catch (const DeviceError&) {  // a GPU, a build or a machine without it: the next one serves
-      }
+AttentionOperations chosen_attention(AttentionKernels& attention, AttentionKernels fastest, const AttentionGpu& gpu) {
+  if (attention != AttentionKernels::automatic) return open_attention(attention, gpu);
+  std::vector<AttentionKernels> tried = tried_in_order();
+  if (fastest != AttentionKernels::automatic) tried.insert(tried.begin(), fastest);
+  for (const AttentionKernels each : tried) {
+    attention = each;
+    try {
+      return open_attention(each, gpu);
+    } catch (const DeviceError&) {  // a GPU, a build or a machine without it: the next one serves
     }
-    attention = AttentionBy::own;
   }
-  if (attention == AttentionBy::own) return operations();
-  static Operations changed = operations();
-  AttentionOperations& changes = changed;
-  if (attention == AttentionBy::flash) changes = open_flash_attention(index, deterministic);
-  if (attention == AttentionBy::cudnn) changes = open_cudnn_attention(index, capability, deterministic);
-  if (attention == AttentionBy::hopper) {
-    if (!hopper::runs_on(capability, minor))
-      throw DeviceError({"--attention hopper", "a GPU of compute capability 9.0", text_of(capability, ".", minor),
-                         "use --attention own"});
-    changes = hopper_attention_operations();
-  }
-  return changed;
+  attention = AttentionKernels::own;
+  return open_attention(attention, gpu);
 }
 
 Device* open(const GpuChoice& choice, OpenedGpu* opened, std::string* problem) {
@@ -63,11 +58,11 @@ Device* open(const GpuChoice& choice, OpenedGpu* opened, std::string* problem) {
   (void)open_aten(index);  // first: ATen remembers its first answer to whether there is CUDA
   start(index, properties.major);
   opened->name = properties.name, opened->attention = choice.attention;
-  const AttentionBy fastest = choice.fastest ? choice.fastest(opened->name) : AttentionBy::automatic;
-  static CudaDevice* const device =  // outlives every tensor
-      new CudaDevice(
-          operations_of(opened->attention, fastest, index, properties.major, properties.minor, choice.deterministic),
-          "cuda");
+  const AttentionKernels fastest = choice.fastest ? choice.fastest(opened->name) : AttentionKernels::automatic;
+  static Operations chosen = operations();
+  static_cast<AttentionOperations&>(chosen) =
+      chosen_attention(opened->attention, fastest, {index, properties.major, properties.minor, choice.deterministic});
+  static CudaDevice* const device = new CudaDevice(chosen, "cuda");  // outlives every tensor
   return device;
 }
 

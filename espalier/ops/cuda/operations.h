@@ -15,8 +15,6 @@ SwigluOperations swiglu_operations();
 ProductOperations product_operations();
 MovingOperations moving_operations();
 AttentionOperations attention_operations();
-// The kernels for compute capability 9.0, and attention_operations() for problems that they do not take.
-AttentionOperations hopper_attention_operations();
 HeadOperations head_operations();
 ExpertOperations expert_operations();
 OptimizerOperations optimizer_operations();

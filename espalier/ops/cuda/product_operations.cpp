@@ -1,8 +1,8 @@
 // Matrix products on a GPU: one multiplication, biases and column sums beside it.
-#include "espalier/ops/cpu/dispatch.h"
 #include "espalier/ops/cuda/columns.h"
 #include "espalier/ops/cuda/operations.h"
 #include "espalier/ops/cuda/products.h"
+#include "espalier/ops/dispatch.h"
 
 namespace espalier::cuda {
 namespace {

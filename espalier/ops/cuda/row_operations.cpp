@@ -1,12 +1,12 @@
 // Norm, rotation, SwiGLU and the moving of rows on a GPU.
 #include <type_traits>
 
-#include "espalier/ops/cpu/dispatch.h"
 #include "espalier/ops/cuda/columns.h"
 #include "espalier/ops/cuda/launch.h"
 #include "espalier/ops/cuda/moving.h"
 #include "espalier/ops/cuda/norm.h"
 #include "espalier/ops/cuda/operations.h"
+#include "espalier/ops/dispatch.h"
 
 namespace espalier::cuda {
 namespace {

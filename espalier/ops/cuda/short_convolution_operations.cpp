@@ -1,10 +1,10 @@
 // Short convolutions on a GPU: tensors to the kernels of short_convolution.h.
 #include <vector>
 
-#include "espalier/ops/cpu/dispatch.h"
 #include "espalier/ops/cuda/operations.h"
 #include "espalier/ops/cuda/short_convolution.h"
 #include "espalier/ops/cuda/state_launches.h"
+#include "espalier/ops/dispatch.h"
 
 namespace espalier::cuda {
 namespace {

@@ -6,9 +6,9 @@
 #include <span>
 #include <vector>
 
-#include "espalier/ops/cpu/dispatch.h"
 #include "espalier/ops/cuda/delta_rule.h"
 #include "espalier/ops/delta_rule.h"
+#include "espalier/ops/dispatch.h"
 
 namespace espalier::cuda {
 

@@ -1,8 +1,8 @@
 // The keys that a query row sees, and the score of a pair, for the attention kernels: windows and soft caps of scores
-// (ops/cpu/attention/attention.h).
+// (ops/attention/rows.h).
 #pragma once
 
-#include "espalier/ops/cpu/attention/attention.h"
+#include "espalier/ops/attention/rows.h"
 #include "espalier/ops/cuda/ptx.h"
 
 namespace espalier::cuda {

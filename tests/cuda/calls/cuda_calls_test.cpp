@@ -17,8 +17,8 @@
 #include "espalier/ops/cuda/collectives.h"
 #include "espalier/ops/cuda/cudnn_attention.h"
 #include "espalier/ops/cuda/device.h"
-#include "espalier/ops/cuda/flash_attention.h"
 #include "espalier/ops/cuda/launch.h"
+#include "espalier/ops/cuda/open_attention.h"
 #include "espalier/ops/cuda/operations.h"
 #include "tests/cuda/calls/nccl_stand_in.h"
 #include "tests/cuda/calls/recorder.h"
@@ -49,15 +49,13 @@ const std::string& open_aten(int) {
 }
 const Operations& operations() { return cpu::operations(); }
 bool opened_deterministic = true;
-AttentionOperations open_flash_attention(int, bool deterministic) {
-  opened_deterministic = deterministic;
+AttentionOperations open_own_attention(const AttentionGpu&) { return cpu::operations(); }
+AttentionOperations open_flash_attention(const AttentionGpu& gpu) {
+  opened_deterministic = gpu.deterministic;
   return cpu::operations();
 }
-AttentionOperations open_cudnn_attention(int, int, bool deterministic) {
-  opened_deterministic = deterministic;
-  return cpu::operations();
-}
-AttentionOperations hopper_attention_operations() { return cpu::operations(); }
+AttentionOperations open_cudnn_attention(const AttentionGpu& gpu) { return open_flash_attention(gpu); }
+AttentionOperations open_hopper_attention(const AttentionGpu&) { return cpu::operations(); }
 
 }  // namespace espalier::cuda
 
@@ -183,9 +181,9 @@ void run_all() {
   OpenedGpu opened;
   std::string problem;
   Device* const device =
-      espalier_open_gpu({.attention = AttentionBy::flash, .deterministic = false}, &opened, &problem);
+      espalier_open_gpu({.attention = AttentionKernels::flash, .deterministic = false}, &opened, &problem);
   expect(device != nullptr && recorder().calls("open_aten") == 1);
-  expect(opened.attention == AttentionBy::flash && !cuda::opened_deterministic);
+  expect(opened.attention == AttentionKernels::flash && !cuda::opened_deterministic);
   hand_over(*device);
   sleep_and_wake(*device);
   meet_others(*device);

@@ -37,22 +37,23 @@ class GpuProfile : public ::testing::Test {
 
 TEST_F(GpuProfile, KernelsAreComparedOnceTwoWereMeasured) {
   const std::string gpu = "NVIDIA H100 80GB HBM3";
-  EXPECT_EQ(fastest_attention(gpu), AttentionBy::automatic);
-  keep({gpu, AttentionBy::own}, 2e14);
-  EXPECT_EQ(fastest_attention(gpu), AttentionBy::automatic) << "own kernels are no choice before others were timed";
-  keep({gpu, AttentionBy::flash}, 3e14);
-  EXPECT_EQ(fastest_attention(gpu), AttentionBy::flash);
-  keep({gpu, AttentionBy::cudnn}, 1e14);
-  EXPECT_EQ(fastest_attention(gpu), AttentionBy::flash);
-  keep({gpu, AttentionBy::own}, 4e14);
-  EXPECT_EQ(fastest_attention(gpu), AttentionBy::own);
-  keep({gpu, AttentionBy::hopper}, 5e14);
-  EXPECT_EQ(fastest_attention(gpu), AttentionBy::hopper) << "taken where they were measured";
-  EXPECT_EQ(fastest_attention("NVIDIA H200"), AttentionBy::automatic) << "another GPU";
+  EXPECT_EQ(fastest_attention(gpu), AttentionKernels::automatic);
+  keep({gpu, AttentionKernels::own}, 2e14);
+  EXPECT_EQ(fastest_attention(gpu), AttentionKernels::automatic)
+      << "own kernels are no choice before others were timed";
+  keep({gpu, AttentionKernels::flash}, 3e14);
+  EXPECT_EQ(fastest_attention(gpu), AttentionKernels::flash);
+  keep({gpu, AttentionKernels::cudnn}, 1e14);
+  EXPECT_EQ(fastest_attention(gpu), AttentionKernels::flash);
+  keep({gpu, AttentionKernels::own}, 4e14);
+  EXPECT_EQ(fastest_attention(gpu), AttentionKernels::own);
+  keep({gpu, AttentionKernels::hopper}, 5e14);
+  EXPECT_EQ(fastest_attention(gpu), AttentionKernels::hopper) << "taken where they were measured";
+  EXPECT_EQ(fastest_attention("NVIDIA H200"), AttentionKernels::automatic) << "another GPU";
 }
 
 TEST_F(GpuProfile, ARunPlansWithWhatWasMeasuredOfItsKernelsElseWithPublishedRates) {
-  const OpenedGpu flash{"NVIDIA H100 80GB HBM3", AttentionBy::flash}, own{flash.name, AttentionBy::own};
+  const OpenedGpu flash{"NVIDIA H100 80GB HBM3", AttentionKernels::flash}, own{flash.name, AttentionKernels::own};
   keep(flash, 123e12);
   EXPECT_EQ(gpu_profile(flash, DType::bfloat16).attention_flops_per_second, 123e12);
   const auto published = [](const char* machine, AttentionKernels kernels) {
@@ -62,9 +63,10 @@ TEST_F(GpuProfile, ARunPlansWithWhatWasMeasuredOfItsKernelsElseWithPublishedRate
   EXPECT_EQ(gpu_profile(flash, DType::bfloat16).attention_kernels, AttentionKernels::flash)
       << "whose memory is planned";
   EXPECT_EQ(gpu_profile(own, DType::bfloat16).attention_kernels, AttentionKernels::own);
-  const MachineProfile a100 = gpu_profile({"NVIDIA A100-SXM4-80GB", AttentionBy::flash}, DType::bfloat16);
+  const MachineProfile a100 = gpu_profile({"NVIDIA A100-SXM4-80GB", AttentionKernels::flash}, DType::bfloat16);
   EXPECT_EQ(a100.attention_flops_per_second, published("a100", AttentionKernels::flash));
-  EXPECT_EQ(gpu_profile({"NVIDIA H200", AttentionBy::cudnn}, DType::float32).memory_bytes, std::int64_t{139} << 30);
+  EXPECT_EQ(gpu_profile({"NVIDIA H200", AttentionKernels::cudnn}, DType::float32).memory_bytes,
+            std::int64_t{139} << 30);
   for (const auto& entry : std::filesystem::directory_iterator(folder_ / "espalier"))
     std::ofstream(entry.path()) << "{";
   EXPECT_EQ(gpu_profile(flash, DType::bfloat16).attention_flops_per_second, published("h100", AttentionKernels::flash));

@@ -1,67 +1,17 @@
-// Shared-prefix attention: the rows of one set attend to the whole path above and, tree-causally, to each other.
+// Shared-prefix attention on a CPU; equations and shapes: ops/attention/rows.h.
 //
-//   S_ij = scale * q_i . k_j ;  row i sees path row j always, own row j iff j <= r_i < subtree_end_j
-//   with a window W it sees only the rows at depths above depth(r_i) - W: itself and the W - 1 before it in its rollout
-//   with a soft cap C: S = C tanh(scale q . k / C)
-//   out_i = sum_j softmax(S_i)_j v_j ;  lse_i = log sum_j exp S_ij   (mathematics, sections 1, 4, 5)
-//
-// Shapes: T own rows, Q query rows, P path rows, H query heads, J key/value heads (H a multiple of
-// J; query head h reads key/value head h / (H/J)), D head size, Dv head size of values (default D).
-// Query row i is own row r_i = query_row ? query_row[i] : i (ascending; an own row may occur
-// twice). T, Q and P may be 0. Every own row sees at least itself. Path row j has depth j, own row
-// j has depth[j]. Strides count elements between consecutive rows; heads are D elements apart (Dv
-// for v, out and their gradients), and elements are adjacent. Deterministic: the same bits for the same machine,
-// thread count (the backward: any up to 16) and problem. The path is not copied. The cost is proportional to the
-// visible (row, key) pairs, in blocks of keys and vectors of neighbouring rows; blocks without a
-// visible pair are skipped. Own rows that no row sees may be read with visible ones, so they must
-// be finite. Sums use accumulator_t<T>. If bfloat16 is multiplied directly (Bfloat16Products dot
-// and tiles), the weights A and the slopes dS below are rounded to bfloat16 as factors of A V, A^T
-// dO, dS K and dS^T Q, and nothing else is. With sums of defined order (base/defined_sums.h), out
-// and lse of a query row have the same bits beside any other rows, for any split of its keys into
-// path and own rows, and with any number of threads; the forward then multiplies bfloat16 as
-// float32.
+// Deterministic: the same bits for the same machine, thread count (the backward: any up to 16) and problem. The path is
+// not copied. The cost is proportional to the visible (row, key) pairs, in blocks of keys and vectors of neighbouring
+// rows; blocks without a visible pair are skipped. If bfloat16 is multiplied directly (Bfloat16Products dot and tiles),
+// the weights A and the slopes dS are rounded to bfloat16 as factors of A V, A^T dO, dS K and dS^T Q, and nothing else
+// is. With sums of defined order (base/defined_sums.h), out and lse of a query row have the same bits beside any other
+// rows, for any split of its keys into path and own rows, and with any number of threads; the forward then multiplies
+// bfloat16 as float32.
 #pragma once
 
-#include <cstdint>
-
-#include "espalier/base/dtype.h"
+#include "espalier/ops/attention/rows.h"
 
 namespace espalier::attention {
-
-// Rows of one operand: data + row * stride.
-template <class T>
-struct Rows {
-  T* data = nullptr;
-  std::int64_t stride = 0;
-};
-
-struct Shape {
-  std::int64_t query_rows = 0, own_rows = 0, path_rows = 0;  // Q, T, P
-  std::int64_t heads = 0, kv_heads = 0, head_dim = 0;        // H, J, D
-  double scale = 1;
-  const std::int32_t* query_row = nullptr;    // [Q] or null
-  const std::int32_t* subtree_end = nullptr;  // [T], one per own row
-  std::int64_t window = 0;                    // W; 0: none
-  const std::int32_t* depth = nullptr;        // [T], one per own row; read if there is a window
-  double soft_cap = 0;                        // C: S = C tanh(scale q k / C); 0: none
-  bool keys_whole = false;                    // the forward does not split a query row's keys over threads
-  std::int64_t value_dim = 0;                 // Dv; 0: D
-
-  std::int64_t values() const { return value_dim > 0 ? value_dim : head_dim; }
-  // The same shape for operands with heads of Dv.
-  Shape of_values() const {
-    Shape shape = *this;
-    shape.head_dim = values();
-    return shape;
-  }
-};
-
-template <class T>
-struct Inputs {
-  Rows<const T> q;               // [Q, H, D]
-  Rows<const T> own_k, own_v;    // [T, J, D], [T, J, Dv]
-  Rows<const T> path_k, path_v;  // [P, J, D], [P, J, Dv]
-};
 
 // Overwrites out [Q, H, Dv] and lse [H, Q] (natural log; row stride Q).
 template <class T>
@@ -72,17 +22,7 @@ void forward(const Shape& shape, const Inputs<T>& in, Rows<T> out, accumulator_t
 inline constexpr std::int64_t kLeastSharedWork = 1 << 19;
 void set_least_shared_work(std::int64_t multiply_adds);
 
-template <class T>
-struct Gradients {
-  Rows<T> q;                              // [Q, H, D], overwritten
-  Rows<accumulator_t<T>> own_k, own_v;    // [T, J, D], [T, J, Dv], added to
-  Rows<accumulator_t<T>> path_k, path_v;  // [P, J, D], [P, J, Dv], added to
-};
-
-// With dO = grad_out and the out and lse of the forward:
-//   D_i = dO_i . out_i ;  A = exp(S - lse) ;  dS = A o (dO V^T - D)
-//   with a soft cap dS is multiplied by 1 - (S / C)^2
-//   dQ = scale dS K ;  gK += scale dS^T Q ;  gV += A^T dO
+// Overwrites the gradient of queries and adds to the others.
 template <class T>
 void add_backward(const Shape& shape, const Inputs<T>& in, Rows<const T> out, const accumulator_t<T>* lse_HQ,
                   Rows<const T> grad_out, const Gradients<T>& grads);

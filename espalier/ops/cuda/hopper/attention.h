@@ -1,10 +1,10 @@
-// Shared-prefix attention of bfloat16 for compute capability 9.0: contract in ops/cpu/attention/attention.h. Path rows
+// Shared-prefix attention of bfloat16 for compute capability 9.0: contract in ops/attention/rows.h. Path rows
 // and own rows are keys of one kernel, so nothing is merged. Tiles come by the copy engine (TMA), products run on
 // warpgroups (wgmma), and one warpgroup of a block copies while the others multiply. Weights and slopes are rounded to
 // bfloat16 as factors of the second products; sums are in float32, in an order that depends on the shape alone.
 #pragma once
 
-#include "espalier/ops/cpu/attention/attention.h"
+#include "espalier/ops/attention/rows.h"
 
 namespace espalier::cuda::hopper {
 

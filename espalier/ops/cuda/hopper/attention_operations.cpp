@@ -1,7 +1,8 @@
 // Attention by the kernels for compute capability 9.0: tensors to the kernels of attention.h.
 #include "espalier/ops/cuda/hopper/attention.h"
 
-#include "espalier/ops/cpu/attention_problem.h"
+#include "espalier/ops/attention/rows_of_problem.h"
+#include "espalier/ops/cuda/open_attention.h"
 #include "espalier/ops/cuda/operations.h"
 
 namespace espalier::cuda {
@@ -33,7 +34,10 @@ void add_attention_rows_backward(const AttentionProblem& problem, const at::Tens
 
 }  // namespace
 
-AttentionOperations hopper_attention_operations() {
+AttentionOperations open_hopper_attention(const AttentionGpu& gpu) {
+  if (!hopper::runs_on(gpu.major, gpu.minor))
+    throw DeviceError({"--attention hopper", "a GPU of compute capability 9.0", text_of(gpu.major, ".", gpu.minor),
+                       "use --attention own"});
   AttentionOperations operations = attention_operations();
   operations.attention = attention_rows, operations.add_attention_backward = add_attention_rows_backward;
   return operations;

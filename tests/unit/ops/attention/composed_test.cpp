@@ -5,7 +5,7 @@
 #include <limits>
 #include <set>
 
-#include "espalier/ops/composed/attention.h"
+#include "espalier/ops/attention/composed.h"
 #include "espalier/selftest/operation_check.h"
 
 namespace espalier {
@@ -16,7 +16,7 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 // No call of it is made: merging needs none.
 class NoCalls final : public LibraryAttention {
  public:
-  bool takes(at::ScalarType, std::int64_t) const override { return false; }
+  const AttentionKernelsRow& row() const override { return row_of(AttentionKernels::flash); }
   at::Tensor seen(const at::Tensor& tensor) const override { return tensor; }
   std::vector<std::int32_t> on_host(const at::Tensor&) const override { return {}; }
   at::Tensor on_device(const std::vector<std::int32_t>&) const override { return {}; }
@@ -60,7 +60,7 @@ TEST(ComposedAttention, CallsHoldEveryPairOnce) {
     for (std::size_t s = 0; s + 1 < calls.squares.begin.size(); ++s)
       for (std::int64_t i = calls.squares.begin[s]; i < calls.squares.begin[s + 1]; ++i)
         for (std::int64_t j = calls.squares.begin[s]; j <= i; ++j) called.insert({i, j});
-    for (const auto& [first, begin, last] : calls.rectangles)
+    for (const auto& [first, begin, last] : calls.rectangles)  // CausalRun: rows [begin, last)
       for (std::int64_t i = begin; i < last; ++i)
         for (std::int64_t j = first; j < begin; ++j) called.insert({i, j});
     EXPECT_EQ(called, seen) << most;

@@ -1,6 +1,6 @@
-// Shared-prefix attention (ops/attention.h) composed of calls of a library's attention: rectangles, in which every
-// query sees every key, and causal squares, whose queries are at the rows of their keys. So it makes no difference from
-// which corner a library counts the diagonal.
+// Shared-prefix attention (ops/attention/operations.h) composed of calls of a library's attention: rectangles, in which
+// every query sees every key, and causal squares, whose queries are at the rows of their keys. So it makes no
+// difference from which corner a library counts the diagonal.
 //
 //   lse_i = log sum_c exp lse_ic ;  out_i = sum_c exp(lse_ic - lse_i) out_ic     over the calls c of row i
 //
@@ -12,14 +12,14 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <limits>
+#include <span>
 #include <vector>
 
-#include "espalier/ops/attention.h"
+#include "espalier/ops/attention/operations.h"
+#include "espalier/options/attention_kernels.h"
+#include "espalier/program/causal_runs.h"
 
 namespace espalier {
-
-inline constexpr std::int64_t kAnyRows = std::numeric_limits<std::int64_t>::max();
 
 // Rows in squares behind each other: square s is rows [begin[s], begin[s + 1]).
 struct CausalSquares {
@@ -43,7 +43,8 @@ class LibraryAttention {
   };
 
   virtual ~LibraryAttention() = default;
-  virtual bool takes(at::ScalarType dtype, std::int64_t head_dim) const = 0;
+  virtual const AttentionKernelsRow& row() const = 0;
+  virtual bool takes(at::ScalarType dtype) const { return dtype == at::kBFloat16; }
   // Most rows of a square, and of either side of a rectangle, that a backward is called with.
   virtual std::int64_t backward_rows() const { return kAnyRows; }
   // A tensor of the device as the library sees it: the same memory.
@@ -65,21 +66,16 @@ class LibraryAttention {
                                      const CausalSquares& squares, double scale) const = 0;
 };
 
-// Queries [begin, end) against own keys [first, begin), all of which they see.
-struct Rectangle {
-  std::int64_t first, begin, end;
-};
-
-// The calls for own rows whose subtrees end at subtree_end: every pair of a row and a key that it sees is in one, and
-// no square has more than `most_rows`.
+// The calls for own rows whose subtrees end at subtree_end (program/causal_runs.h). No square has more than
+// `most_rows`.
 struct ComposedCalls {
   CausalSquares squares;
-  std::vector<Rectangle> rectangles;
+  std::vector<CausalRun> rectangles;  // rows [end, below) against own keys [first, end)
 };
-ComposedCalls composed_calls(const std::vector<std::int32_t>& subtree_end, std::int64_t most_rows = kAnyRows);
+ComposedCalls composed_calls(std::span<const std::int32_t> subtree_end, std::int64_t most_rows = kAnyRows);
 
-// True if the problem can be composed: heads and dtype that the library takes, values as wide as keys, a query at each
-// own row, no window and no soft cap.
+// True if the problem can be composed: a dtype that the library takes, a query at each own row, and no reason in its
+// row against these heads.
 bool composes(const LibraryAttention& library, const AttentionProblem& problem, at::ScalarType dtype);
 
 // The contract of AttentionOperations. The calls are worked out once for a problem's subtree_end_T and kept while that

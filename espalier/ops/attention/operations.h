@@ -1,4 +1,4 @@
-// Shared-prefix attention on tensors. Equations and visibility: ops/cpu/attention/attention.h.
+// Shared-prefix attention on tensors. Equations and visibility: ops/attention/rows.h.
 //
 // Shapes: Q query rows, T own rows, P rows of the path, H query heads, J key/value heads, D size of a query and key
 // head, Dv of a value head (given by v's columns). Rows may have a stride; the other one or two dimensions are

@@ -3,9 +3,9 @@
 
 #include <type_traits>
 
-#include "espalier/ops/attention.h"
-#include "espalier/ops/cpu/attention/attention.h"
-#include "espalier/ops/cpu/dispatch.h"
+#include "espalier/ops/attention/operations.h"
+#include "espalier/ops/attention/rows.h"
+#include "espalier/ops/dispatch.h"
 
 namespace espalier::attention {
 

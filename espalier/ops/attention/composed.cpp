@@ -1,4 +1,4 @@
-#include "espalier/ops/composed/attention.h"
+#include "espalier/ops/attention/composed.h"
 
 #include <ATen/ATen.h>
 
@@ -77,18 +77,13 @@ void add_rectangle_backward(const LibraryAttention& library, const LibraryAttent
 
 }  // namespace
 
-ComposedCalls composed_calls(const std::vector<std::int32_t>& subtree_end, std::int64_t most_rows) {
+ComposedCalls composed_calls(std::span<const std::int32_t> subtree_end, std::int64_t most_rows) {
   ComposedCalls calls;
-  const auto rows = static_cast<std::int64_t>(subtree_end.size());
-  const auto end_of = [&](std::int64_t row) { return std::int64_t{subtree_end[static_cast<std::size_t>(row)]}; };
   calls.squares.begin.push_back(0);
-  for (std::int64_t first = 0, begin = 0; first < rows; first = begin) {
-    // Neighbours with the same end follow each other on one branch: each sees those before it. What is cut off goes on
-    // as a branch of its own.
-    while (begin < rows && end_of(begin) == end_of(first) && begin - first < most_rows) ++begin;
-    calls.squares.begin.push_back(static_cast<std::int32_t>(begin));
-    calls.squares.longest = std::max(calls.squares.longest, begin - first);
-    if (end_of(first) > begin) calls.rectangles.push_back({first, begin, end_of(first)});
+  for (const CausalRun& run : causal_runs(subtree_end, most_rows)) {
+    calls.squares.begin.push_back(run.end);
+    calls.squares.longest = std::max<std::int64_t>(calls.squares.longest, run.end - run.first);
+    if (run.below > run.end) calls.rectangles.push_back(run);
   }
   return calls;
 }
@@ -108,8 +103,13 @@ void LibraryAttention::merge(const Result& first, const Result& second, const at
 }
 
 bool composes(const LibraryAttention& library, const AttentionProblem& problem, at::ScalarType dtype) {
-  return library.takes(dtype, problem.head_dim) && !problem.query_row_Q.defined() && problem.window == 0 &&
-         problem.soft_cap == 0 && problem.value_dim() == problem.head_dim;
+  return library.takes(dtype) && !problem.query_row_Q.defined() &&
+         library.row()
+             .reason_against({.head_dim = problem.head_dim,
+                              .value_dim = problem.value_dim(),
+                              .window = problem.window,
+                              .soft_cap = problem.soft_cap})
+             .empty();
 }
 
 void composed_attention(const LibraryAttention& library, const AttentionProblem& problem, const at::Tensor& out_Q,
@@ -128,7 +128,7 @@ void composed_attention(const LibraryAttention& library, const AttentionProblem&
     merged.copy_(own.out);
     lse.copy_(own.lse);
   }
-  for (const auto& [first, begin, end] : calls->rectangles) {
+  for (const auto& [first, begin, end] : calls->rectangles) {  // keys [first, begin), rows [begin, end)
     const auto keys = [first = first, begin = begin](const at::Tensor& x) { return x.narrow(0, first, begin - first); };
     const at::Tensor rows = merged.narrow(0, begin, end - begin), rows_lse = lse.narrow(1, begin, end - begin);
     library.merge({rows, rows_lse}, library.rectangle(q.narrow(0, begin, end - begin), keys(own_k), keys(own_v), scale),
@@ -156,7 +156,7 @@ void add_composed_attention_backward(const LibraryAttention& library, const Atte
   grad_q.add_(own.q);
   sum_k.narrow(0, 0, own.k.size(0)).add_(own.k);
   sum_v.narrow(0, 0, own.v.size(0)).add_(own.v);
-  for (const auto& [first, begin, end] : calls->rectangles) {
+  for (const auto& [first, begin, end] : calls->rectangles) {  // keys [first, begin), rows [begin, end)
     const auto asking = [begin = begin, end = end](const at::Tensor& x) { return x.narrow(0, begin, end - begin); };
     const auto keys = [first = first, begin = begin](const at::Tensor& x) { return x.narrow(0, first, begin - first); };
     add_rectangle_backward(library,
