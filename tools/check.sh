@@ -38,6 +38,7 @@ tidy() {
 }
 
 step "include order" "$python" tools/check_includes.py
+step "Python imports" "$python" tools/check_imports.py
 step "faults of the mutation tests" "$python" tests/mutation/write_faulty_sources.py espalier
 step "faults of the host code of a GPU" "$python" tests/mutation/write_faulty_sources.py --table tests/cuda/host_faults.py espalier
 step "sizes and names" "$python" tools/check_sizes.py

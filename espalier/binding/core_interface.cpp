@@ -1,6 +1,8 @@
 // The C interface of the torch-free core: copies buffers in, hands tables out, turns exceptions into JSON.
 #include "espalier/binding/core_interface.h"
 
+#include <algorithm>
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
@@ -12,6 +14,8 @@
 #include "espalier/grouping/prefix_tree.h"
 #include "espalier/mixers/attention/shape.h"
 #include "espalier/plan/planner.h"
+#include "espalier/program/causal_runs.h"
+#include "espalier/program/program.h"
 #include "espalier/rollout/mini_batches.h"
 #include "espalier/settings/option_help.h"
 #include "espalier/settings/trl_names.h"
@@ -118,6 +122,12 @@ std::int64_t fill_table(espalier_plan& plan, std::int64_t index, const std::stri
     for (const RowSegment& s : item->set.segments)
       out.insert(out.end(), {s.rollout, s.begin, s.end, s.row, s.subtree_end, s.multiplicity, s.first, s.last});
     width = 8;
+  } else if (table == "runs") {
+    std::vector<std::int32_t> subtree_end(static_cast<std::size_t>(item->set.rows));
+    for (const RowSegment& s : item->set.segments)
+      std::fill_n(subtree_end.begin() + s.row, s.end - s.begin, s.subtree_end);
+    for (const CausalRun& run : causal_runs(subtree_end)) out.insert(out.end(), {run.first, run.end, run.below});
+    width = 3;
   } else if (table == "edges") {
     for (const LossEdge& edge : edges_of(item->set, plan.batch, true))
       out.insert(out.end(), {edge.row, edge.target, edge.rollout, edge.position});
@@ -202,6 +212,26 @@ int64_t espalier_plan_table(espalier_plan* plan, int64_t item, const char* table
     const std::int64_t rows = fill_table(*plan, item, table, *width);
     *data = plan->table.data();
     return rows;
+  });
+}
+
+int64_t espalier_plan_program(espalier_plan* plan, const int32_t** steps) {
+  return guarded<int64_t>(-1, [&] {
+    std::map<const PlanItem*, std::int32_t> number_of;
+    for (const auto& [item, parent] : plan->items) number_of.emplace(item, std::ssize(number_of));
+    plan->table.clear();
+    for (const Step& step : program_of(plan->plan.items, 1))
+      plan->table.insert(plan->table.end(), {step.pass == Pass::forward, number_of.at(step.own)});
+    *steps = plan->table.data();
+    return std::ssize(plan->table) / 2;
+  });
+}
+
+int64_t espalier_causal_runs(const int32_t* subtree_end, int64_t rows, int32_t* runs) {
+  return guarded<int64_t>(-1, [&] {
+    const std::vector<CausalRun> found = causal_runs({subtree_end, static_cast<std::size_t>(rows)});
+    for (const CausalRun& run : found) *runs++ = run.first, *runs++ = run.end, *runs++ = run.below;
+    return std::ssize(found);
   });
 }
 

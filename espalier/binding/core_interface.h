@@ -68,11 +68,22 @@ ESPALIER_EXPORT int64_t espalier_plan_items(const espalier_plan* plan);
 // (espalier/program/step_plan.h):
 //   "item"      one row: kind (1: trunk, 0: wave), recompute (0 or 1), parent (-1: none), path_rows, rows, outputs
 //   "segments"  rollout, begin, end, row, subtree_end, multiplicity, first, last
+//   "runs"      first, end, below: rows [first, end) see each other causally, rows [end, below) see all of them
+//               (espalier/program/causal_runs.h)
 //   "edges"     row, target, rollout, position
 //   "rollouts"  one column: the rollouts of the item, depth first
 //   "finished"  one column: the rollouts whose last loss edge is in the item
 ESPALIER_EXPORT int64_t espalier_plan_table(espalier_plan* plan, int64_t item, const char* table, const int32_t** data,
                                             int64_t* width);
+
+// The rank program: the steps of a pass in the order in which they run (espalier/program/program.h). Returns their
+// number, or -1 on error, and sets *steps to rows of two columns: forward (1: a forward, 0: a backward, which without
+// gradients only ends its item), item. Valid until the plan's next call.
+ESPALIER_EXPORT int64_t espalier_plan_program(espalier_plan* plan, const int32_t** steps);
+
+// The runs of `rows` rows of which row i sees row j if j <= i < subtree_end[j]: writes first, end, below of each, with
+// the meaning of the table "runs", to runs [rows, 3]. Returns their number, or -1 on error.
+ESPALIER_EXPORT int64_t espalier_causal_runs(const int32_t* subtree_end, int64_t rows, int32_t* runs);
 
 // The plan as the JSON object of `espalier plan --json`, and as text for people. Valid until the plan's next call.
 ESPALIER_EXPORT const char* espalier_plan_json(espalier_plan* plan);

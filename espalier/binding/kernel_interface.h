@@ -1,6 +1,6 @@
 // The C interface of the CPU kernels, for other languages: shared-prefix attention, and rows of logits. It needs no
 // torch. The functions are in the same library as those of core_interface.h. The Python package calls them in
-// python/espalier/ops/kernels.py.
+// python/espalier/kernels.py.
 //
 // dtype is "float32", "float64" or "bfloat16". A is the accumulator's type: float64 if dtype is float64, else float32.
 // Functions return 0. On error they return -1, and espalier_last_error() describes the error. They run on the threads

@@ -32,9 +32,11 @@ def library() -> ctypes.CDLL:
     for name in ("espalier_last_error", "espalier_options", "espalier_plan_json", "espalier_plan_text"):
         getattr(core, name).restype = ctypes.c_char_p
     core.espalier_plan_new.restype = ctypes.c_void_p
-    core.espalier_plan_items.restype = core.espalier_plan_table.restype = ctypes.c_int64
+    for name in ("espalier_plan_items", "espalier_plan_table", "espalier_plan_program", "espalier_causal_runs"):
+        getattr(core, name).restype = ctypes.c_int64
     for name in ("espalier_plan_delete", "espalier_plan_items", "espalier_plan_json", "espalier_plan_text"):
         getattr(core, name).argtypes = [ctypes.c_void_p]
     core.espalier_plan_table.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_char_p,
                                          ctypes.POINTER(ctypes.POINTER(ctypes.c_int32)), ctypes.POINTER(ctypes.c_int64)]
+    core.espalier_plan_program.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))]
     return core

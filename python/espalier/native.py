@@ -74,15 +74,31 @@ def group(prompts: Sequence[Any]) -> np.ndarray:
     return groups
 
 
+def causal_runs(subtree_end: Any) -> list[tuple[int, int, int]]:
+    """(begin, length, end) of the runs of rows of which row i sees row j if j <= i < subtree_end[j] (int32). The rows of a run see each other
+    causally, and rows [begin + length, end) see all of them."""
+    ends = np.ascontiguousarray(subtree_end, np.int32)
+    runs = np.empty((len(ends), 3), np.int32)
+    count = library().espalier_causal_runs(ctypes.c_void_p(ends.ctypes.data), ctypes.c_int64(len(ends)), ctypes.c_void_p(runs.ctypes.data))
+    if count < 0:
+        raise _failed()
+    return _runs(runs[:count])
+
+
+def _runs(table: np.ndarray) -> list[tuple[int, int, int]]:
+    return [(first, end - first, below) for first, end, below in table.tolist()]
+
+
 @dataclass(frozen=True)
 class Item:
-    """A wave or a trunk. `segments` [S, 8] and `edges` [E, 4] have the columns documented in core_interface.h."""
+    """A wave or a trunk. `segments` [S, 8] has the columns documented in core_interface.h; `runs` are those of `causal_runs`."""
     trunk: bool
     recompute: bool
     parent: int
     path_rows: int
     rows: int
     segments: np.ndarray
+    runs: list[tuple[int, int, int]]
     rollouts: np.ndarray
     finished: np.ndarray
 
@@ -118,8 +134,17 @@ class Plan:
 
     def _item(self, i: int) -> Item:
         trunk, recompute, parent, path_rows, rows, _ = (int(value) for value in self._table(i, "item")[0])
-        return Item(bool(trunk), bool(recompute), parent, path_rows, rows, self._table(i, "segments"),
+        return Item(bool(trunk), bool(recompute), parent, path_rows, rows, self._table(i, "segments"), _runs(self._table(i, "runs")),
                     self._table(i, "rollouts")[:, 0], self._table(i, "finished")[:, 0])
+
+    def program(self) -> list[tuple[bool, int]]:
+        """The steps of a pass, in order: (True for a forward, False for a backward, index of the item). Without gradients a backward only ends its
+        item."""
+        steps = ctypes.POINTER(ctypes.c_int32)()
+        count = library().espalier_plan_program(self._handle, ctypes.byref(steps))
+        if count < 0:
+            raise _failed()
+        return [(bool(steps[2 * i]), int(steps[2 * i + 1])) for i in range(count)]
 
     def edges(self, item: int) -> np.ndarray:
         """Loss edges of an item, [E, 4]: row, target, rollout, position. Copied from the core on each call."""

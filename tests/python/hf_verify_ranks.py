@@ -47,7 +47,7 @@ def a_gradient_one_percent_off(patch):
 
 
 def a_response_that_sees_its_neighbour(patch):
-    own = attention.Phase.of_segments
+    own = attention.Phase.of_runs
 
     def wrong(*args):
         phase = own(*args)
@@ -58,7 +58,7 @@ def a_response_that_sees_its_neighbour(patch):
                     break
         return phase
 
-    patch.setattr(attention.Phase, "of_segments", wrong)
+    patch.setattr(attention.Phase, "of_runs", wrong)
 
 
 def a_shard_one_percent_off(patch):

@@ -36,7 +36,7 @@ def test_every_cut_of_a_deep_tree(wave_tokens):
 @pytest.mark.parametrize("family", ["Llama", "Phi3"])
 def test_in_torch_s_own_kernels(family, monkeypatch):
     """As on a GPU: squares and rectangles merged, instead of one call of the engine's kernel."""
-    from espalier.ops import kernels
+    from espalier import kernels
     monkeypatch.setattr(kernels, "serves", lambda tensor: False)
     monkeypatch.setattr(kernels, "attention_forward", None)
     assert_exact(errors(make(family), {name: plan for name, plan in PLANS.items() if name != "trees of any depth"}))

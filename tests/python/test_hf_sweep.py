@@ -76,7 +76,7 @@ def test_exact_or_refused(name):
 @pytest.mark.parametrize("name", table()["exact"])
 def test_in_torch_s_own_kernels(name, monkeypatch):
     """As on a GPU: blocks merged by their log-sum-exp instead of one call of the engine's kernel."""
-    from espalier.ops import kernels
+    from espalier import kernels
     monkeypatch.setattr(kernels, "serves", lambda tensor: False)
     monkeypatch.setattr(kernels, "attention_forward", None)
     assert outcome(name) == "exact"

@@ -21,7 +21,7 @@ def test_gradients_are_those_of_the_unmodified_model(family, case):
 
 @pytest.mark.parametrize("family", ["Mistral", "gpt-oss", "Gemma 2", "DeepSeek-V3"])
 def test_in_torch_s_own_kernels(family, monkeypatch):
-    from espalier.ops import kernels
+    from espalier import kernels
     monkeypatch.setattr(kernels, "serves", lambda tensor: False)
     assert errors(family, "trees of depth 3")[0] <= 1e-10
 
@@ -89,7 +89,7 @@ def test_a_sink_in_every_block_is_seen(monkeypatch):
             q.shape[0] // 2, -1, -1, -1).reshape(q.shape[0], q.shape[1], 1))
         return out * (lse - both).exp()[..., None], both
 
-    from espalier.ops import kernels
+    from espalier import kernels
     monkeypatch.setattr(kernels, "serves", lambda tensor: False)
     monkeypatch.setattr(RowAttention, "forward", staticmethod(remember))
     monkeypatch.setattr(blocks, "forward", with_sink)

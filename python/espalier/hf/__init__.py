@@ -23,7 +23,8 @@ import torch
 from espalier.errors import Error, Unsupported
 from espalier.hf import arguments, attention, choice, dense, images, implementation, ranks, rotary, routes, sets as coupled, towers, verification
 from espalier.hf import memory_estimate, trunk_state as states, versions
-from espalier.hf.checks import attention_layers, base_model, check, decoder_config, unwrapped
+from espalier.hf.checks import check
+from espalier.hf.model_parts import attention_layers, base_model, decoder_config, unwrapped
 from espalier.hf.memory_estimate import Estimate
 from espalier.hf.rollouts import Rollouts
 from espalier.hf.routers import RouterLoss

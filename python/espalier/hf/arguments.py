@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from espalier.errors import Error, Unsupported
-from espalier.hf.checks import base_model, unwrapped
+from espalier.hf.model_parts import base_model, unwrapped
 from espalier.rows.arguments import refuse
 
 TRUNK_STATES = ("keep", "recompute", "offload")

@@ -8,7 +8,6 @@ The arithmetic is that of espalier.rows.attention.
 
 import collections
 import contextlib
-import contextvars
 import functools
 import weakref
 
@@ -18,13 +17,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, masking_uti
 from espalier.errors import Unsupported
 from espalier.hf import implementation, indexed
 from espalier.hf.checkpoints import Place
-from espalier.hf.checks import attention_layers
+from espalier.hf.current import current, phase_of_call
+from espalier.hf.model_parts import attention_layers
 from espalier.hf.implementation import NAME
 from espalier.hf.visibility import GIVEN_BY_THE_LAYER, kind_of, rule_of
 from espalier.rows.attention import RowAttention
-from espalier.rows.trunk import RowSet, runs_of, visible
+from espalier.rows.trunk import RowSet, visible
 
-_current = contextvars.ContextVar("espalier_phase", default=None)
 told_by_context: weakref.WeakSet = weakref.WeakSet()  # attention layers that were not handed keyword arguments
 
 
@@ -46,9 +45,9 @@ class Phase:
         return self.mask
 
     @classmethod
-    def of_segments(cls, segments, trunks, longest, captures=None, regime=None, mutual=()):
-        """A phase of one RowSet, made from the segments of an item (core_interface.h)."""
-        return cls([RowSet(0, tuple(trunks), runs_of(segments))], longest, captures, regime, mutual)
+    def of_runs(cls, runs, trunks, longest, captures=None, regime=None, mutual=()):
+        """A phase of one RowSet, with the runs of an item."""
+        return cls([RowSet(0, tuple(trunks), list(runs))], longest, captures, regime, mutual)
 
     @contextlib.contextmanager
     def forward(self, model=None):
@@ -58,7 +57,7 @@ class Phase:
         self.capturing, self.place = self.captures is not None, Place()
         for found in (self.seen, self.rules, self.masks):
             found.clear()
-        before = _current.set(self)
+        before = phase_of_call.set(self)
         self.running, self.problem = True, None
         try:
             yield
@@ -66,7 +65,7 @@ class Phase:
             if self.problem is None:
                 raise
         finally:
-            _current.reset(before)
+            phase_of_call.reset(before)
             self.capturing = self.running = False
         if self.problem is not None:
             raise self.problem
@@ -114,14 +113,9 @@ class Phase:
             raise Unsupported("model", "masks whose windows and chunks its attention layers name", f"one of {more.pop()} tokens, which no layer names")
 
 
-def current():
-    """The phase of the call that runs in this thread, or None."""
-    return _current.get()
-
-
 def _mask(*args, **kwargs):
     """Rows of a phase need no mask, because their layers' rules say what they see. Indexers need one (indexed.py)."""
-    phase = _current.get()
+    phase = phase_of_call.get()
     if phase is None:
         return implementation.mask(*args, **kwargs)
     phase.check_place("attention mask")
@@ -193,7 +187,7 @@ def _without_packing(find):
     only, which a phase does not have."""
     @functools.wraps(find)
     def found(*args, **kwargs):
-        if not torch.compiler.is_compiling() and _current.get() is not None:
+        if not torch.compiler.is_compiling() and phase_of_call.get() is not None:
             return None
         return find(*args, **kwargs)
 

@@ -7,61 +7,13 @@ import sys
 import torch
 
 from espalier.errors import Unsupported
-from espalier.hf import indexed, rotary
+from espalier.hf import indexed, probe, rotary
 from espalier.hf.mixers import mixers
+from espalier.hf.model_parts import active_adapters, attention_layers, base_model, decoder_config, unwrapped
 
 _STATELESS = {"mlp", "moe"}  # layers that read no other row
 _SCALES_OF_A_CALL = {"Float8Linear", "Float8TrainingLinear"}
 _LAYER_KINDS = _STATELESS | {"full_attention", "attention", "sliding_attention", "chunked_attention", "dense", "sparse"}
-
-
-def unwrapped(model):
-    """The module inside DistributedDataParallel, FSDP1 and torch.compile. (FSDP2 and PEFT change a module in place.)"""
-    while True:
-        if isinstance(model, torch.nn.parallel.DistributedDataParallel) or is_fsdp1(model):
-            model = model.module
-        elif hasattr(model, "_orig_mod"):
-            model = model._orig_mod
-        else:
-            return model
-
-
-def is_fsdp1(module):
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
-    return kind is not None and isinstance(module, kind)
-
-
-def base_model(model):
-    """The transformers model inside all wrappers, PEFT's included."""
-    model = unwrapped(model)
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def decoder_config(model):
-    config = base_model(model).config
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
-def attention_layers(model):
-    """{layer index: (name, module)} of the attention modules, whose keys and values a trunk holds."""
-    found = {}
-    for name, module in base_model(model).named_modules():
-        index = getattr(module, "layer_idx", None)
-        if index is not None and (hasattr(module, "is_causal") or hasattr(module, "scaling")):
-            found[index] = (name, module)
-    return found
-
-
-def decoder_layers(base):
-    """The decoder's layers: the module list that contains the attention layers."""
-    modules = dict(base.named_modules())
-    for _, (name, _) in sorted(attention_layers(base).items()):
-        parts = name.split(".")
-        for at, part in enumerate(parts):
-            above = modules.get(".".join(parts[:at]))
-            if part.isdigit() and isinstance(above, torch.nn.ModuleList) and len(above) >= decoder_config(base).num_hidden_layers:
-                return list(above)[:decoder_config(base).num_hidden_layers]
-    return []
 
 
 def check(model: torch.nn.Module, *, longest: int | None = None, by_regime: bool = False, probing: bool = True) -> None:
@@ -87,7 +39,6 @@ def check(model: torch.nn.Module, *, longest: int | None = None, by_regime: bool
     _check_sequence_parallel()
     rotary.check(base, longest, by_regime)
     if longest != 0 and probing:
-        from espalier.hf import probe  # imported here because probe imports this file
         probe.check(model)
 
 
@@ -162,15 +113,6 @@ def _check_adapters(inner):
         if getattr(adapter, "alora_invocation_tokens", None):
             raise Unsupported(f"adapter {name}", "adapters that work on every token, such as LoRA",
                               "alora_invocation_tokens: where it begins is looked for in every call", "LoraConfig without alora_invocation_tokens")
-
-
-def active_adapters(inner):
-    """{name: configuration} of a peft model's active adapters; empty without peft."""
-    configs = getattr(inner, "peft_config", None)
-    if not isinstance(configs, dict):
-        return {}
-    active = getattr(inner, "active_adapters", None)  # a method in transformers' own PEFT integration
-    return {name: config for name, config in configs.items() if callable(active) or active is None or name in active}
 
 
 def _check_checkpointing(base):

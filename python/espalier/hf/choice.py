@@ -5,7 +5,6 @@ attention over shared rows adds calls of a kernel (attention.py), forward and ba
 """
 
 from espalier.hf import dense
-from espalier.rows.attention import calls_of
 
 SECONDS_PER_CALL = 250e-6  # forward and backward of one call in one layer; 100e-6 to 240e-6 was measured on small models
 
@@ -24,7 +23,7 @@ def dense_is_faster(plan, rollouts, layers, wave_tokens, kernels):
     predicted, depths, calls = plan.json["predicted"], [], 0
     for item in plan.items:
         depths.append(depths[item.parent] + 1 if item.parent >= 0 else 0)
-        calls += calls_of(item.segments, depths[-1], kernels)
+        calls += kernels.count(item.runs, depths[-1])
     batches = dense.batches_of(rollouts.lengths, wave_tokens)
     padded = sum(len(batch) * int(rollouts.lengths[batch].max()) for batch in batches) / int(rollouts.lengths.sum())
     shared = predicted["chosen"]["seconds"] + layers * calls * SECONDS_PER_CALL

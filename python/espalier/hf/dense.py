@@ -8,7 +8,7 @@ import torch
 from espalier.hf import implementation, ranks, routes
 from espalier.rows.head import TokenStatistics
 from espalier.hf.routers import logits_of
-from espalier.hf.step import backward
+from espalier.hf.calls import backward
 from espalier.rows.waves import Wave
 from espalier.rows.transfer import Total, to_device
 

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from espalier.errors import Error, Unsupported
-from espalier.hf import image_parts, ranks
-from espalier.hf.checks import base_model, decoder_config
+from espalier.hf import image_parts, probe, ranks
+from espalier.hf.model_parts import base_model, decoder_config
 
 FIELD = "images"
 _OF_TOKENS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}  # computed from the rollout's tokens instead
@@ -243,7 +243,6 @@ def check(model, prompt, dense, shared):
     """Compares the model's own calls with shared ones, for a beginning with images and two continuations: their log-probs and entropies, with the
     limit of probe.py. Raises `Unsupported` if they differ by more. `dense(rollouts, seen)` and `shared(rollouts, seen)` run rollouts without
     gradients. Called once for each model."""
-    from espalier.hf import probe
     base = base_model(model)
     records = [dict(prompt, response_ids=ids[probe.BEGINNING:]) for ids in probe.sequences(base, without=(_image_token(base),))]
 

@@ -15,7 +15,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from espalier.hf import indexed, mixers
-from espalier.hf.checks import base_model
+from espalier.hf.current import current
+from espalier.hf.model_parts import base_model
 
 NAME = "espalier"
 
@@ -63,8 +64,7 @@ def users_own(model):
 
 def _install(base):
     """Installs mixers that pass states on and indexers that choose among the rows of a phase. Returns a function that removes them."""
-    from espalier.hf import attention  # imported here because attention imports this file
-    undo = [mixers.install(base), indexed.install(base, attention.current)]
+    undo = [mixers.install(base), indexed.install(base, current)]
     return lambda: [action() for action in undo]
 
 

@@ -17,7 +17,7 @@ from espalier import native
 from espalier.errors import Error
 from espalier.hf import probe, ranks
 from espalier.rows import head
-from espalier.hf.checks import unwrapped
+from espalier.hf.model_parts import unwrapped
 from espalier.hf.live_bytes import LiveBytes
 from espalier.hf.rollouts import Rollouts
 

@@ -23,8 +23,9 @@ import torch
 from espalier.errors import Error, Unsupported
 from espalier.hf import implementation, ranks
 from espalier.hf.attention import Phase
+from espalier.hf.calls import call_model
 from espalier.rows.trunk import RowSet, Trunk
-from espalier.hf.checks import base_model, decoder_config
+from espalier.hf.model_parts import base_model, decoder_config
 from espalier.rows.verdict import nudged
 
 BEGINNING, CONTINUATIONS = 7, (6, 5)
@@ -110,7 +111,6 @@ def sequences(base, without=()):
 
 
 def _shared(model, sequences, device):
-    from espalier.hf.step import call_model
     as_rows = lambda ids: torch.tensor([ids], device=device)
     trunk = Trunk(BEGINNING)
     phase = Phase([RowSet(0, (), [(0, BEGINNING, BEGINNING)])], BEGINNING, captures=trunk)

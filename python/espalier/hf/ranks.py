@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from espalier.hf.checks import base_model, is_fsdp1, unwrapped
+from espalier.hf.model_parts import base_model, is_fsdp1, unwrapped
 
 _BUCKET = 25 << 20  # bytes of gradients reduced at once, DDP's own size
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from espalier import native
-from espalier.hf.checks import decoder_config
+from espalier.hf.model_parts import decoder_config
 from espalier.rows import rollouts
 
 

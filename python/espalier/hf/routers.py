@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from espalier.errors import Error, Unsupported
-from espalier.hf.checks import base_model, decoder_config
+from espalier.hf.model_parts import base_model, decoder_config
 from espalier.rows.transfer import to_device
-from espalier.ops.kernels import accumulator
+from espalier.kernels import accumulator
 
 SCOPES = ("rollout", "minibatch")
 

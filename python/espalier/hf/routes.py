@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from espalier.errors import Error, Unsupported
 from espalier.hf.checkpoints import Place
-from espalier.hf.checks import base_model, decoder_config, decoder_layers
+from espalier.hf.model_parts import base_model, decoder_config, decoder_layers
 from espalier.rows.transfer import queued
 
 FIELD = "routed_experts"

@@ -5,6 +5,7 @@ run, and the gradients of those items are summed for it. Then one backward throu
 """
 
 import contextlib
+import functools
 
 import numpy as np
 import torch
@@ -12,25 +13,13 @@ import torch
 from espalier.errors import Error
 from espalier.hf import ranks, routes, towers, trunk_state as states
 from espalier.hf.attention import Phase
+from espalier.hf.calls import Seed, backward, call_model
 from espalier.hf.checks import check_captured, check_live
 from espalier.rows.head import TokenStatistics
 from espalier.hf.routers import logits_of, runs_of
 from espalier.rows.transfer import Total, to_device
 from espalier.rows.trunk import Trunk
 from espalier.rows.waves import TrunkTokens, tokens_of, wave_of
-
-
-class Seed(torch.autograd.Function):
-    """A scalar 0. Its backward hands each tensor the gradient gathered for it. Arguments: tensor, gradient, tensor, gradient, ..."""
-
-    @staticmethod
-    def forward(ctx, *pairs):
-        ctx.grads = pairs[1::2]
-        return pairs[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx, go):
-        return tuple(x for grad in ctx.grads for x in (grad, None))
 
 
 class OpenTrunk(TrunkTokens):
@@ -76,39 +65,23 @@ class Executor:
     def program(self, with_towers=False):
         """The step as a list of (letter, action): "F" for a forward, "B" for a backward, "" for work without a call of the model. Ranks that share
         layers run equal sequences of letters (ranks.py). `with_towers`: the caller runs the vision tower after the program (towers.ShardedTower)."""
-        out, above = [], []
-        gradients = self.loss is not None
+        out, gradients = [], self.loss is not None
         last = {} if with_towers else self._last_with_images()
         for item in self.plan.items:
             self._image_blocks(item)  # refuses an image that a trunk cuts before anything runs
-
-        def close():
-            index = above.pop()
-            if gradients and self._runs_again(self.plan.items[index]):
+        for forward, index in self.plan.program():
+            item = self.plan.items[index]
+            if forward:
+                out.append(("F", functools.partial(self.forward_trunk if item.trunk else self.forward_wave, index)))
+                continue
+            if item.trunk and gradients and self._runs_again(item):
                 out.append(("F", self.forward_again))
             if gradients:
-                out.append(("B", self.backward_trunk))
-            else:
+                out.append(("B", self.backward_trunk if item.trunk else self.backward_wave))
+            elif item.trunk:
                 out.append(("", self.forget_trunk))
-            finish(index)
-
-        def finish(index):
             if last.get(index):
-                out.append(("", lambda: self.finish_images(last[index])))
-
-        for index, item in enumerate(self.plan.items):
-            while above and above[-1] != item.parent:
-                close()
-            if item.trunk:
-                out.append(("F", lambda index=index: self.forward_trunk(index)))
-                above.append(index)
-            else:
-                out.append(("F", lambda index=index: self.forward_wave(index)))
-                if gradients:
-                    out.append(("B", self.backward_wave))
-                finish(index)
-        while above:
-            close()
+                out.append(("", functools.partial(self.finish_images, last[index])))
         return out
 
     # ---- one call of the model ------------------------------------------------------------------------------------------
@@ -128,7 +101,7 @@ class Executor:
         record = self._record(item)
         if record is not None:
             more[routes.KEYWORD] = record
-        phase = Phase.of_segments(item.segments, trunks, longest, captures, self.regime, self._image_blocks(item))
+        phase = Phase.of_runs(item.runs, trunks, longest, captures, self.regime, self._image_blocks(item))
         ids, positions, outputs, place, targets, *more_arrays = to_device(
             self.device, ids, positions, outputs, place, self._targets(edges), *more_arrays)
         with phase.forward(self.model), record.forward() if record is not None else contextlib.nullcontext():
@@ -296,18 +269,3 @@ class Executor:
                 self.backward_wave()
             return
         self.pending = (zero, leaves)
-
-
-def backward(loss):
-    """Runs the backward outside autocast: a backward uses the types of its forward."""
-    if loss is not None:
-        with torch.autocast(loss.device.type, enabled=False):
-            loss.backward()
-
-
-def call_model(model, ids, positions, phase, outputs, **more):
-    """Calls the model with rows [1, T]. Returns the logits [O, V] of rows `outputs`, and the model's output. `outputs` is a tensor: for a number,
-    models whose last layers read other layers' keys (Gemma 4) run these layers for the last rows alone."""
-    result = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=outputs, espalier=phase, **more)
-    logits = result.logits[0]
-    return logits if logits.shape[0] == len(outputs) else logits[outputs], result

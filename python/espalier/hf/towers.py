@@ -10,7 +10,8 @@ import torch
 
 from espalier.errors import Error
 from espalier.hf import ranks
-from espalier.hf.checks import base_model
+from espalier.hf.calls import Seed, backward
+from espalier.hf.model_parts import base_model
 from espalier.hf.images import FIELD
 
 
@@ -89,7 +90,6 @@ class ShardedTower:
 
     def finish(self):
         """Runs the tower again with a graph, each call directly followed by its backward: FSDP1 allows nothing between the two."""
-        from espalier.hf.step import Seed, backward
         for place in range(self.calls if self.trains else 0):
             with torch.enable_grad():
                 _, features = self._call(place)

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from espalier.errors import Error
 from espalier.hf import attention, indexed, ranks, rotary
 from espalier.hf.checkpoints import Place
-from espalier.hf.checks import attention_layers, base_model, decoder_layers
+from espalier.hf.model_parts import attention_layers, base_model, decoder_layers
 from espalier.hf.mixers import mixers
 
 _SMALL = 1 << 12  # bytes; smaller tensors stay on the device

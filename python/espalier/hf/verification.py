@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from espalier.hf import dense, probe, ranks, rotary
-from espalier.hf.checks import active_adapters, base_model, unwrapped
+from espalier.hf.model_parts import active_adapters, base_model, unwrapped
 from espalier.hf.routers import RouterLoss
 from espalier.hf.sets import whole
 from espalier.hf.visibility import bounds

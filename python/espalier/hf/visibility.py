@@ -2,7 +2,7 @@
 
 import sys
 
-from espalier.hf.checks import attention_layers, base_model, decoder_config
+from espalier.hf.model_parts import attention_layers, base_model, decoder_config
 from espalier.rows.visibility import Rule
 
 GIVEN_BY_THE_LAYER = object()  # default: the layer passed no window to the attention function and may keep it elsewhere

@@ -10,7 +10,7 @@ import contextlib
 import numpy as np
 import torch
 
-from espalier.ops.kernels import accumulator
+from espalier.kernels import accumulator
 from espalier.rows.transfer import queued
 from espalier.rows.trunk import RowSet
 

@@ -13,7 +13,7 @@ from espalier.megatron.schedule import Schedule
 from espalier.megatron.split import Split, dealt_runs, parts_of
 from espalier.rows.head import TokenStatistics
 from espalier.rows.transfer import Total, to_device
-from espalier.rows.trunk import RowSet, runs_of
+from espalier.rows.trunk import RowSet
 from espalier.rows.waves import tokens_of, wave_of
 
 
@@ -106,7 +106,7 @@ class Step(Schedule):
         return self._rows(kind, trunk, tuple(self.trunks[at] for at in self.paths[index]), item, edges)
 
     def _rows(self, kind, trunk, above, item, edges):
-        layout, runs, held = self.layout, runs_of(item.segments), tuple(one.held for one in above)
+        layout, runs, held = self.layout, item.runs, tuple(one.held for one in above)
         ids = np.concatenate([self.rollouts.tokens(r, begin, end) for r, begin, end, *_ in item.segments.tolist()])
         positions = np.concatenate([np.arange(begin, end) for _, begin, end, *_ in item.segments.tolist()])
         parts, gathered = ([np.arange(item.rows)], False) if layout.cp == 1 else parts_of(runs, item.rows, layout.cp, item.trunk)

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from espalier.errors import Error
-from espalier.ops import kernels, regions
+from espalier.rows.attention import kernels_for
+from espalier.rows.trunk import RowSet, Trunk
+from espalier import kernels, native
 
 
 def _check(q, k, v, path_k, path_v, subtree_end, path_grad_k, path_grad_v):
@@ -45,8 +47,14 @@ def _check(q, k, v, path_k, path_v, subtree_end, path_grad_k, path_grad_v):
                   f"{grad.dtype} of shape {tuple(grad.shape)}")
 
 
-def _on_kernels(q):
-    return q.device.type == "cpu" and kernels.serves(q)
+def _as_rows(q, k, v, path_k, path_v, subtree_end, path_grads=(None, None)):
+    """The module of espalier.rows that runs the call; q, k and v as [1, H, T, D]; and the rows, below a trunk that is the path."""
+    path = Trunk(path_k.shape[0])
+    path.k[0], path.v[0] = (x.transpose(0, 1)[None] for x in (path_k, path_v))
+    path.dk[0], path.dv[0] = path_grads
+    rows = RowSet(0, (path,) if path.rows else (), native.causal_runs(subtree_end.cpu()))
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    return kernels_for(q, v), (q, k, v), [rows]
 
 
 @torch.library.custom_op("espalier::shared_prefix_attention", mutates_args=())
@@ -64,8 +72,12 @@ def shared_prefix_attention(q: Tensor, k: Tensor, v: Tensor, path_k: Tensor, pat
     """
     _check(q, k, v, path_k, path_v, subtree_end, path_grad_k, path_grad_v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    forward = kernels.attention_forward if _on_kernels(q) else regions.attention_forward
-    return forward(q, k, v, path_k, path_v, subtree_end, scale)
+    if not len(q):
+        return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty((q.shape[1], 0), dtype=kernels.accumulator(q.dtype))
+    way, operands, rows = _as_rows(q, k, v, path_k, path_v, subtree_end)
+    with torch.autocast(q.device.type, enabled=False):
+        out, lse = way.forward(*operands, scale, rows, 0)
+    return out[0].contiguous(), lse.contiguous()
 
 
 @shared_prefix_attention.register_fake
@@ -78,8 +90,12 @@ def _(q, k, v, path_k, path_v, subtree_end, path_grad_k=None, path_grad_v=None, 
 def _backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, path_k: Tensor, path_v: Tensor, subtree_end: Tensor,
               out: Tensor, lse: Tensor, path_grad_k: Tensor, path_grad_v: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k and v. Adds the path's gradients to path_grad_k and path_grad_v."""
-    backward = kernels.add_attention_backward if _on_kernels(q) else regions.add_attention_backward
-    return backward(grad_out, q, k, v, path_k, path_v, subtree_end, out, lse, path_grad_k, path_grad_v, scale)
+    if not len(q):
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    way, operands, rows = _as_rows(q, k, v, path_k, path_v, subtree_end, (path_grad_k, path_grad_v))
+    with torch.autocast(q.device.type, enabled=False):
+        grads = way.backward(grad_out[None], *operands, out[None], lse, scale, rows, 0)
+    return tuple(x[0].transpose(0, 1).contiguous() for x in grads)
 
 
 @_backward.register_fake

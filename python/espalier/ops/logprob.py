@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from espalier.errors import Error
-from espalier.ops import kernels
+from espalier import kernels
 
 BLOCK_BYTES = 64 << 20  # bytes of a block's logits on a CPU
 BLOCK_ROWS = 256

@@ -8,18 +8,12 @@ block (by_blocks.py). Rows that choose their keys run in by_choice.py.
 import torch
 
 from espalier.rows import by_blocks, by_choice, by_efficient, by_flash, by_gather, by_kernel
-from espalier.rows.trunk import runs_of
 
 
 def kernels_for(q, v=None):
     """The module that runs these rows if every row sees all rows above it: by_kernel, by_flash or by_efficient. by_blocks
     serves the rest, for example values of another size than keys on a CPU."""
     return next((rows for rows in (by_kernel, by_flash, by_efficient) if rows.serves(q, v)), by_blocks)
-
-
-def calls_of(segments, trunks, kernels):
-    """The number of attention kernel calls that one layer makes for an item below `trunks` trunks. `kernels`: the module that runs it."""
-    return kernels.count(runs_of(segments), trunks)
 
 
 def attend(q, k, v, sinks, scale, call, layer, rule=None, chosen=None):
@@ -41,10 +35,10 @@ def attend(q, k, v, sinks, scale, call, layer, rule=None, chosen=None):
     more = (scale, call.sets, layer, *more)
     out, lse = rows.forward(q, k, v, *more)
     if sinks is not None:
-        heads_last = lse.reshape(q.shape[1], -1).T  # [T, H]
+        heads_last = lse.T  # [T, H]
         both = torch.logaddexp(heads_last, sinks.to(lse.dtype))
         out = (out.to(lse.dtype) * (heads_last - both).exp()[None, ..., None]).to(out.dtype)
-        lse = both.T.contiguous().view_as(lse)
+        lse = both.T.contiguous()
     return out.contiguous(), lse, (rows, more)  # contiguous, as transformers' own attention functions return it
 
 
@@ -54,7 +48,7 @@ def attend_backward(go, q, k, v, out, lse, sinks, how):
     with torch.autocast(q.device.type, enabled=False):
         dsinks = None
         if sinks is not None:
-            weights = (sinks.to(lse.dtype)[:, None] - lse.reshape(len(sinks), -1)).exp()  # [H, T]
+            weights = (sinks.to(lse.dtype)[:, None] - lse).exp()  # [H, T]
             dsinks = -(weights * (go.to(lse.dtype) * out.to(lse.dtype)).sum(-1)[0].T).sum(1).to(sinks.dtype)
         return (*rows.backward(go.to(q.dtype), q, k, v, out, lse, *more), dsinks)
 

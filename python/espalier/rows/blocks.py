@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from espalier.rows.transfer import to_device
-from espalier.ops.kernels import accumulator
+from espalier.kernels import accumulator
 
 _FEW_KEYS = 8  # below, two thin products are cheaper than a fused kernel's set-up
 _CHUNK = 1 << 24  # scores that the plain formula holds at once

@@ -11,7 +11,7 @@ import torch
 
 from espalier.rows import blocks
 from espalier.rows.transfer import to_device
-from espalier.ops.kernels import accumulator
+from espalier.kernels import accumulator
 
 
 def count(runs, trunks):
@@ -34,7 +34,7 @@ def forward(q, k, v, scale, sets, layer, rule=None, mutual=()):
         _merge(out, lse, rows, *blocks.forward(qg[:, :, rows], kb, vb, scale, False, limits))
     for rows, keys, limits in _later(mutual, rule):
         _merge(out, lse, rows, *blocks.forward(qg[:, :, rows], k1[:, keys], v1[:, keys], scale, False, limits))
-    return out.reshape(h, t, -1).transpose(0, 1).to(q.dtype, memory_format=torch.contiguous_format)[None], lse
+    return out.reshape(h, t, -1).transpose(0, 1).to(q.dtype, memory_format=torch.contiguous_format)[None], lse.reshape(h, t)
 
 
 def backward(go, q, k, v, out, lse, scale, sets, layer, rule=None, mutual=()):
@@ -42,7 +42,7 @@ def backward(go, q, k, v, out, lse, scale, sets, layer, rule=None, mutual=()):
     _, h, t, d = q.shape
     j = k.shape[1]
     grouped = lambda x_1THD: x_1THD[0].transpose(0, 1).reshape(j, h // j, t, -1)
-    qg, gg, out, k1, v1 = q.reshape(j, h // j, t, d), grouped(go), grouped(out), k[0], v[0]
+    qg, gg, out, lse, k1, v1 = q.reshape(j, h // j, t, d), grouped(go), grouped(out), lse.reshape(j, h // j, t), k[0], v[0]
     dq = torch.empty(qg.shape, dtype=wide, device=q.device)
     dk, dv = torch.empty(k1.shape, dtype=wide, device=q.device), torch.empty(v1.shape, dtype=wide, device=q.device)
     for length, begins, limits in _squares(sets, rule):

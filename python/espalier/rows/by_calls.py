@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from espalier.rows.transfer import queued, to_device
-from espalier.ops.kernels import accumulator
+from espalier.kernels import accumulator
 
 
 def count(runs, trunks):

@@ -10,7 +10,7 @@ The interface is that of by_kernel.py. Rows run in blocks of at most `_SCORES` s
 import torch
 
 from espalier.rows.trunk import trunks_of
-from espalier.ops.kernels import accumulator
+from espalier.kernels import accumulator
 
 _SCORES = 1 << 26
 

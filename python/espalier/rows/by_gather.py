@@ -15,7 +15,7 @@ import torch
 from espalier.rows import by_flash
 from espalier.rows.by_calls import Runs, runs_of
 from espalier.rows.transfer import to_device
-from espalier.ops.kernels import accumulator
+from espalier.kernels import accumulator
 
 _KEYS = 1 << 18  # keys gathered at once, unless one run has more: 512 MiB of keys and values with 8 heads of 64 in bfloat16
 

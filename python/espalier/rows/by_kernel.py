@@ -8,7 +8,7 @@ Interface of this file and of by_blocks.py, for the `sets` of a Phase (attention
 import numpy as np
 import torch
 
-from espalier.ops import kernels
+from espalier import kernels
 
 
 def serves(q, v=None):

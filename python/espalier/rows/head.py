@@ -11,7 +11,7 @@ import contextvars
 import torch
 import torch.distributed as dist
 
-from espalier.ops.kernels import accumulator
+from espalier.kernels import accumulator
 
 _CHUNK, _CHUNK_ON_A_GPU = 1 << 22, 1 << 26  # logits converted to the accumulator type at once: few launches on a GPU, few bytes on a CPU
 

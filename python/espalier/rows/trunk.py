@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from espalier.ops.kernels import accumulator
+from espalier.kernels import accumulator
 
 
 class Trunk:
@@ -89,11 +89,6 @@ class RowSet:
     def depths(self):
         """The depth of every row."""
         return np.concatenate([np.arange(depth, depth + length) for _, length, _, depth in self.segments])
-
-
-def runs_of(segments):
-    """The runs of an item's segments (core_interface.h), for a RowSet."""
-    return [(row, end - begin, subtree_end) for _, begin, end, row, subtree_end, *_ in segments.tolist()]
 
 
 def trunks_of(sets):

@@ -18,8 +18,9 @@ from espalier.errors import Unsupported
 from espalier.hf import ranks
 from espalier.hf.attention import Phase
 from espalier.rows.trunk import RowSet, Trunk
-from espalier.hf.checks import base_model, check_captured
-from espalier.hf.step import Seed
+from espalier.hf.checks import check_captured
+from espalier.hf.model_parts import base_model
+from espalier.hf.calls import Seed
 from espalier.trl import verification
 from espalier.trl.sharing import Sharing
 from espalier.trl.tree import Tree

@@ -5,7 +5,7 @@ import torch
 
 from espalier.errors import Unsupported
 from espalier.hf import images
-from espalier.hf.checks import decoder_config
+from espalier.hf.model_parts import decoder_config
 from espalier.hf.rollouts import Rollouts
 
 _MADE_ANEW = {"token_type_ids", "mm_token_type_ids"}  # computed from the tokens instead

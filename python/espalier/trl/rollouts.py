@@ -14,10 +14,10 @@ from espalier.errors import Error, Unsupported
 from espalier.hf import check_images, ranks
 from espalier.hf.attention import Phase
 from espalier.rows.trunk import RowSet
-from espalier.hf.checks import base_model
+from espalier.hf.model_parts import base_model
 from espalier.hf.images import takes as takes_images
 from espalier.hf.routers import RowSums, experts_per_token, load_balancing, logits_of
-from espalier.hf.step import call_model
+from espalier.hf.calls import call_model
 from espalier.hf.towers import ShardedTower, Tower
 from espalier.rows.transfer import to_device
 from espalier.trl import head, images, verification

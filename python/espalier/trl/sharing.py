@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from espalier.errors import Error, Unsupported
 from espalier.hf import attention, mixers, probe, ranks
-from espalier.hf.checks import base_model, check, unwrapped
+from espalier.hf.checks import check
+from espalier.hf.model_parts import base_model, unwrapped
 
 _log = logging.getLogger("espalier")
 

@@ -12,7 +12,7 @@ import logging
 import torch
 
 from espalier.hf import probe, ranks, verification
-from espalier.hf.checks import base_model
+from espalier.hf.model_parts import base_model
 from espalier.rows import verdict
 
 _log = logging.getLogger("espalier")

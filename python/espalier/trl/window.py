@@ -14,7 +14,7 @@ from espalier.errors import Unsupported
 from espalier.hf import ranks
 from espalier.rows.trunk import Trunk
 from espalier.hf.checks import check_captured, check_live
-from espalier.hf.step import Seed, backward
+from espalier.hf.calls import Seed, backward
 
 
 class Prompt:

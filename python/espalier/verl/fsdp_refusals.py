@@ -7,7 +7,7 @@ import torch
 
 from espalier.errors import Error
 from espalier.hf import images
-from espalier.hf.checks import decoder_config
+from espalier.hf.model_parts import decoder_config
 from espalier.hf.rollouts import Rollouts
 from espalier.verl import refusals
 from espalier.verl.batch import MiniBatch

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from espalier.hf.checks import base_model
+from espalier.hf.model_parts import base_model
 
 _MODULES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 _own: dict[Any, Callable] = {}  # the forward of each class

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from espalier.rows.transfer import to_device
-from espalier.ops.kernels import accumulator
+from espalier.kernels import accumulator
 
 
 class Segments:
