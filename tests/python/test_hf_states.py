@@ -10,8 +10,9 @@ from hf_models import all_float64, checkpointed, dense_step, gradients, run_rank
 hf = pytest.importorskip("espalier.hf")
 from espalier.errors import Unsupported  # noqa: E402
 from espalier.hf import attention  # noqa: E402
-from espalier.hf.mixers import convolution, install, mixers, scans, segments  # noqa: E402
+from espalier.hf.mixers import install, mixers  # noqa: E402
 from espalier.hf.rollouts import Rollouts  # noqa: E402
+from espalier.rows import convolution, scans, segments  # noqa: E402
 from espalier.rows.trunk import RowSet, Trunk  # noqa: E402
 
 
@@ -128,7 +129,7 @@ def test_states_are_held_in_float32_where_weights_are_narrow():
 def test_segments_of_several_sets_of_rows():
     """As TRL's micro-batches have them: rows below different trunks, and below none, in one call."""
     rows = [RowSet(0, (Trunk(4),), [(0, 2, 5), (2, 3, 5)]), RowSet(5, (), [(5, 1, 6)])]
-    found = segments.Segments(attention.Phase(rows, 20), "key")
+    found = segments.Segments(rows, "key")
     assert found.all == [(0, 2, -1), (2, 3, 0), (5, 1, -2)] and found.kept() == [True, False, False]
     columns = found.columns(3)  # inputs 0-2 and 3-5 were left above, 6 is the first row
     assert columns.gather.tolist() == [0, 1, 2, 6, 7, 2, 6, 7, 8, 9, 10, 3, 4, 5, 11]
@@ -194,13 +195,13 @@ def test_a_state_left_out_is_seen(family, monkeypatch):
 
 
 @EVERYWHERE
-@pytest.mark.parametrize("function", [convolution.over_segments, scans._over_segments])
+@pytest.mark.parametrize("function", [convolution.over_segments, scans.over_segments])
 def test_a_segment_that_follows_the_row_before_it_is_seen(family, function, monkeypatch):
     """One run over a packed wave: chunks and convolutions straddle segments."""
     make_segments = segments.Segments.__init__
 
-    def one_run(self, phase, key):
-        make_segments(self, phase, key)
+    def one_run(self, sets, key, leave):
+        make_segments(self, sets, key, leave)
         if (key[1] == "causal_conv1d_fn") == (function is convolution.over_segments):
             self.all = [(0, self.all[-1][0] + self.all[-1][1], -1)]
 

@@ -5,7 +5,7 @@ import weakref
 import torch
 from megatron.core.transformer.attention import Attention
 
-from espalier.megatron import attention, head, positions, routers
+from espalier.megatron import attention, head, mixers, positions, routers
 from espalier.megatron.checks import check
 from espalier.megatron.schedule import inner_of
 
@@ -42,6 +42,7 @@ def install(chunks, verify=False):
                 positions.attach(embedding)
             if isinstance(module, Attention):
                 attention.attach(module)
+            mixers.attach(module)
             routers.attach(module)
         head.attach(inner)
         _attached[inner] = state

@@ -34,7 +34,7 @@ class Call:
     `longest`: above all positions of the step. `outputs` [O]: rows whose logits are wanted; None: all. `place`, `target` [E]: the edges of this
     rank's rows, as indices into `outputs`; `edge` [E]: their indices among the item's `edges`. `finished`: rollouts whose last edge is among them.
     `members`: [(rows, rollouts)], the rollouts that rows are tokens of; rows on other ranks are -1. `split`: how rows are gathered from context
-    parallel ranks, or None.
+    parallel ranks, or None. `padding`: rows behind all others, which are the last of `sets`.
     `routing`: the step's router losses, and `below`: the rollouts of each row (routers.py), in a step of a model with experts.
     `batch`, `read`: of a trainer's micro-batch, its number and the rows whose logits the trainer gets at `place` (trainer.py).
     """
@@ -53,6 +53,7 @@ class Call:
     finished: Sequence = ()
     members: list = field(default_factory=list)
     split: object = None
+    padding: int = 0
     routing: object = None
     below: tuple = ()
     batch: int | None = None
@@ -62,6 +63,13 @@ class Call:
     @property
     def opens(self):
         return self.kind == "open"
+
+    @property
+    def without_padding(self):
+        """(sets, rows) without padding, or padding alone if there is nothing else."""
+        if not self.padding or len(self.sets) == 1:
+            return self.sets, len(self.ids)
+        return self.sets[:-1], len(self.ids) - self.padding
 
 
 @dataclass

@@ -9,6 +9,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from espalier.errors import Unsupported
+from espalier.megatron import mixers
 
 _CORES = ("TEDotProductAttention",)  # of megatron.core.extensions, which only a machine with Transformer Engine imports
 _UNKNOWN_ROWS = "a step's calls have other rows and another number than its micro-batches"
@@ -33,7 +34,8 @@ _ALWAYS: list[tuple[str, Any, str, str]] = [
     ("cpu_offloading", bool, "False", "the order of forwards and backwards is another one"),
     ("qk_clip", bool, "False", "it needs the largest attention logits, which the kernels do not return"),
     ("log_max_attention_logit", bool, "False", "it needs the largest attention logits, which the kernels do not return"),
-    ("experimental_attention_variant", bool, "None", "its layers pass a state on, or choose keys over a whole call"),
+    ("experimental_attention_variant", lambda value: value not in (None, "gated_delta_net"), "None or gated_delta_net",
+     "its layers choose keys over a whole call"),
     ("moe_expert_capacity_factor", lambda value: value is not None, "None", "which tokens are dropped depends on the call"),
     ("moe_expert_rank_capacity_factor", lambda value: value is not None, "None", "which tokens are dropped depends on the call"),
     ("moe_token_dropping", bool, "False", "which tokens are dropped depends on the call"),
@@ -134,11 +136,20 @@ def _check_modules(inner):
         if isinstance(module, Attention):
             found += 1
             _check_attention(name, module)
+        elif mixers.is_recurrent(module):
+            found += 1
+            _check_recurrent(name, module)
         elif name.rpartition(".")[2] in ("self_attention", "cross_attention", "mixer") and "Identity" not in type(module).__name__:
-            raise Unsupported(name, "Megatron's SelfAttention or MLASelfAttention: a layer's state does not pass from prompt to response here",
-                              type(module).__name__, "espalier.hf and the program share prompts in models with recurrent layers")
+            raise Unsupported(name, "SelfAttention, MLASelfAttention, GatedDeltaNet or MambaMixer of Megatron-Core", type(module).__name__,
+                              "Use a layer specification of Megatron-Core")
     if not found and len(list(inner.decoder.layers)):
-        raise Unsupported(type(inner).__name__, "attention layers of Megatron-Core", "none")
+        raise Unsupported(type(inner).__name__, "attention or recurrent layers of Megatron-Core", "none")
+
+
+def _check_recurrent(name, module):
+    if parallel_state.get_context_parallel_world_size() > 1:
+        raise Unsupported(name, "context_parallel_size 1 in a model with recurrent layers", str(parallel_state.get_context_parallel_world_size()),
+                          "Set context_parallel_size to 1")
 
 
 def _check_attention(name, module):

@@ -125,7 +125,7 @@ class Step(Schedule):
         ids, positions, outputs, place, target, edge = to_device(self.device, padded(ids), padded(positions), outputs, place, edges[mine, 1], mine)
         members = [(at[row:row + end - begin], self.rollouts.places(item.rollouts[first:last]))
                    for _, begin, end, row, _, _, first, last in item.segments.tolist()]
-        return Call(kind, trunk, above, ids, positions, sets, self.longest, outputs, place, target, edge, edges, item.finished, members, split)
+        return Call(kind, trunk, above, ids, positions, sets, self.longest, outputs, place, target, edge, edges, item.finished, members, split, rows - len(own))
 
 
 def _paths(items):

@@ -108,7 +108,8 @@ class TrainerStep(Schedule):
         ids, positions, read, place = to_device(self.device, padded(tokens), padded(positions), read, place)
         self.rows += len(tokens)
         chosen = read if kind == "open" or any(chooses_rows(inner) for inner in self.inners) else None
-        call = Call(kind, trunk, tuple(self.trunks[node] for node in above), ids, positions, sets, self.longest, chosen, place, members=members)
+        call = Call(kind, trunk, tuple(self.trunks[node] for node in above), ids, positions, sets, self.longest, chosen, place, members=members,
+                    padding=rows - len(tokens))
         call.read = read
         return call
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import cpu  # noqa: F401  before megatron
+import recurrent_kernels  # noqa: F401
 import numpy as np
 import torch
 import torch.distributed as dist

@@ -47,6 +47,18 @@ CASES = {
         "latent": dict(**LATENT),
         "latent_recompute": dict(kind="flat", **LATENT, **FULL),
         "latent_yarn": dict(rope_type="yarn", kind="flat", **LATENT),
+        "delta_net": dict(gdn=True),
+        "delta_net_deterministic": dict(gdn=True, kind="flat", deterministic_mode=True),
+        "delta_net_recompute": dict(gdn=True, kind="stem", wave=6, **FULL),
+        "delta_net_experts": dict(gdn=True, attention_output_gate=True, qk_layernorm=True, **ROUTED),
+        "delta_net_float32": dict(gdn=True, dtype="float32"),
+        "mamba": dict(pattern="M-*-M-"),
+        "mamba_one_response": dict(pattern="M*M", kind="flat", wave=1),
+        "mamba_recompute": dict(pattern="*-G-M-", kind="stem", wave=6, **FULL),
+        "mamba_float32": dict(pattern="M-*-M-", dtype="float32"),
+        "trainer_delta_net": dict(trainer=True, gdn=True),
+        "trainer_padded_rows_mamba": dict(trainer="padded rows", pattern="M-*-"),
+        "verify_hybrid": dict(verify=True, pattern="*-G-M-"),
     },
     2: {
         "tp": dict(tp=2, qk_layernorm=True),
@@ -105,6 +117,12 @@ CASES = {
         "cp_latent_yarn": dict(cp=2, kind="flat", wave=6, rope_type="yarn", **LATENT),
         "cp_experts": dict(cp=2, **EXPERTS),
         "cp_per_token": dict(cp=2, calculate_per_token_loss=True, kind="flat"),
+        "hybrid_tp_sp": dict(tp=2, sp=True, pattern="*-G-M-"),
+        "hybrid_tp": dict(tp=2, pattern="G-M-", kind="stem", wave=6),
+        "hybrid_pp_recompute": dict(pp=2, pattern="*-G-|M-*-", **FULL),
+        "hybrid_distributed_overlap": dict(ddp="both", pattern="*-G-M-"),
+        "delta_net_vpp": dict(pp=2, vpp=2, gdn=True, kind="flat"),
+        "delta_net_tp_sp_ep": dict(tp=2, sp=True, ep=2, gdn=True, kind="flat", **EXPERTS),
     },
     4: {
         "pp": dict(pp=4, tied=True, num_layers=4),
@@ -115,6 +133,7 @@ CASES = {
         "ep_tp_sp_unequal": dict(ep=2, tp=2, sp=True, more=3, **EXPERTS),
         "ep_pp_unequal": dict(ep=2, pp=2, more=3, **EXPERTS),
         "cp_tp_sp": dict(cp=2, tp=2, sp=True),
+        "hybrid_pp_tp_sp": dict(pp=2, tp=2, sp=True, pattern="*-G-|M-*-", kind="stem", wave=6),
         "cp_pp_recompute": dict(cp=2, pp=2, **FULL),
     },
 }
@@ -122,7 +141,15 @@ CASES = {
 DAILY = {1: ("dense",), 2: ("tp_sp_tied_qk_norm_recompute", "vpp_tied_recompute", "distributed_overlap_tied")}
 # Run with the oldest version, too.
 OLDEST = {1: ("dense", "selective_recompute", "window_every_second"), 2: ("tp_sp_tied_qk_norm_recompute", "vpp_tied_recompute", "distributed_overlap_tied", "pp_per_token")}
-# Faults of faults.py, each in a small step.
-FAULTS = ("injection_missing_in_one_layer", "gradients_of_values_dropped", "gradients_added_twice", "positions_from_zero",
-          "values_of_trunks_begin_with_ones", "closed_before_the_last_wave", "gradients_of_keys_lost")
-CASES[1].update({f"fault_{name}": dict(fault=name, kind="stem", wave=6) for name in FAULTS})
+# Faults of faults.py, each in a small step: (ranks, case).
+_STEM, _STATES = dict(kind="stem", wave=6), dict(kind="stem", wave=6, pattern="M-*-G-")
+FAULTS = {
+    **{name: (1, _STEM) for name in (
+        "injection_missing_in_one_layer", "gradients_of_values_dropped", "gradients_added_twice", "positions_from_zero",
+        "values_of_trunks_begin_with_ones", "closed_before_the_last_wave", "gradients_of_keys_lost", "zeros_of_close_are_ones")},
+    **{name: (1, _STATES) for name in (
+        "state_of_the_wrong_fork", "tail_of_the_convolution_lost", "gradient_of_a_state_lost", "gradient_of_a_tail_lost", "states_not_carried")},
+    "order_of_one_rank_swapped": (2, dict(kind="even", wave=6, pp=2)),
+}
+for _name, (_ranks, _case) in FAULTS.items():
+    CASES[_ranks][f"fault_{_name}"] = dict(fault=_name, **_case)

@@ -10,8 +10,11 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch.distributed.nn.functional import all_gather
+
+from hybrids import hybrid, with_delta_nets
 
 if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 asks for the name where Transformer Engine is not installed, too
     moe_utils.te_general_gemm = None
@@ -66,7 +69,12 @@ class Causal(torch.nn.Module):
         return torch.einsum("bhst,tbhd->sbhd", scores.softmax(-1), v).flatten(2)
 
 
-def configuration(tp=1, pp=1, cp=1, ep=1, vpp=None, sp=False, mla=False, dtype=torch.float64, **more):
+DELTA_NET = dict(linear_conv_kernel_dim=4, linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2,
+                 linear_num_value_heads=4)
+MAMBA = dict(mamba_state_dim=8, mamba_head_dim=8, mamba_num_groups=2, mamba_num_heads=8)
+
+
+def configuration(tp=1, pp=1, cp=1, ep=1, vpp=None, sp=False, mla=False, gdn=False, pattern=None, dtype=torch.float64, **more):
     settings = dict(
         num_layers=4 if pp > 1 else 2, hidden_size=32, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=48, use_cpu_initialization=True,
         tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp, expert_model_parallel_size=ep,
@@ -82,8 +90,13 @@ def configuration(tp=1, pp=1, cp=1, ep=1, vpp=None, sp=False, mla=False, dtype=t
     if mla:
         del settings["num_query_groups"]
         settings.update(q_lora_rank=16, kv_lora_rank=12, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8, rope_type="rope")
+    if gdn:
+        settings.update(DELTA_NET, num_layers=8 if vpp or pp > 2 else 4, experimental_attention_variant="gated_delta_net", linear_attention_freq=4)
+    if pattern:
+        settings.update(**DELTA_NET if "G" in pattern else {}, **MAMBA if "M" in pattern else {}, num_layers=len(pattern.replace("|", "")))
     settings.update(more)
     config = (MLATransformerConfig if mla else TransformerConfig)(**settings)
+    config.pattern = pattern  # of a HybridModel (hybrids.py)
     for name, value in YARN.items():  # where GPTModel looks for them
         setattr(config, f"yarn_{name}", value)
     return config
@@ -108,12 +121,19 @@ def _layer(config, packed):
 def chunks_of(config, tied=False, position="rope", packed=False, **more):
     """The chunks of this rank. `packed`: for calls with packed rows, too."""
     model_parallel_cuda_manual_seed(3)
+    if config.pattern:
+        out = [hybrid(config, config.pattern, VOCABULARY, Norm, tied, position).to(config.params_dtype)]
+        draw(out)
+        return out
     vpp = config.virtual_pipeline_model_parallel_size
     out = []
     for stage in range(vpp) if vpp else [None]:
         layer = _layer(config, packed)
-        if config.sequence_parallel:
-            layer = TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=stage), layer_norm=Norm)
+        delta_nets = getattr(config, "experimental_attention_variant", None) == "gated_delta_net"
+        if config.sequence_parallel or delta_nets:
+            layers = [layer] * get_num_layers_to_build(config, vp_stage=stage)
+            layers = with_delta_nets(layer, len(layers), get_transformer_layer_offset(config, vp_stage=stage), Norm) if delta_nets else layers
+            layer = TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
         model = GPTModel(config=config, transformer_layer_spec=layer, vocab_size=VOCABULARY, max_sequence_length=64,
                          pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
                          post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage), position_embedding_type=position,

@@ -10,6 +10,7 @@ import types
 from pathlib import Path
 
 import cpu  # noqa: F401  before megatron
+import recurrent_kernels  # noqa: F401
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state

@@ -56,12 +56,15 @@ def loss_of_wave(wave):
 
 def rollouts(kind="nested", seed=1, more=0):
     """[{prompt_ids, response_ids}]. "flat": one prompt. "nested": prompts that go on where others end, and responses with a common beginning.
-    "stem": responses with so long a common beginning that it is a trunk, and one that ends there. "apart": no two alike."""
+    "stem": responses with so long a common beginning that it is a trunk, and one that ends there. "apart": no two alike. "even": one prompt,
+    responses of one length."""
     generator = torch.Generator().manual_seed(seed)
     draw = lambda n: torch.randint(0, VOCABULARY, (n,), generator=generator).tolist()
     root = draw(9)
     if kind == "apart":
         return [dict(prompt_ids=draw(6), response_ids=draw(4)) for _ in range(4 + more)]
+    if kind == "even":
+        return [dict(prompt_ids=root, response_ids=draw(4)) for _ in range(4 + more)]
     if kind == "flat":
         return [dict(prompt_ids=root, response_ids=draw(n)) for n in [6, 8, 4, 5, 7, 3, 2, 6][:5 + more]]
     middle = root + draw(6)

@@ -2,7 +2,7 @@
 
 Such a module's own forward runs over all rows of a call at once: its projections, norms and gates are each row's own. Only the
 functions that it calls to look back along the sequence (`FUNCTIONS`) are replaced, in a copy of its forward, while a step runs: each
-segment of the call then starts from where its parent ended, and the first from where the last open trunk did (segments.py). A
+segment of the call then starts from where its parent ended, and the first from where the last open trunk did (espalier.rows.segments). A
 `Trunk` (attention.py) holds the states that its rows leave and the sums of their gradients.
 """
 
@@ -16,8 +16,9 @@ import weakref
 import torch
 
 from espalier.hf.checkpoints import Place
-from espalier.hf.mixers import convolution, mamba, positions, scans
-from espalier.hf.mixers.segments import Segments
+from espalier.hf.mixers import mamba, positions, scans
+from espalier.rows import convolution
+from espalier.rows.segments import Segments
 
 # The functions of transformers that look back along a sequence, by the names under which a mixer's forward calls them.
 FUNCTIONS = {
@@ -117,6 +118,12 @@ def _replace_forward(module, forward):
     return undo
 
 
+def _segments(phase, key):
+    """The segments of a phase's call. A checkpointed layer that runs again makes the state behind them too, unread."""
+    keep = lambda state: phase.captures.take_state(key, state) if phase.capturing else None
+    return Segments(phase.sets, key, keep if phase.captures is not None else None)
+
+
 def _forward(name, module, active):
     plain, original = module.forward, inspect.unwrap(type(module).forward)
     calls = {}
@@ -126,7 +133,7 @@ def _forward(name, module, active):
 
         def call(*args, **kwargs):
             calls[function] = calls.get(function, 0) + 1
-            return ours(theirs, Segments(active.phase, (name, function, calls[function])), *args, **kwargs)
+            return ours(theirs, _segments(active.phase, (name, function, calls[function])), *args, **kwargs)
 
         return call
 

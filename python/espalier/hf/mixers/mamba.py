@@ -11,7 +11,8 @@ import inspect
 
 import torch
 
-from espalier.hf.mixers.scans import arguments, start_of
+from espalier.hf.mixers.scans import arguments
+from espalier.rows.scans import start_of
 
 
 def selective_scan(theirs, segments, *args, **kwargs):
@@ -35,7 +36,7 @@ def selective_scan(theirs, segments, *args, **kwargs):
         if kept[index]:
             ends[index] = end
         parts.append(out)
-    if segments.captures is not None:
+    if segments.leave is not None:
         segments.leave(ends[len(parts) - 1])
     out = torch.cat(parts, -1)
     return out if z is None else out * torch.nn.functional.silu(z)

@@ -6,7 +6,7 @@ them. A trunk of fewer rows than K - 1 hands on part of what it found.
 
 import torch
 
-from espalier.hf.mixers.segments import Gather
+from espalier.rows.segments import Gather
 from espalier.rows.transfer import to_device
 
 
@@ -19,7 +19,7 @@ def over_segments(theirs, segments, x, weight, bias=None, activation=None, **_):
     nothing = x.new_zeros(*x.shape[:2], tail)
     path = torch.cat([nothing if above is None else above.to(x.dtype) for above in segments.above()] + [x], 2)
     columns = segments.columns(tail)
-    if segments.captures is not None:
+    if segments.leave is not None:
         segments.leave(Gather.apply(path, 2, columns.last))
     out = theirs(Gather.apply(path, 2, columns.gather), weight, bias, activation=activation)
     return out.index_select(2, *to_device(x.device, columns.own))

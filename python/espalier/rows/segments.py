@@ -15,13 +15,13 @@ from espalier.kernels import accumulator
 
 
 class Segments:
-    """The segments of one call of such a function: `key` names what a trunk holds for it. `all`: (begin, length, parent) in order, where the parent of
-    a segment that follows no other of the call is -1 - (number of its set of rows)."""
+    """The segments of one call of such a function: `key` names what a trunk holds for it. `leave(state)` takes what rows after the call's last row
+    start from, or is None. `all`: (begin, length, parent) in order, where the parent of a segment that follows no other of the call is
+    -1 - (number of its set of rows)."""
 
-    def __init__(self, phase, key):
-        self.sets, self.key, self.captures, self.capturing = phase.sets, key, phase.captures, phase.capturing
-        self.all = []
-        for number, rows in enumerate(phase.sets):
+    def __init__(self, sets, key, leave=None):
+        self.sets, self.key, self.leave, self.all = sets, key, leave, []
+        for number, rows in enumerate(sets):
             first = len(self.all)
             self.all += [(begin, length, first + parent if parent >= 0 else -1 - number) for begin, length, parent, _ in rows.segments]
 
@@ -29,11 +29,6 @@ class Segments:
         """For every set of rows, what its last open trunk left, or None. The gradient is added to the trunk's sums."""
         anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
         return [_Above.apply(anchor, rows.trunks[-1], self.key) if rows.trunks else None for rows in self.sets]
-
-    def leave(self, state):
-        """Rows after the call's last row start from `state`. A checkpointed layer that runs again makes it too, unread."""
-        if self.capturing:
-            self.captures.take_state(self.key, state)
 
     def generations(self, unit):
         """Segments that may run together, in order: their parents have run, and they take the same number of chunks of `unit` rows.
@@ -47,7 +42,7 @@ class Segments:
     def kept(self):
         """For every segment: whether another, or what follows the call, starts from its end."""
         parents = {parent for _, _, parent in self.all}
-        return [index in parents or (self.captures is not None and index == len(self.all) - 1) for index in range(len(self.all))]
+        return [index in parents or (self.leave is not None and index == len(self.all) - 1) for index in range(len(self.all))]
 
     def columns(self, tail):
         """The last `tail` inputs before every segment, as indices into [the tails that the trunks of every set left | the call's rows]."""
