@@ -63,7 +63,7 @@ class DenseRun:
         record = None
         if r.routes is not None:
             parts = [part for i in batch for part in ((i, 0, int(r.lengths[i])), (None, int(r.lengths[i]), longest))]
-            record = more[routes.KEYWORD] = r.routes.rows(parts, self.device)
+            record = more[routes.KEYWORD] = routes.of_call(r.routes, parts, self.device)
         with record.forward() if record is not None else contextlib.nullcontext():
             result = self.model(input_ids=to_device(self.device, ids)[0], use_cache=False, logits_to_keep=longest - first, **more)
         return result, [(row * longest, row * longest + int(r.lengths[i]), [i]) for row, i in enumerate(batch)], first

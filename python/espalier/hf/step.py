@@ -116,7 +116,7 @@ class Executor:
         """The recorded experts of an item's rows, or None."""
         if self.rollouts.routes is None:
             return None
-        return self.rollouts.routes.rows([(self._place(r), begin, end) for r, begin, end, *_ in item.segments.tolist()], self.device)
+        return routes.of_call(self.rollouts.routes, [(self._place(r), begin, end) for r, begin, end, *_ in item.segments.tolist()], self.device)
 
     def _positions(self, item):
         """The position ids of an item's rows: [T], or [3, T] with M-RoPE."""

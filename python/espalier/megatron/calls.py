@@ -35,7 +35,8 @@ class Call:
     rank's rows, as indices into `outputs`; `edge` [E]: their indices among the item's `edges`. `finished`: rollouts whose last edge is among them.
     `members`: [(rows, rollouts)], the rollouts that rows are tokens of; rows on other ranks are -1. `split`: how rows are gathered from context
     parallel ranks, or None. `padding`: rows behind all others, which are the last of `sets`.
-    `routing`: the step's router losses, and `below`: the rollouts of each row (routers.py), in a step of a model with experts.
+    `routing`: the step's router losses, and `below`: the rollouts of each row (routers.py), in a step of a model with experts. `routes`: the experts
+    that were recorded for the rows, or None.
     `batch`, `read`: of a trainer's micro-batch, its number and the rows whose logits the trainer gets at `place` (trainer.py).
     """
     kind: str
@@ -56,6 +57,7 @@ class Call:
     padding: int = 0
     routing: object = None
     below: tuple = ()
+    routes: object = None
     batch: int | None = None
     read: torch.Tensor | None = None
     mutual: tuple = ()  # rows that see later rows, for espalier.rows.attention

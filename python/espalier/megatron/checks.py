@@ -42,7 +42,7 @@ _ALWAYS: list[tuple[str, Any, str, str]] = [
     ("moe_input_jitter_eps", bool, "None", "noise differs from rollout to rollout"),
     ("moe_router_force_load_balancing", bool, "False", "random choices differ from rollout to rollout"),
     ("moe_router_force_biased", lambda value: value is not None, "None", "random choices differ from rollout to rollout"),
-    ("moe_enable_routing_replay", bool, "False", "its records are read in the order of forwards"),
+    ("moe_enable_routing_replay", bool, "False, and give rollouts with routed_experts", "its records are read in the order of forwards"),
     ("moe_ncclep_static_shape", bool, "False", "its buffers have one number of rows"),
 ]
 _BALANCING = {"sinkhorn": "assignments depend on the whole call", "quantile_balancing": "assignments depend on the whole call",
@@ -128,7 +128,11 @@ def _check_wrapper(chunk):
 
 def _check_modules(inner):
     if getattr(inner, "encoder", None) is not None or getattr(inner, "vision_model", None) is not None:
-        raise Unsupported(type(inner).__name__, "a decoder alone", "an encoder beside it")
+        raise Unsupported(type(inner).__name__, "a decoder alone", "an encoder or a tower beside it",
+                          "Train a model of text here; espalier.hf shares prompts with images")
+    if getattr(inner, "mtp_process", False) or getattr(inner, "mtp", None) is not None:
+        raise Unsupported(f"{type(inner).__name__}.mtp", "none: predictions of later tokens read across the end of a prompt", "one",
+                          "Set mtp_num_layers to None, or leave the part behind / out of hybrid_layer_pattern")
     if getattr(inner, "position_embedding_type", "rope") == "relative":
         raise Unsupported("position_embedding_type", "rope, yarn, mrope, learned_absolute or none", "relative")
     found = 0

@@ -7,6 +7,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from espalier.megatron.calls import Call
 from espalier.megatron.program import MicroBatch
+from espalier.megatron.routers import plain_routes
 from espalier.megatron.step import Step
 from espalier.native import Item
 from espalier.rows.transfer import to_device
@@ -32,7 +33,11 @@ class PlainStep(Step):
         positions = call.positions[None]
         if getattr(inner, "position_embedding_type", "") == "mrope":
             positions = positions.expand(3, 1, -1)
-        output = chunk(call.ids[None], positions, mask)
+        token = plain_routes.set(call.routes)
+        try:
+            output = chunk(call.ids[None], positions, mask)
+        finally:
+            plain_routes.reset(token)
         return output, lambda output: self._answer(*self._loss_of(call, output[0].index_select(0, call.outputs)))
 
     def edges_of(self, index):
@@ -54,8 +59,9 @@ class PlainStep(Step):
         ids, positions, outputs, place, target, edge = to_device(
             self.device, padded[own], own, at[edges[mine, 0]], np.arange(len(mine)), edges[mine, 1], mine)
         self.rows += len(tokens)
+        routes = self._routes([(index, 0, len(tokens)), (None, len(tokens), n)], own, len(own))
         return Call("plain", None, (), ids, positions, [], self.longest, outputs, place, target, edge, edges,
-                    [] if index is None else self.items[index].finished)
+                    [] if index is None else self.items[index].finished, routes=routes)
 
 
 def _item_of(rollouts, index):

@@ -9,6 +9,7 @@ c E n_e / (k T^2) over the micro-batches of the rollouts that it is a token of. 
 rows count for nothing. A step's micro-batches are the rollouts themselves, unless the caller says which rollouts a trainer runs together.
 """
 
+import contextvars
 import inspect
 
 import numpy as np
@@ -20,6 +21,9 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, comput
 
 from espalier.megatron.calls import call_of
 from espalier.rows.transfer import queued, to_device
+
+
+plain_routes = contextvars.ContextVar("espalier_megatron_plain_routes", default=None)  # the CallRoutes of a plain call of the model
 
 
 class RouterStep:
@@ -74,8 +78,40 @@ class RouterStep:
         return (self.tokens * part if self.config.calculate_per_token_loss else torch.ones_like(self.tokens))[self.batch]
 
 
+class CallRoutes:
+    """The recorded experts of a call's rows, [T, layers with experts, k], -1 where nothing was recorded. `layers`: those with experts, of the model."""
+
+    def __init__(self, chosen, layers):
+        self.chosen, self.layers = chosen, layers
+
+    def of_layer(self, number):
+        """[T, k] of the layer with this number, which counts from 1."""
+        return self.chosen[:, self.layers.index(number - 1)].long()
+
+
+class _Replay:
+    """In the place of Megatron's RouterReplay while a router chooses. `indices` [T, k], -1 where the router chooses freely."""
+
+    def __init__(self, indices):
+        self.indices = indices
+
+    def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
+        _, free = default_compute_topk(scores, topk, num_groups, group_topk)
+        indices = torch.where(self.indices >= 0, self.indices, free)
+        return scores.gather(1, indices), indices
+
+
+def layers_with_experts(model):
+    """The indices of the whole model's layers that have experts."""
+    pattern, frequency = getattr(model, "hybrid_layer_pattern", None), model.config.moe_layer_freq
+    if pattern:
+        return [at for at, letter in enumerate(pattern.partition("/")[0].replace("|", "")) if letter == "E"]
+    layers = range(model.config.num_layers)
+    return [at for at in layers if (at % frequency == 0 if isinstance(frequency, int) else frequency[at])]
+
+
 def attach(layer):
-    """Makes the router of a layer with experts add the losses of calls."""
+    """Makes the router of a layer with experts add the losses of calls, and choose the experts that they have recorded."""
     router = getattr(getattr(layer, "mlp", None), "router", None)
     if router is None:
         return
@@ -92,12 +128,15 @@ def attach(layer):
         finally:
             here[0] = before
 
+    def own(rows):
+        """Those of a call's rows [T, ...] that this rank's router has."""
+        if not config.sequence_parallel:
+            return rows
+        return rows.chunk(parallel_state.get_tensor_model_parallel_world_size())[parallel_state.get_tensor_model_parallel_rank()]
+
     def rows(weights):
         """Weights of segments [S + 1, ...] as those of the rows that this rank's router has."""
-        found = weights[here[0].below[0]]
-        if config.sequence_parallel:
-            found = found.chunk(parallel_state.get_tensor_model_parallel_world_size())[parallel_state.get_tensor_model_parallel_rank()]
-        return found
+        return own(weights[here[0].below[0]])
 
     def routing(logits, *args, **more):
         call = here[0]
@@ -105,7 +144,14 @@ def attach(layer):
             chosen, _ = compute_routing_scores_for_aux_loss(logits.view(-1, config.num_moe_experts), router.topk, router.score_function,
                                                             fused=config.moe_router_fusion)
             call.routing.count(router.layer_number, rows(call.below[1]), chosen.to(torch.float64))
-        return own_routing(logits, *args, **more)
+        routes = call.routes if call is not None else plain_routes.get()
+        if routes is None:
+            return own_routing(logits, *args, **more)
+        before, router.router_replay = getattr(router, "router_replay", None), _Replay(own(routes.of_layer(router.layer_number)))
+        try:
+            return own_routing(logits, *args, **more)
+        finally:
+            router.router_replay = before
 
     def added(to, per_rollout, value_of):
         """`to`, with a loss that is linear in the rows' weights. Returns it and the loss to be logged, which no number of tokens multiplies."""

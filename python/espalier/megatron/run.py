@@ -13,11 +13,12 @@ from espalier.megatron.attach import install, listed, state_of
 from espalier.megatron.checks import check_config, has_router_losses
 from espalier.megatron.layout import agree, layout_of
 from espalier.megatron.plain import PlainStep
-from espalier.megatron.routers import RouterStep
+from espalier.megatron.routers import RouterStep, layers_with_experts
 from espalier.megatron.shape import shape_of, vocabulary_of
 from espalier.megatron.schedule import inner_of
 from espalier.megatron.step import Step
 from espalier.rows.rollouts import Rollouts
+from espalier.rows.routes import Routes, recorded
 
 
 _FEWER = .95  # rows of a shared step over all rows: a step that saves less may lose it to its further micro-batches
@@ -41,11 +42,26 @@ class Prepared:
         if with_sets:
             raise Unsupported(f"rollouts[{with_sets[0]}]['kept_ids']", "rollouts without kept sets: a rank may have a part of the vocabulary", "kept sets",
                               "Leave kept_ids out to train over the whole vocabulary; espalier.hf and espalier train train over kept sets")
+        with_images = [i for i, record in enumerate(self.rollouts.records) if record.get("images")]
+        if with_images:
+            raise Unsupported(f"rollouts[{with_images[0]}]['images']", "rollouts without images: no tower runs here", "images",
+                              "Use the trainer's own path, or espalier.hf, which shares prompts with images")
+        if recorded(self.rollouts):
+            self.rollouts.with_routes(self._recorded())
         self.plan = self.rollouts.planned(shape_of(self.config, vocabulary), like, wave_tokens=wave_tokens * self.layout.cp, trunk_state="keep",
                                           gradients=gradients)
         agree(_fingerprint(self.rollouts, self.plan), self.device, (self.layout.tp_group, self.layout.cp_group, self.layout.pp_group))
         self.micro_batches = self._batches(micro_batches)
         self.program = self._program(gradients)
+
+    def _recorded(self):
+        """The Routes of the rollouts, some of which have recorded experts."""
+        config = self.config
+        if getattr(config, "moe_router_fusion", False):
+            raise Unsupported("config.moe_router_fusion", "False with recorded experts: the fused router chooses by itself", "True",
+                              "Set moe_router_fusion to False, or leave routed_experts out")
+        return Routes(self.rollouts, config.num_moe_experts or 0, config.moe_router_topk if config.num_moe_experts else 0,
+                      layers_with_experts(self.inners[0]) if config.num_moe_experts else [], config.num_layers)
 
     @property
     def last(self):
@@ -91,6 +107,10 @@ class Prepared:
         if not verification.due(self.state, self.regime):
             return None
         if plain is None:
+            again = [*(self.config.recompute_modules or ())] if self.config.recompute_granularity == "selective" else ["moe"]
+            if self.rollouts.routes is not None and self.config.recompute_granularity and "moe" in again:
+                raise Unsupported("verify=True", "recorded experts without recomputation of their layers: a plain call does not know its rows when it runs again",
+                                  f"recompute_granularity {self.config.recompute_granularity}", "Verify a step without routed_experts, or without recomputation")
             if has_router_losses(self.config) and any(len(batch) > 1 for batch in self.micro_batches):
                 raise Unsupported("verify=True", "router losses of one rollout a micro-batch", "micro_batches of several rollouts",
                                   "Leave micro_batches out, or set the router losses' coefficients to 0")

@@ -9,6 +9,7 @@ from espalier.megatron import calls
 from espalier.megatron.calls import NO_EDGES, Call, OpenTrunk
 from espalier.megatron.head import vocabulary_group
 from espalier.megatron.microbatches import Nothing, Spread
+from espalier.megatron.routers import CallRoutes
 from espalier.megatron.schedule import Schedule
 from espalier.megatron.split import Split, dealt_runs, parts_of
 from espalier.rows.head import TokenStatistics
@@ -122,10 +123,20 @@ class Step(Schedule):
         mine = np.flatnonzero(at[edges[:, 0]] >= 0)
         outputs, place = np.unique(at[edges[mine, 0]], return_inverse=True)
         padded = lambda x: np.concatenate([x[own], np.zeros(rows - len(own), x.dtype)])
-        ids, positions, outputs, place, target, edge = to_device(self.device, padded(ids), padded(positions), outputs, place, edges[mine, 1], mine)
+        ids, positions, outputs, place, target, edge = to_device(self.device, padded(ids), padded(positions), outputs, place, self.rollouts.targets(edges[mine, 1]), mine)
         members = [(at[row:row + end - begin], self.rollouts.places(item.rollouts[first:last]))
                    for _, begin, end, row, _, _, first, last in item.segments.tolist()]
-        return Call(kind, trunk, above, ids, positions, sets, self.longest, outputs, place, target, edge, edges, item.finished, members, split, rows - len(own))
+        routes = self._routes([(self.rollouts.places(r), begin, end) for r, begin, end, *_ in item.segments.tolist()], own, rows)
+        return Call(kind, trunk, above, ids, positions, sets, self.longest, outputs, place, target, edge, edges, item.finished, members, split,
+                    rows - len(own), routes=routes)
+
+    def _routes(self, parts, own, rows):
+        """The recorded experts of this rank's rows `own` of an item that is `parts` (rollout, begin, end) end to end, and of padding up to `rows`."""
+        routes = self.rollouts.routes
+        if routes is None:
+            return None
+        found = np.concatenate([routes.rows(parts)[own], routes.rows([(None, 0, rows - len(own))])])
+        return CallRoutes(*to_device(self.device, found), routes.layers)
 
 
 def _paths(items):

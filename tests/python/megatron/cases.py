@@ -6,6 +6,7 @@ FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_
 BLOCK = dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=1)
 SELECTIVE = dict(recompute_granularity="selective", recompute_modules=["core_attn", "mlp"])
 EXPERTS = dict(num_moe_experts=4, moe_router_topk=2, moe_router_dtype="fp64", moe_ffn_hidden_size=24, moe_router_load_balancing_type="none")
+RECORDED = dict(recorded=True, moe_enable_routing_replay=True, **EXPERTS)
 ROUTED = {**EXPERTS, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": .5, "moe_z_loss_coeff": .3}
 LATENT = dict(mla=True)
 
@@ -33,7 +34,10 @@ CASES = {
         "router_losses": dict(**ROUTED),
         "router_losses_per_token_recompute": dict(calculate_per_token_loss=True, **ROUTED, **FULL),
         "router_losses_sigmoid_bias": dict(**{**ROUTED, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}),
+        "recorded_experts": dict(**RECORDED),
+        "recorded_experts_recompute": dict(kind="stem", wave=6, **RECORDED, **FULL),
         "verify": dict(verify=True),
+        "verify_recorded_experts": dict(verify=True, recorded=True, **{**EXPERTS, "moe_router_dtype": "fp32"}),
         "trainer": dict(trainer=True),
         "trainer_padded_rows": dict(trainer="padded rows"),
         "slime": dict(package="slime"),
@@ -86,6 +90,8 @@ CASES = {
         "ep": dict(ep=2, **EXPERTS),
         "ep_unequal": dict(ep=2, more=3, **EXPERTS),
         "ep_unequal_recompute": dict(ep=2, more=3, **EXPERTS, **FULL),
+        "recorded_experts_pp": dict(pp=2, kind="flat", wave=6, **RECORDED),
+        "recorded_experts_ep": dict(ep=2, more=2, **RECORDED),
         "ep_latent": dict(ep=2, kind="flat", **EXPERTS, **LATENT),
         "ep_distributed_overlap_unequal": dict(ddp="both", ep=2, more=3, **EXPERTS),
         "router_losses_ep": dict(ep=2, **ROUTED),
@@ -149,6 +155,7 @@ FAULTS = {
         "values_of_trunks_begin_with_ones", "closed_before_the_last_wave", "gradients_of_keys_lost", "zeros_of_close_are_ones")},
     **{name: (1, _STATES) for name in (
         "state_of_the_wrong_fork", "tail_of_the_convolution_lost", "gradient_of_a_state_lost", "gradient_of_a_tail_lost", "states_not_carried")},
+    "recorded_experts_left_out": (1, dict(kind="flat", wave=6, **RECORDED)),
     "order_of_one_rank_swapped": (2, dict(kind="even", wave=6, pp=2)),
 }
 for _name, (_ranks, _case) in FAULTS.items():

@@ -5,7 +5,7 @@ import contextlib
 import torch
 import torch.distributed as dist
 
-from espalier.megatron import attention, calls, microbatches, program
+from espalier.megatron import attention, calls, microbatches, program, routers
 from espalier.megatron.mixers import states
 from espalier.rows import segments
 from espalier.rows.trunk import Trunk
@@ -140,6 +140,11 @@ def gradient_of_a_tail_lost():
     return gradient_lost("inputs")
 
 
+def recorded_experts_left_out():
+    own = routers.CallRoutes.of_layer
+    return replaced(routers.CallRoutes, "of_layer", lambda self, number: own(self, number) * 0 - 1)
+
+
 def states_not_carried():
     return replaced(states.Look, "carried", lambda self, output: output)
 
@@ -147,4 +152,4 @@ def states_not_carried():
 FAULTS = {function.__name__: function for function in (
     injection_missing_in_one_layer, gradients_of_values_dropped, gradients_added_twice, positions_from_zero, values_of_trunks_begin_with_ones,
     closed_before_the_last_wave, gradients_of_keys_lost, zeros_of_close_are_ones, order_of_one_rank_swapped, state_of_the_wrong_fork,
-    tail_of_the_convolution_lost, gradient_of_a_state_lost, gradient_of_a_tail_lost, states_not_carried)}
+    tail_of_the_convolution_lost, gradient_of_a_state_lost, gradient_of_a_tail_lost, states_not_carried, recorded_experts_left_out)}

@@ -24,7 +24,7 @@ from cases import CASES
 from faults import FAULTS
 from models import chunks_of, configuration, global_name, logged_router_losses
 from optimizers import moves, wrapped
-from steps import Plain, gradients, loss_of_wave, rollouts, worst
+from steps import Plain, gradients, loss_of_wave, replay, rollouts, with_recorded_experts, worst
 
 FOLDER, RANK, WORLD, NAMES = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -80,10 +80,12 @@ def in_another_order(**case):
         return dict(error=[error.where, error.exit_code])
 
 
-def verified(kind="nested", wave=14, ddp=None, tied=False, fault="gradients_of_values_dropped", **case):
+def verified(kind="nested", wave=14, ddp=None, tied=False, fault="gradients_of_values_dropped", recorded=False, **case):
     """A first step, the same again, one of another regime; then one of a third regime with a fault on the last rank alone."""
     records = {kind: rollouts(kind, seed=1 + parallel_state.get_data_parallel_rank()) for kind in ("nested", "flat", "stem", "apart")}
     chunks = chunks_of(configuration(dtype=torch.float32, **case), tied=tied)
+    if recorded:
+        records = {kind: with_recorded_experts(of_kind, chunks[0].config) for kind, of_kind in records.items()}
     wrapper = wrapped(chunks, ddp)[0] if ddp else chunks
     step = lambda kind, wave: espalier.megatron.phased_step(wrapper, records[kind], loss_of_wave, wave_tokens=wave)
     taken = lambda: {name: (p.main_grad if ddp else p.grad).clone() for chunk in chunks for name, p in chunk.named_parameters() if ddp or p.grad is not None}
@@ -223,12 +225,14 @@ def adapted(chunks, rank):
 
 
 def gradients_of(kind="nested", more=0, wave=14, dtype="float64", tied=False, position="rope", cp=1, lora=0, fault=None,
-                 padding_mask=False, tolerance=0.0, **case):
+                 padding_mask=False, tolerance=0.0, recorded=False, **case):
     """Megatron's local attention has no context parallelism: with cp > 1 the unmodified model runs whole on every rank."""
     rank = parallel_state.get_data_parallel_rank() // cp
     records = rollouts(kind, seed=1 + rank, more=more * rank)
     make = lambda cp=1, dtype=DTYPES[dtype]: adapted(chunks_of(configuration(dtype=dtype, cp=cp, **case), tied=tied, position=position), lora)
     how, chunks = layout_of_plain(records, padding_mask, **case), make()
+    if recorded:
+        records = with_recorded_experts(records, chunks[0].config)
     plain = Plain(records, **how).run(chunks)
     wanted, logged, loaded = gradients(chunks), [logged_router_losses()], loads(chunks)
     if cp > 1:
@@ -236,6 +240,9 @@ def gradients_of(kind="nested", more=0, wave=14, dtype="float64", tied=False, po
         begin(cp=cp, **case)
         chunks = make(cp)
     names = [list(chunk.state_dict()) for chunk in chunks]
+    if recorded:
+        chunks[0].config.moe_enable_routing_replay = False
+        replay(chunks[0], {}, 1)
     espalier.megatron.install(chunks)
     assert names == [list(chunk.state_dict()) for chunk in chunks], "install changes the names of a state dict"
     with FAULTS[fault]() if fault else contextlib.nullcontext():

@@ -1,9 +1,12 @@
 """A step of the unmodified model, one rollout a micro-batch, and the same step shared."""
 
+import zlib
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from megatron.core.utils import get_attr_wrapped_model
 
 from models import VOCABULARY, global_name
@@ -77,6 +80,31 @@ def rollouts(kind="nested", seed=1, more=0):
     return [dict(prompt_ids=p, response_ids=r) for p, r in found + [(root, draw(3 + i)) for i in range(more)]]
 
 
+def with_recorded_experts(records, config):
+    """The rollouts with experts that follow from the tokens up to each. The second one differs from its fifth token on, the last has none."""
+    def draw(tokens, shift):
+        generator = torch.Generator().manual_seed(zlib.crc32(repr(tokens).encode()) + shift)
+        return [torch.randperm(config.num_moe_experts, generator=generator)[:config.moe_router_topk].tolist() for _ in range(config.num_layers)]
+
+    out = []
+    for number, record in enumerate(records[:-1]):
+        tokens = record["prompt_ids"] + record["response_ids"]
+        out.append(dict(record, routed_experts=[draw(tokens[:end], number == 1 and end > 4) for end in range(1, len(tokens) + 1)]))
+    return [*out, records[-1]]
+
+
+def replay(chunk, record, multiple):
+    """Gives Megatron's own RouterReplay the experts of a rollout, for the next forward of the chunk's layers on this rank."""
+    given = record.get("routed_experts")
+    for layer in get_attr_wrapped_model(chunk, "decoder").layers:
+        router = layer.mlp.router.router_replay
+        router.clear_indices()
+        router.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD if given else None)
+        if given:
+            chosen = [token[layer.layer_number - 1] for token in given]
+            router.set_target_indices(torch.tensor(chosen + chosen[-1:] * (-len(chosen) % multiple)))
+
+
 def schedule(chunks, forward, count, only=False):
     data = [iter(range(count)) for _ in chunks]
     return get_forward_backward_func()(
@@ -102,6 +130,8 @@ class Plain:
         record = self.records[index] if index < len(self.records) else dict(prompt_ids=[1, 2], response_ids=[3])
         prompt, response = record["prompt_ids"], record["response_ids"]
         n = len(prompt) + len(response)  # trainers run the last token too
+        if any("routed_experts" in one for one in self.records):
+            replay(chunk, record, self.pad)
         ids = torch.tensor(prompt + response + [0] * (-n % self.pad))
         more = dict(padding_mask=(torch.arange(len(ids)) >= n)[None]) if self.padding_mask and self.pad > 1 else {}
         mask = torch.ones(len(ids), len(ids), dtype=torch.bool).triu(1)[None, None]
