@@ -73,7 +73,7 @@ class _SplitAttention(torch.autograd.Function):
         return (dq, dk, dv, *(x[:, None].to(k.dtype) for x in sums), dsinks, None, None, None, None)
 
 
-class _Gathered(torch.autograd.Function):
+class Gathered(torch.autograd.Function):
     """Rows [T, ...] of every context parallel rank -> the item's rows [R, ...], without padding. The backward sums over the ranks."""
 
     @staticmethod
@@ -98,7 +98,7 @@ def rows_of(call, layer, q, k, v, sinks, scale, rule):
             k, v = keep(call, layer, k, v)
         out = RowAttention.apply(*(_heads_first(x) for x in (q, k, v)), sinks, scale, call, layer, rule)
     else:
-        whole = [_Gathered.apply(x, call.split) for x in (k, v)]
+        whole = [Gathered.apply(x, call.split) for x in (k, v)]
         if call.opens:
             whole = keep(call, layer, *whole)
         out = _SplitAttention.apply(*(_heads_first(x) for x in (q, k, v)), *whole, sinks, scale, call, layer, rule)

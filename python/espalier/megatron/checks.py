@@ -142,18 +142,11 @@ def _check_modules(inner):
             _check_attention(name, module)
         elif mixers.is_recurrent(module):
             found += 1
-            _check_recurrent(name, module)
         elif name.rpartition(".")[2] in ("self_attention", "cross_attention", "mixer") and "Identity" not in type(module).__name__:
             raise Unsupported(name, "SelfAttention, MLASelfAttention, GatedDeltaNet or MambaMixer of Megatron-Core", type(module).__name__,
                               "Use a layer specification of Megatron-Core")
     if not found and len(list(inner.decoder.layers)):
         raise Unsupported(type(inner).__name__, "attention or recurrent layers of Megatron-Core", "none")
-
-
-def _check_recurrent(name, module):
-    if parallel_state.get_context_parallel_world_size() > 1:
-        raise Unsupported(name, "context_parallel_size 1 in a model with recurrent layers", str(parallel_state.get_context_parallel_world_size()),
-                          "Set context_parallel_size to 1")
 
 
 def _check_attention(name, module):

@@ -129,7 +129,7 @@ def attach(layer):
             here[0] = before
 
     def own(rows):
-        """Those of a call's rows [T, ...] that this rank's router has."""
+        """The part of a call's rows [T, ...] that this rank's router has."""
         if not config.sequence_parallel:
             return rows
         return rows.chunk(parallel_state.get_tensor_model_parallel_world_size())[parallel_state.get_tensor_model_parallel_rank()]

@@ -51,14 +51,15 @@ class _Rows:
 
     def __init__(self, begin, end):
         self.begin, self.end, self.rows = begin, end, end - begin
-        self.k, self.v, self.whole = {}, {}, None
+        self.k, self.v, self.added = {}, {}, None
 
     def sums(self, layer):
-        return [x[self.begin:self.end] for x in self.whole]
+        return [x[self.begin:self.end] for x in self.added]
 
 
 class Split:
-    """Gathered rows of an item. `order`: for each of the item's rows its index among the gathered rows of all ranks, each rank's padded to `padded`."""
+    """Gathered rows of an item. `order`: for each of the item's rows its index among the gathered rows of all ranks, each rank's padded to `padded`.
+    `whole`: the RowSet of the item's rows, and `own`: the indices of this rank's rows among them."""
 
     def __init__(self, runs, parts, rank, padded, above, group, device):
         self.ranks, self.group = len(parts), group
@@ -66,6 +67,7 @@ class Split:
         for at, part in enumerate(parts):
             order[part] = at * padded + np.arange(len(part))
         self.order = queued(torch.from_numpy(order), device)
+        self.own, self.whole = queued(torch.from_numpy(parts[rank]), device), RowSet(0, tuple(above), runs)
         self.read = []  # rows of the item that stand above rows of this rank
         self.sets = self._sets(runs, parts[rank], above)
 
@@ -97,9 +99,9 @@ class Split:
         sums = [torch.zeros_like(x[:, 0], dtype=accumulator(x.dtype)) for x in (k, v)]
         for rows in self.read:
             rows.k[layer], rows.v[layer] = (x[rows.begin:rows.end, 0].transpose(0, 1)[None] for x in (k, v))
-            rows.whole = sums
+            rows.added = sums
         try:
             yield sums
         finally:
             for rows in self.read:
-                rows.k, rows.v, rows.whole = {}, {}, None
+                rows.k, rows.v, rows.added = {}, {}, None

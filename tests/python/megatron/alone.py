@@ -62,6 +62,10 @@ def modules(chunks):
         setattr(owner, name, value)
         out[name] = refused(chunks)
         setattr(owner, name, had)
+    for name in ("mtp", "vision_model"):
+        setattr(chunks[0], name, torch.nn.Identity())
+        out[name] = refused(chunks)
+        delattr(chunks[0], name)
     wrapper = type("FullyShardedDataParallel", (torch.nn.Module,), {})()
     wrapper.module = chunks[0]
     out["FullyShardedDataParallel"] = refused([wrapper])
@@ -75,6 +79,8 @@ def arguments(chunks):
             no_rollouts=lambda: espalier.megatron.phased_step(chunks, [], loss_of_wave),
             no_prompt=lambda: espalier.megatron.phased_step(chunks, [dict(prompt_ids=[], response_ids=[1])], loss_of_wave),
             large_id=lambda: espalier.megatron.score(chunks, [dict(prompt_ids=[96], response_ids=[1])]),
+            images=lambda: espalier.megatron.score(chunks, [dict(prompt_ids=[1], response_ids=[1], images=dict(pixel_values=torch.zeros(1)))]),
+            no_experts=lambda: espalier.megatron.score(chunks, [dict(prompt_ids=[1], response_ids=[1], routed_experts=[[[0]], [[1]]])]),
             no_loss=lambda: espalier.megatron.phased_step(chunks, rollouts("flat"), None),
             no_rows=lambda: espalier.megatron.score(chunks, rollouts("flat"), wave_tokens=0),
             no_scalar=lambda: espalier.megatron.phased_step(chunks, rollouts("flat"), lambda wave: wave.logprobs)).items():

@@ -27,6 +27,7 @@ CASES = {
         "mrope": dict(position="mrope", mrope_section=[1, 1, 2], kind="flat"),
         "learned_positions": dict(position="learned_absolute", kind="flat"),
         "nothing_shared": dict(kind="apart"),
+        "several_groups": dict(kind="groups"),
         "one_wave": dict(kind="flat", wave=4096),
         "per_token": dict(calculate_per_token_loss=True),
         "float32": dict(dtype="float32"),
@@ -50,6 +51,7 @@ CASES = {
         "lora_recompute": dict(lora=4, kind="flat", **FULL),
         "latent": dict(**LATENT),
         "latent_recompute": dict(kind="flat", **LATENT, **FULL),
+        "latent_selective": dict(kind="flat", **LATENT, **SELECTIVE),
         "latent_yarn": dict(rope_type="yarn", kind="flat", **LATENT),
         "delta_net": dict(gdn=True),
         "delta_net_deterministic": dict(gdn=True, kind="flat", deterministic_mode=True),
@@ -124,6 +126,8 @@ CASES = {
         "cp_experts": dict(cp=2, **EXPERTS),
         "cp_per_token": dict(cp=2, calculate_per_token_loss=True, kind="flat"),
         "hybrid_tp_sp": dict(tp=2, sp=True, pattern="*-G-M-"),
+        "hybrid_cp": dict(cp=2, pattern="*-G-M-"),
+        "delta_net_cp_recompute": dict(cp=2, gdn=True, kind="stem", wave=3, **FULL),
         "hybrid_tp": dict(tp=2, pattern="G-M-", kind="stem", wave=6),
         "hybrid_pp_recompute": dict(pp=2, pattern="*-G-|M-*-", **FULL),
         "hybrid_distributed_overlap": dict(ddp="both", pattern="*-G-M-"),
@@ -144,9 +148,9 @@ CASES = {
     },
 }
 # Run with every version and in every share of the tests.
-DAILY = {1: ("dense",), 2: ("tp_sp_tied_qk_norm_recompute", "vpp_tied_recompute", "distributed_overlap_tied")}
+DAILY = {1: ("dense", "delta_net"), 2: ("tp_sp_tied_qk_norm_recompute", "vpp_tied_recompute", "distributed_overlap_tied")}
 # Run with the oldest version, too.
-OLDEST = {1: ("dense", "selective_recompute", "window_every_second"), 2: ("tp_sp_tied_qk_norm_recompute", "vpp_tied_recompute", "distributed_overlap_tied", "pp_per_token")}
+OLDEST = {1: ("dense", "selective_recompute", "window_every_second", "delta_net", "recorded_experts"), 2: ("tp_sp_tied_qk_norm_recompute", "vpp_tied_recompute", "distributed_overlap_tied", "pp_per_token")}
 # Faults of faults.py, each in a small step: (ranks, case).
 _STEM, _STATES = dict(kind="stem", wave=6), dict(kind="stem", wave=6, pattern="M-*-G-")
 FAULTS = {

@@ -12,7 +12,6 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -36,7 +35,7 @@ def with_delta_nets(layer, count, first, norm):
     return out
 
 
-def stack_of(norm):
+def stack_of(norm, core):
     from megatron.core.models.hybrid import hybrid_block
     from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
     from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
@@ -45,7 +44,7 @@ def stack_of(norm):
     layer = lambda **parts: ModuleSpec(module=TransformerLayer, submodules=TransformerLayerSubmodules(
         input_layernorm=norm, self_attn_bda=get_bias_dropout_add, **parts))
     attention = ModuleSpec(module=SelfAttention, params=dict(attn_mask_type=AttnMaskType.causal), submodules=SelfAttentionSubmodules(
-        linear_qkv=ColumnParallelLinear, core_attention=DotProductAttention, linear_proj=RowParallelLinear))
+        linear_qkv=ColumnParallelLinear, core_attention=core, linear_proj=RowParallelLinear))
     mlp = functools.partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
     mamba = ModuleSpec(module=MambaMixer, submodules=MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear))
     return ModuleSpec(module=hybrid_block.HybridStack, submodules=hybrid_block.HybridStackSubmodules(
@@ -54,8 +53,8 @@ def stack_of(norm):
         mlp_layer=ModuleSpec(module=MLPLayer, submodules=TransformerLayerSubmodules(pre_mlp_layernorm=norm, mlp=mlp, mlp_bda=get_bias_dropout_add))))
 
 
-def hybrid(config, pattern, vocabulary, norm, tied, position):
+def hybrid(config, pattern, vocabulary, norm, core, tied, position):
     from megatron.core.models.hybrid.hybrid_model import HybridModel
-    return HybridModel(config=config, hybrid_stack_spec=stack_of(norm), vocab_size=vocabulary, max_sequence_length=64, hybrid_layer_pattern=pattern,
+    return HybridModel(config=config, hybrid_stack_spec=stack_of(norm, core), vocab_size=vocabulary, max_sequence_length=64, hybrid_layer_pattern=pattern,
                        pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
                        parallel_output=True, share_embeddings_and_output_weights=tied, position_embedding_type=position)

@@ -8,6 +8,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -122,7 +123,8 @@ def chunks_of(config, tied=False, position="rope", packed=False, **more):
     """The chunks of this rank. `packed`: for calls with packed rows, too."""
     model_parallel_cuda_manual_seed(3)
     if config.pattern:
-        out = [hybrid(config, config.pattern, VOCABULARY, Norm, tied, position).to(config.params_dtype)]
+        core = Causal if packed or config.context_parallel_size > 1 else DotProductAttention
+        out = [hybrid(config, config.pattern, VOCABULARY, Norm, core, tied, position).to(config.params_dtype)]
         draw(out)
         return out
     vpp = config.virtual_pipeline_model_parallel_size

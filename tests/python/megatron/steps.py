@@ -60,12 +60,15 @@ def loss_of_wave(wave):
 def rollouts(kind="nested", seed=1, more=0):
     """[{prompt_ids, response_ids}]. "flat": one prompt. "nested": prompts that go on where others end, and responses with a common beginning.
     "stem": responses with so long a common beginning that it is a trunk, and one that ends there. "apart": no two alike. "even": one prompt,
-    responses of one length."""
+    responses of one length. "groups": three prompts without a common beginning."""
     generator = torch.Generator().manual_seed(seed)
     draw = lambda n: torch.randint(0, VOCABULARY, (n,), generator=generator).tolist()
     root = draw(9)
     if kind == "apart":
         return [dict(prompt_ids=draw(6), response_ids=draw(4)) for _ in range(4 + more)]
+    if kind == "groups":
+        prompts = [draw(n) for n in (7, 10, 8)]
+        return [dict(prompt_ids=prompt, response_ids=draw(2 + i + at)) for at, prompt in enumerate(prompts) for i in range(3)]
     if kind == "even":
         return [dict(prompt_ids=root, response_ids=draw(4)) for _ in range(4 + more)]
     if kind == "flat":

@@ -28,6 +28,13 @@ def pythons():
     return dict(sorted(found.items()))
 
 
+@functools.cache
+def has(version, package):
+    """True if the Python with this version of megatron-core has a package."""
+    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
+    return subprocess.run([pythons()[version], "-c", code], env=environment()).returncode == 0
+
+
 def environment(**more):
     paths = [str(HERE), str(ROOT / "python"), *([os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else [])]
     return dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", PYTHONPATH=os.pathsep.join(paths), **more)

@@ -4,6 +4,7 @@ import functools
 
 import torch
 
+from espalier.megatron.attention import Gathered
 from espalier.megatron.calls import call_of
 from espalier.rows.segments import Segments
 
@@ -58,11 +59,16 @@ def attach(mixer, rows_of):
         if call is None:
             return own(hidden_states, *args, packed_seq_params=packed_seq_params, **more)
         projected, _ = mixer.in_proj(hidden_states)
-        sets, rows = call.without_padding
+        if call.split is None:
+            sets, rows = call.without_padding
+            x = projected[:rows]
+        else:  # every context parallel rank runs all rows of the item, and has the gradients of its own
+            sets, x = [call.split.whole], Gathered.apply(projected, call.split)
         look = Look(sets, call.trunk.held if call.opens else None, mixer)
-        out = look.carried(rows_of(mixer, projected[:rows, 0], look))
-        if rows < len(projected):
-            out = torch.cat([out, out.new_zeros(len(projected) - rows, out.shape[1])])
-        return mixer.out_proj(out[:, None])
+        out = look.carried(rows_of(mixer, x[:, 0], look))
+        if call.split is not None:
+            out = out.index_select(0, call.split.own)
+        padding = len(projected) - len(out)
+        return mixer.out_proj((torch.cat([out, out.new_zeros(padding, out.shape[1])]) if padding else out)[:, None])
 
     mixer.forward = forward
