@@ -65,6 +65,6 @@ class PlainStep(Step):
 
 
 def _item_of(rollouts, index):
-    one = np.array([index])
-    return Item(False, False, -1, 0, int(rollouts.lengths[index]), np.array([[index, 0, rollouts.lengths[index], 0, rollouts.lengths[index], 1, 0, 1]]), one,
+    one, rows = np.array([index]), int(rollouts.lengths[index])
+    return Item(False, False, -1, 0, rows, np.array([[index, 0, rows, 0, rows, 1, 0, 1]]), [(0, rows, rows)], one,
                 one if len(rollouts.responses[index]) else one[:0])

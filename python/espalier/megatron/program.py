@@ -24,24 +24,16 @@ class MicroBatch:
     last_of: list = field(default_factory=list)
 
 
-def program_of(items, gradients):
-    """The micro-batches of a plan's items, depth first. Without gradients nothing is closed."""
-    out, above = [], []
-
-    def close():
-        index = above.pop()
-        if gradients:
-            out.append(MicroBatch("close", index))
-        out[-1].last_of.append(index)
-
-    for index, item in enumerate(items):
-        while above and above[-1] != item.parent:
-            close()
-        out.append(MicroBatch("open" if item.trunk else "wave", index))
-        if item.trunk:
-            above.append(index)
-    while above:
-        close()
+def program_of(steps, items, gradients):
+    """The micro-batches of a plan's program (native.Plan.program). Without gradients nothing is closed."""
+    out = []
+    for forward, index in steps:
+        if forward:
+            out.append(MicroBatch("open" if items[index].trunk else "wave", index))
+        elif items[index].trunk:
+            if gradients:
+                out.append(MicroBatch("close", index))
+            out[-1].last_of.append(index)
     return out
 
 

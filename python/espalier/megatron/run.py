@@ -80,7 +80,7 @@ class Prepared:
         return batches
 
     def _program(self, gradients):
-        return programs.aligned(programs.program_of(self.plan.items, gradients), self.layout.together, self.layout.microbatches)
+        return programs.aligned(programs.program_of(self.plan.program(), self.plan.items, gradients), self.layout.together, self.layout.microbatches)
 
     def routing(self):
         """The RouterStep of a step, or None without experts. If routers have losses, a pass without gradients counts their choices first."""
