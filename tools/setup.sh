@@ -24,21 +24,23 @@ stamp() { printf '%s ' "${PYTHON-}"; cat tools/setup.sh tools/torch_versions.txt
 torch_version() { sed -n "s/^$1 //p" tools/torch_versions.txt; }
 torch_range="$(torch_version oldest) to $(torch_version newest)"
 
-# Folder of Python $1's torch if its version is in the range, or nothing. torch is not imported.
+# Folder of Python $1's torch if its version is in the range, or nothing; with `outside`, a version that is not in it. torch is not imported.
 torch_folder() {
   "$1" -c '
 import importlib.util, os, re, sys
 if sys.version_info < (3, 11):
     sys.exit()
-oldest, newest = (tuple(map(int, version.split("."))) for version in sys.argv[1:])
+oldest, newest = (tuple(map(int, version.split("."))) for version in sys.argv[1:3])
 spec = importlib.util.find_spec("torch")
 for folder in (spec.submodule_search_locations or []) if spec else []:
     version = os.path.join(folder, "version.py")
-    found = re.search(r"__version__ = .(\d+)\.(\d+)\.", open(version).read()) if os.path.exists(version) else None
-    if found and oldest <= tuple(map(int, found.groups())) <= newest:
-        print(folder)
-' "$(torch_version oldest)" "$(torch_version newest)" 2>/dev/null || true
+    found = re.search(r"__version__ = .((\d+)\.(\d+)\.[^\x27\x22]*)", open(version).read()) if os.path.exists(version) else None
+    if found:
+        inside = oldest <= (int(found[2]), int(found[3])) <= newest
+        print(folder if sys.argv[3:] == [] and inside else found[1] if sys.argv[3:] and not inside else "", end="")
+' "$(torch_version oldest)" "$(torch_version newest)" "${@:2}" 2>/dev/null || true
 }
+torch_outside() { torch_folder "$1" outside; }
 
 # The Python package (python/espalier) is on the path of .venv through this file; a Python of the user's own is left as
 # it is and takes PYTHONPATH.
@@ -135,16 +137,27 @@ working_python() {
 # Sets `python` to the first candidate with a torch in the range, and `base` to the first that could make .venv.
 choose_python() {
   python="" base=""
-  local candidate path
+  local candidate path outside
   for candidate in ${PYTHON:+"$PYTHON"} .venv/bin/python python3.13 python3.12 python3.11 python3; do
     path=$(working_python "$candidate")
+    if [ -z "$path" ] && [ "$candidate" = "${PYTHON-}" ]; then
+      have "$PYTHON" || fail "PYTHON=$PYTHON: no such program"
+      fail "PYTHON=$PYTHON: expected a Python 3.11 or newer, got $("$PYTHON" --version 2>&1 | head -1 || true)"
+    fi
     [ -n "$path" ] || continue
     case "$path" in "$PWD"/.venv/*) ;; *) [ -n "$base" ] || base=$path ;; esac
     if [ -n "$(torch_folder "$path")" ]; then
       python=$path
       return
     fi
-    [ "$candidate" != "${PYTHON-}" ] || log "PYTHON=$PYTHON has no torch $torch_range: using another or making .venv"
+    outside=$(torch_outside "$path")
+    if [ "$candidate" = "${PYTHON-}" ]; then
+      [ -z "$outside" ] || fail "PYTHON=$PYTHON has torch $outside, expected $torch_range" \
+        "upgrade it ($PYTHON -m pip install 'torch==$(torch_version newest).*'), or leave PYTHON out: make then installs torch $(torch_version downloaded) into .venv"
+      log "PYTHON=$PYTHON has no torch: using another Python or making .venv"
+    elif [ -n "$outside" ]; then
+      log "$path has torch $outside, expected $torch_range: not used"
+    fi
   done
 }
 
