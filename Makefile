@@ -16,7 +16,7 @@ GENERATOR = $$(if command -v ninja >/dev/null; then echo Ninja; else echo "Unix 
 # On a machine with a GPU's driver the CUDA library is a part of the program.
 CUDA_TARGET := $(if $(wildcard /dev/nvidiactl),espalier_cuda)
 
-.PHONY: all setup setup-tests configure configure-each t fast test sweep sweep-transformers aarch64 record faults cuda demo bench wheel check gpu-check gpu-bundle docs debug asan tsan clang clean help
+.PHONY: all setup setup-tests configure configure-each t fast test sweep sweep-transformers torches aarch64 record faults cuda demo bench wheel check gpu-check gpu-bundle docs debug asan tsan clang clean help
 .DEFAULT_GOAL := all
 
 all: setup configure  ## set-up and optimised build: build/espalier
@@ -54,9 +54,13 @@ test: setup-tests configure  ## the tests that need no accelerator, C++ and Pyth
 	@cmake --build $(BUILD) --parallel $(JOBS) $(if $(filter all,$(SWEEPS)),--target all sweep_tests)
 	@"$(PYTHON_USED)" tools/run_tests.py --build $(BUILD) --tier $(if $(filter all,$(SWEEPS)),sweep,test --sweeps "$(SWEEPS)")
 
-sweep:  ## every case of every test, under every instruction set, deliberate faults and emulated devices included; make aarch64 where it can run
+sweep:  ## every case of every test, under every instruction set, deliberate faults and emulated devices included; make torches and make aarch64 where they can run
 	@$(MAKE) --no-print-directory test SWEEPS=all
+	@tools/other_torches.sh --if-possible
 	@tools/aarch64.sh --if-possible
+
+torches: setup-tests  ## builds with the oldest and the newest torch, each with verify and the tests of make fast, in build/torch-VERSION
+	@tools/other_torches.sh
 
 aarch64: all  ## a build for aarch64 and its checks under qemu-user; Debian, Ubuntu: g++-aarch64-linux-gnu, qemu-user
 	@tools/aarch64.sh

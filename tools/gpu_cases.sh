@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# The models and rollouts of tools/first_hour.py, into the folder $1: a small model that the program made, with rollouts that it sampled,
-# and shapes whose weights are random.
+# The models and rollouts of tools/first_hour.py, into the folder $1, by the program $2 (default: build/espalier): a small model that the
+# program made, with rollouts that it sampled, and shapes whose weights are random.
 set -euo pipefail
-out=$1
+out=$1 program=${2:-build/espalier}
 rm -rf "$out"
 mkdir -p "$out"
-build/espalier grpo --quiet --out "$out/run" --prompt-length 64 --max-response-length 8 --train-batch-size 4 --n 8 \
+"$program" grpo --quiet --out "$out/run" --prompt-length 64 --max-response-length 8 --train-batch-size 4 --n 8 \
   --steps 1 --warm-start-steps 2 >/dev/null
 mv "$out/run/model" "$out/model"
 rm -rf "$out/model/espalier"
