@@ -3,7 +3,7 @@
 
     python3 first_hour.py [--out RESULTS] [--only STAGE,STAGE] [--device cuda] [--minutes 10]
 
-Needs a Python with torch 2.11 and a GPU driver; no network and no compiler. It runs from the folder that `make gpu-bundle` makes, and
+Needs a Python with the torch minor version of the build and a GPU driver; no network and no compiler. It runs from the folder that `make gpu-bundle` makes, and
 from a source tree (`make gpu-check`). Every stage is a process of its own with a time limit; a stage that fails, hangs or crashes costs only
 itself. After --minutes no further stage starts, and the one that runs ends. RESULTS gets one JSON file for each
 stage at once, and RESULTS/first_hour.md, the page, whenever a stage is done. Exit code: 0; 6 if a stage failed; 8 if the GPU cannot be
@@ -401,7 +401,7 @@ def main():
     if unknown:
         parser.error(f"no stage {', '.join(sorted(unknown))}; there are {', '.join(stage.name for stage in listed)}")
     if importlib.util.find_spec("torch") is None:
-        print(f"{sys.executable} has no torch: run first_hour.py with the Python that has torch 2.11", file=sys.stderr)
+        print(f"{sys.executable} has no torch: run first_hour.py with a Python that has the torch of the build", file=sys.stderr)
         return NOT_THERE
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# make gpu-bundle: build/gpu-bundle, a folder that starts on a machine with a GPU's driver and a Python with torch 2.11, without network
+# make gpu-bundle: build/gpu-bundle, a folder that starts on a machine with a GPU's driver and a Python with the torch of the build, without network
 # and without a compiler: program, libraries, package, examples, cases, and first_hour.py, which runs them.
 #   gpu_bundle.sh [FOLDER] [--rehearsal]    --rehearsal: with the emulated device in the place of CUDA's, for first_hour.py --device emulate
 set -euo pipefail
