@@ -16,6 +16,7 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
 FOLDERS = ("espalier", "cli", "tests", "tools", "docs", "bench", "cmake", "python", "examples", ".ci")
 PATH = re.compile(rf"^(?:{'|'.join(re.escape(f) for f in FOLDERS)})/[A-Za-z0-9_./+-]*$")
 TABLE, PAGE = "espalier/options/option_table.def", "docs/options.md"
+KERNELS = "espalier/options/attention_kernels.h"
 VERBS = "espalier/settings/option_help.cpp"
 NAKED = re.compile(r"^(?:python3? |bench/\w+\.py )")
 CHOSEN = "tools/python"
@@ -58,7 +59,10 @@ def option_faults():
         return [f"{PAGE}: missing; make docs writes it"]
     page = (ROOT / PAGE).read_text(encoding="utf-8")
     shown = dict(re.findall(r"^\| `--([a-z0-9-]+)` \|.*\| ([^|]*) \|$", page, re.M))
-    wanted = dict(ROW.findall((ROOT / TABLE).read_text(encoding="utf-8")))
+    kernels = re.findall(r'ROW\(\w+, "(\w+)", "([^"]+)"', (ROOT / KERNELS).read_text(encoding="utf-8"))
+    listed = "".join(f"{word} ({what}), " for word, what in kernels)
+    table = re.sub(r'" ESPALIER_ATTENTION_KERNELS\(\w+\) "', lambda _: listed, (ROOT / TABLE).read_text(encoding="utf-8"))
+    wanted = dict(ROW.findall(table))
     verbs = re.findall(r"\{'(\w)', +\"(\w+)\"\}", (ROOT / VERBS).read_text(encoding="utf-8"))
     wanted = {name: meaning_for_all(meaning, verbs) for name, meaning in wanted.items()}
     faults = [f"{PAGE}: option --{name} is missing or has another meaning; make docs writes the page"

@@ -46,8 +46,8 @@ struct AttentionKernelsRow {
   bool on_cpu = false;
   int capability = 0;  // ten times the compute capability that they need; 0: every GPU has them
   int tried = 0;       // by auto, where nothing was measured, the lowest first; 0: only where they were measured
-  // True for a library that takes squares and rectangles (ops/attention/composed.h), on a GPU in bfloat16 alone. The results
-  // of its calls come from ATen's allocator. The members that follow are of such libraries.
+  // True for a library that takes squares and rectangles (ops/attention/composed.h), on a GPU in bfloat16 alone. The
+  // results of its calls come from ATen's allocator. The members that follow are of such libraries.
   bool composed = false;
   std::int64_t head_multiple = 1, largest_head = std::numeric_limits<std::int64_t>::max();
   std::int64_t fewest_rows = 1;   // sequences are padded to these
