@@ -180,7 +180,7 @@ def test_a_recorded_run_replays_to_the_same_weights(espalier, tmp_path):
     assert all(torch.equal(recorded[name], tensor) for name, tensor in model.items())
 
 
-@pytest.mark.parametrize("sampling", [(), ("--top-p", 0.7, "--rollout-is", "token")])
+@pytest.mark.parametrize("sampling", [(), ("--top-p", 0.7)])
 def test_the_samplers_log_probs_are_those_of_a_pass_bit_for_bit(sampling, espalier, tmp_path):
     """With --products own the loop takes them as old_logprobs; score gives the same from the weights that sampled them. With top-p they are over
     the kept sets, so the importance weights of the first update are exactly 1."""
