@@ -21,6 +21,7 @@
 #include "espalier/checkpoint/safetensors.h"
 #include "espalier/checkpoint/strided_copy.h"
 #include "espalier/config/fp8_config.h"
+#include "espalier/config/unread_tensors.h"
 #include "espalier/model/parameters.h"
 
 namespace espalier {
@@ -158,23 +159,24 @@ SafetensorsEntry rows_of(const SafetensorsEntry& whole, std::string name, std::i
 }
 
 // Matrices that some families store as one (Phi-3, GLM-4): self_attn.qkv_proj, whose queries are as wide as what o_proj
-// reads, and mlp.gate_up_proj, in Granite 4 shared_mlp.input_linear. What does not fit stays, and is reported as
-// unexpected.
+// reads, in Sarvam attention.query_key_value and dense; and mlp.gate_up_proj, in Granite 4 shared_mlp.input_linear.
+// What does not fit stays, and is reported as unexpected.
 void split_fused_matrices(Tensors& tensors) {
-  constexpr std::string_view kQkv = ".self_attn.qkv_proj.weight", kGateUp = ".mlp.gate_up_proj.weight",
-                             kInput = ".shared_mlp.input_linear.weight";
+  constexpr std::string_view kQkv = ".self_attn.qkv_proj.weight", kNamedQkv = ".attention.query_key_value.weight",
+                             kGateUp = ".mlp.gate_up_proj.weight", kInput = ".shared_mlp.input_linear.weight";
   std::vector<const SafetensorsEntry*> fused;
   for (const auto& [name, entry] : tensors.by_name)
-    if ((name.ends_with(kQkv) || name.ends_with(kGateUp) || name.ends_with(kInput)) && entry->shape.size() == 2)
+    if ((name.ends_with(kQkv) || name.ends_with(kNamedQkv) || name.ends_with(kGateUp) || name.ends_with(kInput)) &&
+        entry->shape.size() == 2)
       fused.push_back(entry);
   for (const SafetensorsEntry* entry : fused) {
-    const bool qkv = entry->name.ends_with(kQkv);
+    const bool named = entry->name.ends_with(kNamedQkv), qkv = named || entry->name.ends_with(kQkv);
     const std::string path = entry->name.substr(0, entry->name.rfind(".weight"));
-    const std::string module = path.substr(0, path.rfind('.') + 1);
+    std::string module = path.substr(0, path.rfind('.') + 1);
     const std::int64_t rows = entry->shape[0];
     std::vector<std::pair<std::string, std::int64_t>> parts{{"gate_proj", rows / 2}, {"up_proj", rows / 2}};
     if (qkv) {
-      const auto output = tensors.by_name.find(module + "o_proj.weight");
+      const auto output = tensors.by_name.find(module + (named ? "dense.weight" : "o_proj.weight"));
       if (output == tensors.by_name.end() || output->second->shape.size() != 2) continue;
       const std::int64_t queries = output->second->shape[1], others = (rows - queries) / 2;
       if (queries >= rows) continue;
@@ -184,6 +186,7 @@ void split_fused_matrices(Tensors& tensors) {
     for (const auto& [name, size] : parts) first += size;
     if (first != rows) continue;
     tensors.by_name.erase(entry->name);
+    if (named) module.replace(module.rfind("attention."), std::string::npos, "self_attn.");
     first = 0;
     for (const auto& [name, size] : parts) {
       tensors.parts.push_back(rows_of(*entry, module + name + ".weight", first, size));
@@ -225,13 +228,25 @@ void rename_dense_layers(Tensors& tensors) {
   tensors.by_name = std::move(renamed);
 }
 
-// Towers and projectors of images.
+// Sarvam's embedding.
+void rename_embedding(Tensors& tensors) {
+  const auto named = tensors.by_name.find("model.word_embeddings.weight");
+  if (named == tensors.by_name.end()) return;
+  tensors.by_name.emplace(kEmbedding, named->second);
+  tensors.by_name.erase("model.word_embeddings.weight");
+}
+
+// Towers and projectors of images, and of sounds.
 bool is_of_vision(std::string_view name) {
-  for (const std::string_view prefix : {"visual.", "model.visual.", "vision_tower.", "model.vision_tower.",
-                                        "multi_modal_projector.", "model.multi_modal_projector."})
+  if (name.starts_with(kPrefix)) name.remove_prefix(std::string_view(kPrefix).size());
+  for (const std::string_view prefix : {"visual.", "vision_tower.", "multi_modal_projector.", "vision_embedder.",
+                                        "embed_vision.", "audio_tower.", "embed_audio."})
     if (name.starts_with(prefix)) return true;
   return false;
 }
+
+// Numbers that a layer's shape has (config/stored_scales.h).
+bool is_of_shape(std::string_view name) { return name.ends_with(".layer_scalar"); }
 
 // Layers that predict further tokens, which transformers leaves out as well. Some families store such a layer behind
 // the others (GLM-4.5, DeepSeek-V3): it alone has a matrix eh_proj. `prefixes`: of those layers.
@@ -248,6 +263,13 @@ void set_apart_the_rest(Tensors& tensors) {
   std::vector<std::string> further;
   for (const auto& [name, entry] : tensors.by_name)
     if (name.ends_with(kFurtherTokens)) further.push_back(name.substr(0, name.size() - kFurtherTokens.size()));
+  const std::vector<std::string> unread = unread_modules(tensors.where);
+  const auto is_unread = [&](const std::string& name) {
+    return std::ranges::any_of(unread, [&](const std::string& module) {
+      const std::size_t at = name.find(module);
+      return at == 0 || (at != name.npos && name[at - 1] == '.');
+    });
+  };
   std::string_view text_prefix;  // in place of "model."
   for (const std::string_view prefix : {kTextOfVision, kTextOfLanguage})
     if (std::ranges::any_of(tensors.by_name, [&](const auto& item) { return item.first.starts_with(prefix); }))
@@ -255,7 +277,7 @@ void set_apart_the_rest(Tensors& tensors) {
   for (const auto& [name, entry] : tensors.by_name) {
     const bool is_further_layer = is_further(name, further);
     tensors.further += is_further_layer ? 1 : 0;
-    if (is_further_layer || is_of_vision(name))
+    if (is_further_layer || is_of_vision(name) || is_of_shape(name) || is_unread(name))
       tensors.beside.push_back(is_fp8(*entry) ? &tensors.parts.emplace_back(in_bfloat16(*entry)) : entry);
     else if (!text_prefix.empty() && name.starts_with(text_prefix))
       of_text.emplace(kPrefix + name.substr(text_prefix.size()), entry);
@@ -274,6 +296,7 @@ void take_apart(Tensors& tensors) {
   split_fused_matrices(tensors);
   join_half_blocks(tensors);
   rename_dense_layers(tensors);
+  rename_embedding(tensors);
   set_apart_the_rest(tensors);
 }
 

@@ -10,9 +10,12 @@
 
 #include "espalier/config/expert_config.h"
 #include "espalier/config/fp8_config.h"
+#include "espalier/config/full_layers.h"
+#include "espalier/config/later_layers.h"
 #include "espalier/config/reading.h"
 #include "espalier/config/rope_config.h"
 #include "espalier/config/stored_names.h"
+#include "espalier/config/stored_scales.h"
 #include "espalier/config/stored_sizes.h"
 #include "espalier/config/stored_ties.h"
 #include "espalier/shape/half_blocks.h"
@@ -25,6 +28,7 @@ constexpr const char* kLanguageModel = "ForCausalLM";
 constexpr const char* kClassifier = "ForTokenClassification";
 constexpr const char* kSequenceClassifier = "ForSequenceClassification";
 constexpr const char* kWithVision = "ForConditionalGeneration";
+constexpr std::string_view kSarvam = "sarvam_";  // begins model_type
 
 struct Architecture {
   const Family& family;
@@ -33,15 +37,17 @@ struct Architecture {
 };
 
 Architecture architecture_of(const Members& config, bool critic) {
-  std::string architecture, model_type;
+  std::string architecture;
+  const std::string model_type = config.text("model_type", "");
   if (config.has("architectures")) {
     const Json& list = config.at("architectures");
     if (!list.is_array() || list.empty() || !list[0].is_string()) config.fail("architectures", "a list of one name");
     architecture = list[0].get<std::string>();
-  } else {
-    model_type = config.text("model_type", "");
-    if (model_type.empty()) config.fail("architectures", "a list of one name");
+  } else if (model_type.empty()) {
+    config.fail("architectures", "a list of one name");
   }
+  // transformers saves Sarvam's models under the names of the classes that run them.
+  if (!critic && model_type.starts_with(kSarvam)) architecture.clear();
   std::string supported;
   for (const Family& family : model_families()) {
     const std::string name = family.name;
@@ -149,20 +155,22 @@ void read_windows(const Members& config, const Family& family, Reading& reading)
 
 // Gives layers of attention their mixers.
 void set_attention(const Family& family, Reading& reading) {
-  std::map<std::tuple<bool, bool>, std::shared_ptr<const Mixer>> made;  // by window and rotation
+  std::map<std::tuple<bool, bool, std::int64_t>, std::shared_ptr<const Mixer>> made;  // by window, rotation, source
   for (std::size_t layer = 0; layer < reading.shape.layer.size(); ++layer) {
     const bool windowed = !reading.windowed.empty() && reading.windowed[layer] != 0,
                rotates = reading.unrotated.empty() || reading.unrotated[layer] == 0;
-    std::shared_ptr<const Mixer>& mixer = made[{windowed, rotates}];
+    const std::int64_t source = reading.source.empty() ? -1 : reading.source[layer];
+    std::shared_ptr<const Mixer>& mixer = made[{windowed, rotates, source}];
     if (!mixer && family.latent) {
       LatentShape latent = reading.latent;
       latent.rotates = rotates;
       mixer = std::make_shared<const LatentAttention>(std::move(latent));
     } else if (!mixer) {
-      AttentionShape attention = reading.attention;
+      AttentionShape attention = family.full_head_dim > 0 && !windowed ? reading.full_attention : reading.attention;
       attention.window = windowed ? reading.window : 0;
       if (windowed && family.window_rope.own) attention.rope = reading.window_rope;
       if (!rotates) attention.rotary = 0;
+      attention.source = source;
       mixer = std::make_shared<const Attention>(std::move(attention));
     }
     reading.shape.layer[layer].mixer = mixer;
@@ -215,6 +223,7 @@ double read_cap(const Members& config, const char* name, double absent) {
 void read_scales(const Members& config, const Family& family, Reading& reading) {
   ModelShape& shape = reading.shape;
   AttentionShape& attention = reading.attention;
+  attention.scale = family.attention_scale;
   if (family.scales_embedding) shape.scales.embedding = std::sqrt(static_cast<double>(shape.hidden));
   if (family.query_scalar > 0)
     attention.scale = 1 / std::sqrt(config.positive("query_pre_attn_scalar", family.query_scalar));
@@ -373,7 +382,9 @@ void read_heads(const Members& config, const Family& family, Reading& reading) {
   s.qk_norm = family.qk_norm_member ? config.flag("use_qk_norm", false) : family.qk_norm;
   s.wide_norm = family.wide_norm, s.sinks = family.sinks, s.output_gate = family.output_gate;
   s.norm = family.norm, s.norm_eps = reading.shape.rms_norm_eps;
+  s.value_norm = family.value_norm, s.names = family.attention;
   s.fused_qkv = family.names.fused_qkv;
+  if (!family.names.fused_in_files_alone) s.joint_qkv = s.fused_qkv;
 }
 
 // Members that latent attention and other attention share.
@@ -429,6 +440,8 @@ ModelShape shape_of_family(const Members& stated, const Family& family) {
   refuse_dropout(config, family);
   if (family.mixers == nullptr) read_windows(config, family, reading);
   if (family.latent) complete_latents(reading);
+  if (family.full_head_dim > 0) read_full_layers(config, family, reading);
+  if (family.later_layers) read_later_layers(config, reading);
   set_attention(family, reading);
   if (family.mixers != nullptr) family.mixers(config, shape.layer);
   read_activation(config, family, shape);
@@ -499,7 +512,8 @@ ModelShape shape_beside_vision(const Members& config, const VisionFamily& row) {
   shape.beside_vision = true;
   for (const char* name : {"image_token_id", "image_token_index", "video_token_id", "vision_start_token_id",
                            "vision_end_token_id", "boi_token_index", "eoi_token_index", "image_start_token_id",
-                           "image_end_token_id", "video_start_token_id", "video_end_token_id"})
+                           "image_end_token_id", "video_start_token_id", "video_end_token_id", "boi_token_id",
+                           "eoi_token_id", "audio_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index"})
     if (config.has(name))
       shape.image_tokens.push_back(static_cast<std::int32_t>(config.integer(name, 0, std::int64_t{1} << 30)));
   return shape;
@@ -615,6 +629,7 @@ ModelShape read_model_shape(const std::filesystem::path& given) {
   const std::filesystem::path path = config_path(given);
   ModelShape shape = model_shape_of(read_completed_config(path), path.string());
   set_stored_names(path.parent_path(), shape);
+  set_stored_scales(path.parent_path(), shape);
   return shape;
 }
 
@@ -627,6 +642,7 @@ CriticShape read_critic_shape(const std::filesystem::path& given) {
   const std::filesystem::path path = config_path(given);
   CriticShape critic = critic_shape_of(read_completed_config(path), path.string());
   set_stored_names(path.parent_path(), critic.shape);
+  set_stored_scales(path.parent_path(), critic.shape);
   return critic;
 }
 

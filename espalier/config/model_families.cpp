@@ -1,5 +1,6 @@
 #include "espalier/config/model_families.h"
 
+#include "espalier/config/family_names.h"
 #include "espalier/config/usual_members.h"
 #include "espalier/mixers/delta_rule/shape.h"
 #include "espalier/mixers/kimi_delta/shape.h"
@@ -8,75 +9,6 @@
 
 namespace espalier {
 namespace {
-
-constexpr ParameterNames kGemmaNames{.attention_post_norm = "post_attention_layernorm",
-                                     .mlp_norm = "pre_feedforward_layernorm",
-                                     .mlp_post_norm = "post_feedforward_layernorm"};
-constexpr ParameterNames kOlmoNames{.attention_norm = "",
-                                    .attention_post_norm = "post_attention_layernorm",
-                                    .mlp_norm = "",
-                                    .mlp_post_norm = "post_feedforward_layernorm"};
-
-constexpr ParameterNames kMixtralNames{.router = "block_sparse_moe.gate",
-                                       .correction_bias = "block_sparse_moe.e_score_correction_bias",
-                                       .experts = "block_sparse_moe.experts",
-                                       .expert_gate = "w1",
-                                       .expert_up = "w3",
-                                       .expert_down = "w2"};
-
-constexpr ParameterNames kBambaNames{.mlp_norm = "pre_ff_layernorm",
-                                     .final_norm = "model.final_layernorm",
-                                     .gate = "feed_forward.gate_proj",
-                                     .up = "feed_forward.up_proj",
-                                     .down = "feed_forward.down_proj"};
-
-// Files have input_linear: gate_proj, then up_proj.
-constexpr ParameterNames kGraniteHybridNames{.gate = "shared_mlp.gate_proj",
-                                             .up = "shared_mlp.up_proj",
-                                             .down = "shared_mlp.output_linear",
-                                             .router = "block_sparse_moe.router.layer",
-                                             .experts = "block_sparse_moe.experts",
-                                             .shared_gate = "shared_mlp.gate_proj",
-                                             .shared_up = "shared_mlp.up_proj",
-                                             .shared_down = "shared_mlp.output_linear",
-                                             .fused_gate_up = "shared_mlp.input_linear",
-                                             .fused_shared = "shared_mlp.input_linear",
-                                             .stacked_gate_up = "block_sparse_moe.input_linear",
-                                             .stacked_down = "block_sparse_moe.output_linear",
-                                             .expert_files = ExpertFiles::stacked};
-
-constexpr ParameterNames kSharedExpertsNames{.shared_gate = "mlp.shared_experts.gate_proj",
-                                             .shared_up = "mlp.shared_experts.up_proj",
-                                             .shared_down = "mlp.shared_experts.down_proj"};
-
-constexpr ParameterNames kNemotronNames{.shared_gate = "mlp.shared_experts.gate_proj",
-                                        .shared_up = "mlp.shared_experts.up_proj",
-                                        .shared_down = "mlp.shared_experts.down_proj",
-                                        .half_blocks = true,
-                                        .file_root = "backbone."};
-
-// As published; transformers has the bias below mlp.gate.
-constexpr ParameterNames kExaoneMoeNames{.correction_bias = "mlp.e_score_correction_bias",
-                                         .shared_gate = "mlp.shared_experts.gate_proj",
-                                         .shared_up = "mlp.shared_experts.up_proj",
-                                         .shared_down = "mlp.shared_experts.down_proj"};
-
-constexpr ParameterNames kKimiNames{.router = "block_sparse_moe.gate",
-                                    .correction_bias = "block_sparse_moe.gate.e_score_correction_bias",
-                                    .experts = "block_sparse_moe.experts",
-                                    .expert_gate = "w1",
-                                    .expert_up = "w3",
-                                    .expert_down = "w2",
-                                    .shared_gate = "block_sparse_moe.shared_experts.gate_proj",
-                                    .shared_up = "block_sparse_moe.shared_experts.up_proj",
-                                    .shared_down = "block_sparse_moe.shared_experts.down_proj"};
-
-constexpr ParameterNames kLfm2Names{.attention_norm = "operator_norm",
-                                    .mlp_norm = "ffn_norm",
-                                    .final_norm = "model.embedding_norm",
-                                    .gate = "feed_forward.w1",
-                                    .up = "feed_forward.w3",
-                                    .down = "feed_forward.w2"};
 
 constexpr Family kFamilies[] = {
     {.name = "Llama",
@@ -754,10 +686,66 @@ constexpr Family kFamilies[] = {
      .pairs_member = true,
      .usual_members = usual_members_of_sarvam_mla,
      .names = kSharedExpertsNames},
+    {.name = "SarvamMoE",
+     .model_type = "sarvam_moe",
+     .classifier = false,
+     .qk_norm_member = true,
+     .attention = {.output = "attention.dense",
+                   .query_norm = "attention.query_layernorm.weight",
+                   .key_norm = "attention.key_layernorm.weight"},
+     .experts = {.some = true,
+                 .renormalises = Renormalises::member_on,
+                 .sigmoid = true,
+                 .correction_bias = true,
+                 .wide = true,
+                 .groups = true,
+                 .scaling = 2.5,
+                 .dense_first = true,
+                 .shared_count_member = "n_shared_experts",
+                 .shared = 1},
+     .head_dim = 64,
+     .max_positions = 131072,
+     .kv_heads = 4,
+     .pad_token = 0,
+     .rope_theta = 8e6,
+     .usual_members = usual_members_of_sarvam_moe,
+     .names = kSarvamNames},
+    {.name = "Gemma4",
+     .model_type = "gemma4_text",
+     .classifier = false,
+     .qkv_bias = Biases::attention_bias,
+     .output_bias = Biases::attention_bias,
+     .qk_norm = true,
+     .value_norm = true,
+     .full_head_dim = 512,
+     .later_layers = true,
+     .heads = 8,
+     .vocabulary = 262144,
+     .head_dim = 256,
+     .max_positions = 131072,
+     .kv_heads = 4,
+     .pad_token = 0,
+     .tied_head = true,
+     .windows = Windows::by_types,
+     .window_period = 6,
+     .window = 512,
+     .rope_theta = 1e6,
+     .window_rope = {.own = true},
+     .norm = NormKind::rms_once,
+     .norm_place = NormPlace::both,
+     .activation_member = "hidden_activation",
+     .activation = "gelu_pytorch_tanh",
+     .scales_embedding = true,
+     .attention_scale = 1,
+     .caps = true,
+     .usual_members = usual_members_of_gemma4,
+     .names = kGemma4Names},
 };
 
 constexpr VisionFamily kVisionFamilies[] = {
     {"Gemma3", "gemma3_text", "Gemma3"},
+    {"Gemma4", "gemma4_text", "Gemma4"},
+    {"Gemma4Unified", "gemma4_unified_text", "Gemma4", R"({"hidden_size_per_layer_input": 0, "sliding_window": 1024})"},
     {"Qwen3_5", "qwen3_5_text", "Qwen3_5"},
     {"Qwen3_5Moe", "qwen3_5_moe_text", "Qwen3_5Moe"},
     {"Mistral3", "mistral", "Mistral"},

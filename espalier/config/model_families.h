@@ -6,6 +6,7 @@
 #include <span>
 #include <vector>
 
+#include "espalier/mixers/attention/shape.h"
 #include "espalier/shape/config_members.h"
 #include "espalier/shape/model_shape.h"
 
@@ -89,6 +90,10 @@ struct Family {
   bool qk_norm = false, wide_norm = false;
   bool qk_norm_member = false;  // use_qk_norm says whether
   bool sinks = false;
+  bool value_norm = false;         // AttentionShape::value_norm
+  AttentionNames attention = {};   // of parameters
+  std::int64_t full_head_dim = 0;  // of layers without a window, absent global_head_dim; 0: they have others' heads
+  bool later_layers = false;       // members about layers that read others, and about their inputs (later_layers.h)
   Experts experts = {};
 
   const char* inner_member = "intermediate_size";
@@ -128,6 +133,7 @@ struct Family {
       false;  // rope_interleave is read: neighbouring channels rotate together, which is also its absence
 
   bool scales_embedding = false;  // by the root of hidden_size
+  double attention_scale = 0;     // of scores, whatever the config says; 0: it says it
   double query_scalar = 0;        // of an absent query_pre_attn_scalar s: scores times 1/sqrt(s); 0: not read
   bool multipliers = false;       // Granite's members are read
   double attention_cap = 0;       // of an absent attn_logit_softcapping

@@ -6,6 +6,8 @@
 namespace espalier {
 namespace {
 
+constexpr const char* kProportional = "proportional";
+
 std::vector<double> read_factors(const Members& rope, const char* name, std::int64_t count) {
   const std::string expected = text_of("a list of ", count, " numbers above 0");
   if (!rope.has(name) || !rope.at(name).is_array() || rope.at(name).size() != static_cast<std::size_t>(count))
@@ -82,8 +84,12 @@ Rope read_one(const Members& config, const Members& rope, bool nested, double th
     scaling.type = RopeType::longrope;
     scaling.original_max_position_embeddings = stated;
     read_longrope(rope, reading.attention.rotary, reading.shape.max_positions, scaling);
+  } else if (type == kProportional) {
+    scaling.type = RopeType::proportional;
+    scaling.factor = rope.positive("factor", 1), scaling.turning = rope.positive("partial_rotary_factor", 1);
+    if (scaling.turning > 1) rope.fail("partial_rotary_factor", "a fraction");
   } else {
-    rope.refuse("rope_type '" + type + "'", "rope_type default, linear, llama3, yarn or longrope");
+    rope.refuse("rope_type '" + type + "'", "rope_type default, linear, llama3, yarn, longrope or proportional");
   }
   return out;
 }
@@ -156,7 +162,7 @@ void read_rope(const Members& config, const Family& family, Reading& reading) {
   if (family.rope_stated && whole.object == nullptr)
     config.fail("rope_scaling", text_of("an object (absent it means a scaling in ", family.name, ")"));
   const Members of_full = members(nested ? full : whole);
-  read_rotary_dim(config, of_full, family, attention);
+  if (of_full.text("rope_type", "") != kProportional) read_rotary_dim(config, of_full, family, attention);
   const double theta = config.positive("rope_theta", family.rope_theta);
   attention.rope = read_one(config, of_full, nested, theta, reading);
   attention.interleaved = family.pairs_member ? config.flag("rope_interleave", family.interleaved) : family.interleaved;

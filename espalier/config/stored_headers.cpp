@@ -13,7 +13,7 @@ constexpr const char* kSingle = "model.safetensors";
 Json parsed(const std::string& text) { return Json::parse(text, nullptr, false); }
 
 bool is_of_vision(std::string_view name) {
-  return name.find("vision_") != name.npos || name.find("visual.") != name.npos;
+  return name.find("vision_") != name.npos || name.find("visual.") != name.npos || name.find("audio_") != name.npos;
 }
 
 }  // namespace
@@ -33,17 +33,17 @@ StoredHeaders::Header StoredHeaders::header_of(const fs::path& path) {
   return {parsed(text), bytes + sizeof length};
 }
 
-std::optional<StoredMatrix> StoredHeaders::matrix_in(const fs::path& path, const Header& header,
+std::optional<StoredTensor> StoredHeaders::tensor_in(const fs::path& path, const Header& header,
                                                      const std::function<bool(std::string_view)>& accepts) {
   if (!header.tensors.is_object()) return {};
   for (const auto& [name, entry] : header.tensors.items()) {
     if (!accepts(name) || is_of_vision(name)) continue;
     const auto shape = entry.is_object() ? entry.find("shape") : entry.end();
-    if (!entry.is_object() || shape == entry.end() || !shape->is_array() || shape->size() != 2) return {};
-    StoredMatrix out{path, {}, {}, 0, 0};
+    if (!entry.is_object() || shape == entry.end() || !shape->is_array()) return {};
+    StoredTensor out{path, {}, {}, 0, 0};
     for (const Json& size : *shape)
       if (size.is_number_integer()) out.shape.push_back(size.get<std::int64_t>());
-    if (out.shape.size() != 2) return {};
+    if (out.shape.size() != shape->size()) return {};
     if (const auto dtype = entry.find("dtype"); dtype != entry.end() && dtype->is_string())
       out.dtype = dtype->get<std::string>();
     const auto offsets = entry.find("data_offsets");
@@ -79,17 +79,22 @@ std::vector<std::string> StoredHeaders::names() const {
   return out;
 }
 
-std::optional<StoredMatrix> StoredHeaders::matrix(const std::function<bool(std::string_view)>& accepts) {
+std::optional<StoredTensor> StoredHeaders::matrix(const std::function<bool(std::string_view)>& accepts) {
+  std::optional<StoredTensor> found = tensor(accepts);
+  return found && found->shape.size() == 2 ? found : std::nullopt;
+}
+
+std::optional<StoredTensor> StoredHeaders::tensor(const std::function<bool(std::string_view)>& accepts) {
   if (files_.is_null()) {
     if (headers_.empty()) return {};
-    return matrix_in(directory_ / kSingle, headers_.begin()->second, accepts);
+    return tensor_in(directory_ / kSingle, headers_.begin()->second, accepts);
   }
   for (const auto& [name, file] : files_.items()) {
     if (!accepts(name) || is_of_vision(name) || !file.is_string()) continue;
     const std::string path = file.get<std::string>();
     if (path.find('/') != path.npos) return {};
     if (!headers_.contains(path)) headers_[path] = header_of(directory_ / path);
-    return matrix_in(directory_ / path, headers_[path], accepts);
+    return tensor_in(directory_ / path, headers_[path], accepts);
   }
   return {};
 }

@@ -17,7 +17,7 @@
 
 namespace espalier {
 
-struct StoredMatrix {
+struct StoredTensor {
   std::filesystem::path file;
   std::string dtype;  // as safetensors has it: "BF16"
   std::vector<std::int64_t> shape;
@@ -32,8 +32,9 @@ class StoredHeaders {
   // All tensors.
   std::vector<std::string> names() const;
 
-  // The first tensor of the text model whose name is accepted, where it has two dimensions.
-  std::optional<StoredMatrix> matrix(const std::function<bool(std::string_view)>& accepts);
+  // The first tensor of the text model whose name is accepted; `matrix`: where it has two dimensions.
+  std::optional<StoredTensor> tensor(const std::function<bool(std::string_view)>& accepts);
+  std::optional<StoredTensor> matrix(const std::function<bool(std::string_view)>& accepts);
 
  private:
   struct Header {
@@ -41,7 +42,7 @@ class StoredHeaders {
     std::uint64_t bytes = 0;  // before the first tensor
   };
   static Header header_of(const std::filesystem::path& path);
-  static std::optional<StoredMatrix> matrix_in(const std::filesystem::path& path, const Header& header,
+  static std::optional<StoredTensor> tensor_in(const std::filesystem::path& path, const Header& header,
                                                const std::function<bool(std::string_view)>& accepts);
 
   std::filesystem::path directory_;

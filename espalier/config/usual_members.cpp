@@ -62,10 +62,23 @@ Json usual_members_of_kimi(const Members& config) {
   return out;
 }
 
-Json usual_members_of_sarvam_mla(const Members& config) {
+namespace {
+
+// Of both models of Sarvam.
+Json with_shared_experts(const Members& config) {
   Json out = config.all();
   copy(config.all(), {"num_shared_experts", "n_shared_experts"}, out);
-  for (const char* const name : {"num_shared_experts", "head_dim", "q_head_dim"}) out.erase(name);  // derived
+  out.erase("num_shared_experts");
+  if (const std::string name = config.text("score_function", "sigmoid"); name != "sigmoid")
+    config.refuse("score_function '" + name + "'", "scores by sigmoid");
+  return out;
+}
+
+}  // namespace
+
+Json usual_members_of_sarvam_mla(const Members& config) {
+  Json out = with_shared_experts(config);
+  for (const char* const name : {"head_dim", "q_head_dim"}) out.erase(name);  // derived
   if (!out.contains("q_lora_rank")) out["q_lora_rank"] = nullptr;
   for (const char* const holder : {"rope_scaling", "rope_parameters"}) {
     const auto rope = out.find(holder);
@@ -73,8 +86,78 @@ Json usual_members_of_sarvam_mla(const Members& config) {
     for (const char* const member : {"type", "rope_type"})
       if (const auto type = rope->find(member); type != rope->end() && *type == "deepseek_yarn") *type = "yarn";
   }
-  if (const std::string name = config.text("score_function", "sigmoid"); name != "sigmoid")
-    config.refuse("score_function '" + name + "'", "scores by sigmoid");
+  return out;
+}
+
+Json usual_members_of_sarvam_moe(const Members& config) {
+  Json out = with_shared_experts(config);
+  for (const char* const name : {"use_qkv_bias", "attention_bias", "use_bias"})
+    if (config.flag(name, false)) config.refuse(text_of(name, " = true"), "projections without biases");
+  if (!out.contains("use_qk_norm")) out["use_qk_norm"] = true;
+  if (!config.flag("moe_router_enable_expert_bias", true))
+    config.refuse("moe_router_enable_expert_bias = false", "routers with a correction bias");
+  return out;
+}
+
+namespace {
+
+constexpr const char *kSliding = "sliding_attention", *kFull = "full_attention";
+
+// transformers gives the last layer no window.
+Json types_of_gemma4(const Members& config, std::int64_t layers) {
+  constexpr std::int64_t kPeriod = 6;
+  Json types = Json::array();
+  if (config.has("layer_types") && config.at("layer_types").is_array())
+    types = config.at("layer_types");
+  else
+    for (std::int64_t layer = 1; layer <= layers; ++layer) types.push_back(layer % kPeriod != 0 ? kSliding : kFull);
+  if (!types.empty()) types.back() = kFull;
+  return types;
+}
+
+// per_layer_config, as transformers writes it: {"5": {"head_dim": 512, "num_key_value_heads": 4}, ...} for all layers
+// without a window.
+void read_per_layer(const Members& config, Json& out) {
+  const char* const name = "per_layer_config";
+  if (!config.has(name)) return;
+  const Json &stated = config.at(name), &types = out.at("layer_types");
+  if (!stated.is_object()) config.fail(name, "an object");
+  Json of_full;
+  for (std::size_t layer = 0; layer < types.size(); ++layer) {
+    const auto found = stated.find(std::to_string(layer));
+    const Json own = found == stated.end() || !found->is_object() ? Json::object() : *found;
+    if (types[layer] == kFull && of_full.is_null()) of_full = own;
+    if (own != (types[layer] == kFull ? of_full : Json::object()))
+      config.refuse(text_of(name, " with ", shown(own), " for layer ", layer),
+                    "the same heads in all layers of full_attention, and num_key_value_heads and head_dim in others");
+  }
+  for (const auto& [member, value] : of_full.items())
+    if (member != "head_dim" && member != "num_key_value_heads")
+      config.refuse(text_of(name, " with ", member), "head_dim and num_key_value_heads in per_layer_config");
+  copy(of_full, {"head_dim", "global_head_dim"}, out);
+  copy(of_full, {"num_key_value_heads", "num_global_key_value_heads"}, out);
+  if (!of_full.contains("head_dim")) out["global_head_dim"] = out.value("head_dim", Json());
+}
+
+}  // namespace
+
+Json usual_members_of_gemma4(const Members& config) {
+  Json out = config.all();
+  out["layer_types"] = types_of_gemma4(config, config.integer("num_hidden_layers", 1, 10000));
+  if (!config.has("rope_parameters"))
+    out["rope_parameters"] = {
+        {kSliding, {{"rope_type", "default"}, {"rope_theta", 1e4}}},
+        {kFull, {{"rope_type", "proportional"}, {"partial_rotary_factor", 0.25}, {"rope_theta", 1e6}}}};
+  if (!config.flag("attention_k_eq_v", false)) out.erase("num_global_key_value_heads");
+  read_per_layer(config, out);
+  // Tokens of images see each other; rollouts have none.
+  if (config.has("use_bidirectional_attention") && config.at("use_bidirectional_attention") == "vision")
+    out.erase("use_bidirectional_attention");
+  else if (config.has("use_bidirectional_attention") && config.at("use_bidirectional_attention") != false)
+    config.refuse("use_bidirectional_attention = " + shown(config.at("use_bidirectional_attention")),
+                  "rows that do not attend to later rows");
+  if (config.flag("enable_moe_block", false))
+    config.refuse("enable_moe_block = true", "layers of Gemma 4 without experts");
   return out;
 }
 

@@ -15,4 +15,12 @@ Json usual_members_of_kimi(const Members& config);
 // of DeepSeek-V3's members. Errors: UnsupportedError for members that mean another model.
 Json usual_members_of_sarvam_mla(const Members& config);
 
+// The same of Sarvam's model with attention over heads, under the names of GLM-4.5's members.
+Json usual_members_of_sarvam_moe(const Members& config);
+
+// A configuration of Gemma 4's text model with the values that transformers gives to absent members of layers: their
+// types, their rotations and the heads of those without a window. Errors: InputError; UnsupportedError for members that
+// mean another model.
+Json usual_members_of_gemma4(const Members& config);
+
 }  // namespace espalier

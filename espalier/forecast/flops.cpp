@@ -93,6 +93,11 @@ Flops flops_of_layers(const ModelShape& s, std::int64_t first, const Work& work,
                        });
 }
 
+// The product of embedded rows for the inputs of all layers.
+double input_flops(const ModelShape& s, const Work& work) {
+  return 2 * static_cast<double>(work.rows) * static_cast<double>(outer_parameters(s).layer_projection.weights());
+}
+
 double head_flops(const ModelShape& s, const Work& work) {
   return 2 * static_cast<double>(work.outputs * s.hidden) * static_cast<double>(s.head_width());
 }
@@ -101,12 +106,14 @@ double head_flops(const ModelShape& s, const Work& work) {
 
 Flops forward_flops(const ModelShape& s, const Work& work, bool all_rows_choose) {
   Flops flops = flops_of_layers(s, 0, work, all_rows_choose, Times::forward);
+  flops.layers += input_flops(s, work);
   flops.head = head_flops(s, work) + head_low_rank(s, work);
   return flops;
 }
 
 Flops backward_flops(const ModelShape& s, const Work& work, bool all_rows_choose) {
   Flops flops = flops_of_layers(s, s.trained.first_layer, work, all_rows_choose, Times::backward);
+  if (s.trained.input) flops.layers += 3 * input_flops(s, work);  // the product again, and two of its backward
   flops.head = (s.trained.head ? 2 : 1) * head_flops(s, work) + 3 * head_low_rank(s, work);
   return flops;
 }

@@ -79,7 +79,7 @@ ActivationBytes::ActivationBytes(const LocalShape& local, DType dtype, const Ste
 std::size_t ActivationBytes::kind_of(const LayerShape& layer) {
   const auto alike = [&](const LayerShape& other) {
     return other.mixer == layer.mixer && other.mlp == layer.mlp && other.inner == layer.inner &&
-           other.norm_place == layer.norm_place;
+           other.norm_place == layer.norm_place && other.is_read_later == layer.is_read_later;
   };
   const auto found = std::ranges::find_if(kinds_, alike);
   if (found != kinds_.end()) return static_cast<std::size_t>(found - kinds_.begin());
@@ -179,7 +179,9 @@ class LayerBytes {
   bool latents_;
 };
 
-bool is_awake(const PathPlan& path, std::int64_t layer) { return layer < path.layers_awake; }
+bool is_awake(const ModelShape& shape, const PathPlan& path, std::int64_t layer) {
+  return layer < path.layers_awake || shape.at(layer).is_read_later;
+}
 
 }  // namespace
 
@@ -192,7 +194,7 @@ PathBytes path_bytes(const BufferSizes& sizes, PathRows rows, bool with_gradient
     const LayerShape& layer = shape.at(i);
     if (latents && layer.mixer->narrows_path())
       room = std::max(room, PathRoomBuffers({sizes, layer}, rows.all, with_gradients).peak());
-    asleep += leaves(*layer.mixer, cp) == PathLeaves::all_rows && !is_awake(path, i);
+    asleep += leaves(*layer.mixer, cp) == PathLeaves::all_rows && !is_awake(shape, path, i);
   }
   const bool sleeps = asleep > 0 && rows.all > 0;
   PathBytes out{room, room, 0, sleeps};
@@ -204,11 +206,11 @@ PathBytes path_bytes(const BufferSizes& sizes, PathRows rows, bool with_gradient
     if (leaves_rows == PathLeaves::no_rows) continue;
     const LayerBytes layer(sizes, shape.at(i), latents);
     // Layers without a backward have no accumulators where all are in memory.
-    const bool sums = with_gradients && (sleeps || i >= shape.trained.first_layer);
+    const bool sums = with_gradients && (sleeps || shape.at(i).is_read_later || i >= shape.trained.first_layer);
     std::int64_t held = 0;
     if (leaves_rows == PathLeaves::window_rows) {
       held = layer.of(rows.window, sums);
-    } else if (!sleeps || is_awake(path, i)) {
+    } else if (!sleeps || is_awake(shape, path, i)) {
       held = layer.of(rows.all, sums);
     } else if (path.divided) {
       held = layer.of(of_rank, with_gradients);
@@ -216,7 +218,7 @@ PathBytes path_bytes(const BufferSizes& sizes, PathRows rows, bool with_gradient
     } else {
       out.stored += layer.stored(rows.all, with_gradients);
     }
-    if (sleeps && leaves_rows == PathLeaves::all_rows && !is_awake(path, i)) {
+    if (sleeps && leaves_rows == PathLeaves::all_rows && !is_awake(shape, path, i)) {
       shared = std::max(shared, layer.of(rows.all, false));
       shared_with_sums = std::max(shared_with_sums, layer.of(rows.all, with_gradients));
     }
@@ -239,13 +241,23 @@ PathTraffic ActivationBytes::path_traffic(std::int64_t rows_above, std::int64_t 
       if (path.latents) expanded += rows_above + (backward ? 3 * rows_above + own_rows : 0);
       out.flops += 2.0 * static_cast<double>(mixer.path_kinds(true)[0].width * mixer.expanded_width() * expanded);
     }
-    if (is_awake(path, i) || path.divided) continue;
+    if (is_awake(shape_, path, i) || path.divided) continue;
     const LayerBytes layer(sizes(), shape_.at(i), path.latents);
     const auto sums = [&](std::int64_t of) { return layer.of(of, true) - layer.of(of, false); };
     out.forward += layer.of(rows_above, false) + layer.of(own_rows, false);
     if (kind_.gradients) out.backward += layer.of(rows, true) + sums(rows_above);
   }
   return out;
+}
+
+std::int64_t ActivationBytes::read_later(const Work& work, bool wave, bool gradients) const {
+  std::int64_t sum = 0;
+  for (const LayerShape& layer : shape_.layer) {
+    const bool in_path = !wave && cp_ == 1 && layer.mixer->window() == 0;
+    if (layer.is_read_later && !in_path) sum += ReadLaterBuffers(block(layer), work.rows, gradients).peak();
+  }
+  if (!gradients) return sum + LayerInputBuffers(sizes(), work.rows).peak();
+  return sum + (shape_.trained.input ? LayerInputGradients(sizes(), work.rows).peak() : 0);
 }
 
 std::int64_t ActivationBytes::head(const Work& work, bool with_gradient) const {
@@ -342,7 +354,7 @@ std::int64_t ActivationBytes::in_flight(std::int64_t stored_bytes) const {
 }
 
 std::int64_t ActivationBytes::saved_of(const Work& work, ItemState state, bool wave) const {
-  std::int64_t sum = outputs_held(work);
+  std::int64_t sum = outputs_held(work) + read_later(work, wave, false);
   if (!kind_.gradients) return sum;
   // The stream behind a last layer that runs all rows stays in any case.
   sum += (state.stream == kKeep ? streams() : streams() - saved_layers()) * stream(work.rows);
@@ -350,7 +362,7 @@ std::int64_t ActivationBytes::saved_of(const Work& work, ItemState state, bool w
 }
 
 std::int64_t ActivationBytes::forward_peak_of(const Work& work, ItemState state, bool wave, std::int64_t after) const {
-  const std::int64_t outputs = outputs_held(work) + states(wave);
+  const std::int64_t outputs = outputs_held(work) + read_later(work, wave, false) + states(wave);
   const bool keeps = kind_.gradients;
   // What is held while a layer runs: its members all, those of the layers before it that are kept, and inputs of
   // layers: all so far and the next one's; without those stored away; in a forward alone one that serves all of them.
@@ -360,7 +372,8 @@ std::int64_t ActivationBytes::forward_peak_of(const Work& work, ItemState state,
     const std::int64_t before = saved ? kept - members(layer, rows, state, kKeep) : 0;
     return outputs + inputs * stream(work.rows) + before + members(layer, rows) + layer_forward(layer, rows, true);
   };
-  std::int64_t most = after + head(work, keeps && !kind_.whole_rollout);
+  std::int64_t most = std::max(after + head(work, keeps && !kind_.whole_rollout),
+                               outputs + stream(work.rows) + LookUpBuffers(sizes(), work.rows, false).peak());
   for (const FullKind& kind : full_kinds_)
     most = std::max(most, in_layer(kinds_[kind.kind], full(work, wave, kinds_[kind.kind]), keeps && kind.has_backward,
                                    kind.layers() + 1, full_members(work, kind, state, wave, kKeep)));
@@ -380,7 +393,9 @@ std::int64_t ActivationBytes::backward_peak_of(const Work& work, ItemState state
     if (state.stream == kOffload) bytes += stream(work.rows);
     most = std::max(most, bytes + members(layer, rows) - members(layer, rows, state, kKeep));
   });
-  const std::int64_t gradients = DecoderBackwardBuffers(sizes(), work.rows, has_outputs_ ? work.outputs : 0).peak();
+  const std::int64_t gradients =
+      DecoderBackwardBuffers(sizes(), work.rows, has_outputs_ ? work.outputs : 0).peak() + read_later(work, wave, true);
+  if (shape_.trained.input) most = std::max(most, LookUpBuffers(sizes(), work.rows, true).peak());
   return saved + std::max(gradients + most, kind_.whole_rollout ? head(work, true) : 0);
 }
 

@@ -133,7 +133,7 @@ class ActivationBytes {
   std::int64_t stream(std::int64_t rows) const { return StreamBuffer(sizes(), rows).peak(); }
   BlockRows full(const Work& work, bool wave, const LayerShape& layer) const {
     BlockRows rows{.all = work.rows, .continuing = work.rows};
-    rows.in_path = !wave && cp_ == 1 && layer.mixer->window() == 0;
+    rows.in_path = layer.is_read_later || (!wave && cp_ == 1 && layer.mixer->window() == 0);
     rows.ranks = wave ? 1 : cp_;
     rows.states = work.forks + shared_states(cp_);
     return rows;
@@ -159,6 +159,8 @@ class ActivationBytes {
   std::int64_t outputs_held(const Work& work) const {
     return has_outputs_ ? ItemBuffers(sizes(), work.outputs, kind_.gradients).peak() : 0;
   }
+  // Rows that later layers read, and inputs of layers; or their gradients in a backward.
+  std::int64_t read_later(const Work& work, bool wave, bool gradients) const;
   // Visits every kind of layer that exists, and the last layer.
   void for_each_layer_kind(const Work& work, bool wave, auto&& visit) const;
   std::int64_t number_bytes(std::int64_t rows, std::int64_t path_rows) const;

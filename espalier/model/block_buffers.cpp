@@ -9,6 +9,9 @@ namespace {
 
 constexpr Element kActivation = Element::activation, kAccumulator = Element::accumulator;
 
+// Of the inputs of all layers.
+std::int64_t inputs_width(const ModelShape& shape) { return shape.layers() * shape.layer_inputs.width; }
+
 // A mixer's last product.
 bool adapts_output(const BlockShape& b) { return b.layer.adapted_alike.of_mixer(b.layer.mixer->output_product()); }
 
@@ -60,6 +63,37 @@ ItemBuffers::ItemBuffers(const BufferSizes& sizes, std::int64_t outputs, bool wi
   final_stream_OM = add("final stream", outputs, M);
   normed_OM = add("normalised outputs", outputs, M);
   final_rstd_O = add("1/rms of outputs", outputs, Buffer::kVector, kAccumulator);
+}
+
+ReadLaterBuffers::ReadLaterBuffers(const BlockShape& b, std::int64_t rows, bool gradients) : BufferList(b.bytes) {
+  const std::vector<PathKind> kinds = b.layer.mixer->path_kinds(false);
+  const Element element = gradients ? kAccumulator : kActivation;
+  const auto name = [&](std::size_t kind) { return gradients ? kinds[kind].gradient_name : kinds[kind].name; };
+  k_TW = add(name(0), rows, kinds[0].width, element);
+  v_TW = add(name(1), rows, kinds[1].width, element);
+}
+
+LayerInputBuffers::LayerInputBuffers(const BufferSizes& sizes, std::int64_t rows) : BufferList(sizes.bytes) {
+  if (sizes.shape.layer_inputs.width == 0) return;
+  inputs_TW = add("inputs of layers", rows, inputs_width(sizes.shape));
+  embedded_TM = add("embedded rows", rows, sizes.shape.hidden);
+}
+
+LayerInputGradients::LayerInputGradients(const BufferSizes& sizes, std::int64_t rows) : BufferList(sizes.bytes) {
+  if (sizes.shape.layer_inputs.width > 0)
+    grad_inputs_TW = add("gradients of inputs of layers", rows, inputs_width(sizes.shape));
+}
+
+LookUpBuffers::LookUpBuffers(const BufferSizes& sizes, std::int64_t rows, bool backward) : BufferList(sizes.bytes) {
+  const std::int64_t W = inputs_width(sizes.shape);
+  if (W == 0) return;
+  context_TW = add("product of embedded rows", rows, W);
+  looked_up_TW = add("rows of the table of layers", rows, W);
+  rstd_N = add("1/rms of layers' parts", rows * sizes.shape.layers(), Buffer::kVector, kAccumulator);
+  if (!backward) return;
+  normed_TW = add("normalised product", rows, W);
+  grad_context_TW = add("gradient of the product", rows, W);
+  product_WM = add_product(*this, sizes, "product for layers' inputs", W, sizes.shape.hidden, 0);
 }
 
 DecoderBackwardBuffers::DecoderBackwardBuffers(const BufferSizes& sizes, std::int64_t rows, std::int64_t outputs)

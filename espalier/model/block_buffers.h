@@ -89,6 +89,29 @@ struct ItemBuffers : BufferList {
   Place grad_normed_OM, final_stream_OM, normed_OM, final_rstd_O;
 };
 
+// Keys and values of a set's rows that later layers read, which an item holds to the end of its backward; or the sums of
+// their gradients, in a backward.
+struct ReadLaterBuffers : BufferList {
+  explicit ReadLaterBuffers(const BlockShape& block, std::int64_t rows, bool gradients);
+  Place k_TW, v_TW;
+};
+
+// Inputs of all layers (model/layer_inputs.h), W = L P wide: with the embedded rows, or their gradients.
+struct LayerInputBuffers : BufferList {
+  LayerInputBuffers(const BufferSizes& sizes, std::int64_t rows);
+  Place inputs_TW, embedded_TM;
+};
+struct LayerInputGradients : BufferList {
+  LayerInputGradients(const BufferSizes& sizes, std::int64_t rows);
+  Place grad_inputs_TW;
+};
+// While they are computed, and in their backward.
+struct LookUpBuffers : BufferList {
+  LookUpBuffers(const BufferSizes& sizes, std::int64_t rows, bool backward);
+  Place context_TW, looked_up_TW, rstd_N;  // N = T L
+  Place normed_TW, grad_context_TW, product_WM;
+};
+
 // Buffers of an item's backward, below the layers' own buffers.
 struct DecoderBackwardBuffers : BufferList {
   DecoderBackwardBuffers(const BufferSizes& sizes, std::int64_t rows, std::int64_t outputs);

@@ -56,6 +56,15 @@ bool Decoder::last_block_is_narrow(const ModelInput& input) const {
   return local_.is_last_stage() && (!input.all_rows_choose || !shape_.has_experts(shape_.layers() - 1));
 }
 
+namespace {
+
+// A layer's columns of the inputs of all layers, or of their gradients.
+at::Tensor layer_part(const at::Tensor& inputs_TW, std::int64_t width, std::int64_t layer) {
+  return inputs_TW.defined() ? inputs_TW.narrow(1, layer * width, width) : at::Tensor();
+}
+
+}  // namespace
+
 LayerContext Decoder::layer(const DecoderRun& run, std::int64_t layer, const RouterPenalties* penalties) const {
   static const std::vector<RotaryTables> none;
   const auto at = static_cast<std::size_t>(layer);
@@ -71,7 +80,9 @@ LayerContext Decoder::layer(const DecoderRun& run, std::int64_t layer, const Rou
           run.arena,
           run.timer,
           mesh_,
-          penalties};
+          penalties,
+          layer_part(run.layer_inputs_TW, shape_.layer_inputs.width, layer),
+          layer_part(run.grad_layer_inputs_TW, shape_.layer_inputs.width, layer)};
 }
 
 }  // namespace espalier

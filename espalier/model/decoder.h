@@ -15,7 +15,8 @@ struct DecoderRun {
   const ModelInput& input;  // copied to the device before
   KvSource& kv;
   Arena& arena;
-  Timer* timer = nullptr;  // times the parts of the work; may be null
+  Timer* timer = nullptr;                                      // times the parts of the work; may be null
+  at::Tensor layer_inputs_TW = {}, grad_layer_inputs_TW = {};  // of all layers (model/layer_inputs.h); set by a pass
 };
 
 class Decoder {

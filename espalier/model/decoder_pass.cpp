@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "espalier/model/expert_mlp.h"
+#include "espalier/model/layer_inputs.h"
 
 namespace espalier {
 namespace {
@@ -55,8 +56,26 @@ DecoderForward::DecoderForward(const Decoder& decoder, const DecoderRun& run, st
     saved.choice_LTK = decoder.device().allocate(
         {decoder.shape().expert_layers(), std::max(input.rows(), input.outputs()), decoder.shape().experts_per_token},
         at::kInt);
+  hold_rows();
   kept_from_ = saved_from_ = arena.in_use();
   stream_TM_ = arena.take(stream_, stream_.stream_TM, decoder.dtype());
+}
+
+// What the later layers read until the backward ends.
+void DecoderForward::hold_rows() {
+  const ModelShape& shape = decoder_.shape();
+  const std::int64_t rows = run_.input.rows();
+  for (std::int64_t layer = 0; layer < shape.layers(); ++layer) {
+    if (!shape.at(layer).is_read_later || !run_.kv.takes_rows(layer)) continue;
+    const ReadLaterBuffers declared({decoder_.sizes(), shape.at(layer)}, rows, false);
+    const auto take = [&](BufferList::Place place) { return run_.arena.take(declared, place, decoder_.dtype()); };
+    saved_.read_later.push_back({layer, {take(declared.k_TW), take(declared.v_TW)}});
+    run_.kv.hold(layer, saved_.read_later.back().rows);
+  }
+  const LayerInputBuffers inputs(decoder_.sizes(), rows);
+  saved_.layer_inputs_TW = run_.arena.take(inputs, inputs.inputs_TW, decoder_.dtype());
+  saved_.embedded_TM = run_.arena.take(inputs, inputs.embedded_TM, decoder_.dtype());
+  run_.layer_inputs_TW = saved_.layer_inputs_TW;
 }
 
 void DecoderForward::run(const Stop& stop) {
@@ -69,6 +88,9 @@ void DecoderForward::look_up() {
   ops.look_up(decoder_.weights().embedding_VM, run_.input.id_T, decoder_.local().vocabulary().begin, stream_TM_);
   decoder_.mesh().tp.add_over_ranks(stream_TM_);
   if (decoder_.shape().scales.embedding != 1) ops.add_scaled({}, stream_TM_, decoder_.embedding_factor(), stream_TM_);
+  if (!saved_.layer_inputs_TW.defined()) return;
+  ops.convert(stream_TM_, saved_.embedded_TM);
+  look_up_layer_inputs(decoder_, run_, saved_.embedded_TM, saved_.layer_inputs_TW);
 }
 
 void DecoderForward::run_layer(std::int64_t layer) {
@@ -133,6 +155,23 @@ DecoderBackward::DecoderBackward(const Decoder& decoder, const DecoderRun& run, 
       held_(run.arena, declared_, decoder.dtype()) {
   held_.enter(0);
   grad_stream_TM_ = grad_stream_ = held_[declared_.grad_stream_TM];
+  hold_gradients();
+}
+
+void DecoderBackward::hold_gradients() {
+  const ModelShape& shape = decoder_.shape();
+  const Operations& ops = decoder_.device().operations();
+  const std::int64_t rows = run_.input.rows();
+  for (const HeldRows& of : saved_.read_later) {
+    const ReadLaterBuffers declared({decoder_.sizes(), shape.at(of.layer)}, rows, true);
+    const auto take = [&](BufferList::Place place) { return run_.arena.take(declared, place, decoder_.dtype()); };
+    run_.kv.hold_gradients(ops, of.layer, {take(declared.k_TW), take(declared.v_TW)});
+  }
+  run_.layer_inputs_TW = saved_.layer_inputs_TW;
+  if (!saved_.layer_inputs_TW.defined() || !shape.trained.input) return;
+  const LayerInputGradients declared(decoder_.sizes(), rows);
+  run_.grad_layer_inputs_TW = run_.arena.take(declared, declared.grad_inputs_TW, decoder_.dtype());
+  ops.zero(run_.grad_layer_inputs_TW);
 }
 
 void DecoderBackward::run(const Stop& stop) {
@@ -172,6 +211,9 @@ void DecoderBackward::look_up() {
   const Operations& ops = decoder_.device().operations();
   const ModelInput& input = run_.input;
   const ModelShape& shape = decoder_.shape();
+  if (run_.grad_layer_inputs_TW.defined())
+    add_layer_inputs_backward(decoder_, run_, saved_.embedded_TM, run_.grad_layer_inputs_TW, grad_stream_, grads_);
+  if (!grads_.embedding_VM.defined()) return;
   // As nn.Embedding(padding_idx): what comes to a look-up of this token is dropped.
   if (std::ranges::find(input.id, shape.pad_token) != input.id.end())
     ops.zero_rows(grad_stream_, input.id_T, shape.pad_token);

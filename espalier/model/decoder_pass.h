@@ -16,7 +16,15 @@
 
 namespace espalier {
 
+// Rows of the set in a layer that later layers read, where the source keeps them in buffers (KvSource::hold).
+struct HeldRows {
+  std::int64_t layer;
+  KeysValues rows;
+};
+
 struct DecoderSaved {
+  std::vector<HeldRows> read_later;
+  at::Tensor layer_inputs_TW, embedded_TM;              // where layers have inputs (model/layer_inputs.h)
   ItemState state;                                      // the treatment of the layers' members
   std::vector<LayerSaved> layers;                       // the layers with a backward
   std::vector<Arena::Range> offload;                    // for each of these, the range that ItemState offloads
@@ -42,6 +50,7 @@ class DecoderForward {
   const at::Tensor& stream_TM() const { return stream_TM_; }
 
  private:
+  void hold_rows();
   void look_up();
   void run_layer(std::int64_t layer);
   void normalise();
@@ -71,6 +80,7 @@ class DecoderBackward {
   const at::Tensor& grad_stream_TM() const { return grad_stream_TM_; }
 
  private:
+  void hold_gradients();
   void normalise();
   void run_layer(std::int64_t layer);
   void look_up();

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <span>
 
 #include "espalier/base/error.h"
 #include "espalier/device/scalar_type.h"
@@ -28,6 +29,7 @@ KvPath::KvPath(const ModelShape& shape, std::int64_t capacity, at::ScalarType dt
     : device_(arena.device()),
       capacity_(capacity),
       window_capacity_(window_capacity),
+      first_layer_(static_cast<std::size_t>(shape.trained.first_layer)),
       window_rows_(window_capacity == kAllRows ? 0 : shape.window()),
       layers_(shape.layer.size()),
       carries_latents_(latents) {
@@ -45,12 +47,16 @@ KvPath::KvPath(const ModelShape& shape, std::int64_t capacity, at::ScalarType dt
 
 namespace {
 
-// The buffers that several layers take in turn: as much as the largest of them needs.
-const LayerShape* largest_of(const BufferSizes& sizes, std::int64_t rows, bool with_gradients, bool latents) {
+// The buffers that several layers, from this one on, take in turn: as much as the largest of them needs. `stays`:
+// layers with buffers of their own.
+const LayerShape* largest_of(const BufferSizes& sizes, std::int64_t first, auto&& stays, std::int64_t rows,
+                             bool with_gradients, bool latents) {
   const LayerShape* largest = nullptr;
   std::int64_t most = -1;
-  for (const LayerShape& layer : sizes.shape.layer)
-    if (const std::int64_t bytes = PathBuffers({sizes, layer}, rows, with_gradients, latents).peak(); bytes > most)
+  for (const LayerShape& layer : std::span(sizes.shape.layer).subspan(static_cast<std::size_t>(first)))
+    if (stays(layer))
+      continue;
+    else if (const std::int64_t bytes = PathBuffers({sizes, layer}, rows, with_gradients, latents).peak(); bytes > most)
       most = bytes, largest = &layer;
   return largest;
 }
@@ -60,23 +66,29 @@ const LayerShape* largest_of(const BufferSizes& sizes, std::int64_t rows, bool w
 void KvPath::take_layers(const ModelShape& shape, const BufferSizes& sizes, bool with_gradients, at::ScalarType dtype,
                          Arena& arena) {
   std::vector<PathKeeper::Member> shared;  // members of layers that use the buffers of each other
+  const auto never_sleeps = [&](const LayerShape& layer) {
+    return layer.is_read_later || (window_rows_ > 0 && layer.mixer->window() > 0);
+  };
   for (std::int64_t number = 0; number < shape.layers(); ++number) {
     const LayerShape& own = shape.at(number);
     LayerRows& layer = layers_[static_cast<std::size_t>(number)];
     layer.first_state = shape.states_before(number), layer.state = own.mixer->state();
+    if (const std::int64_t source = own.mixer->source(); source >= 0)
+      layers_[static_cast<std::size_t>(source)].readers.push_back(static_cast<std::size_t>(number));
     window_of_.push_back(window_rows_ > 0 ? own.mixer->window() : 0);
     const std::vector<PathKind> kinds = own.mixer->path_kinds(carries_latents_);
-    const bool keeps_last = window_of_.back() > 0;
+    const bool keeps_last = window_of_.back() > 0, stays = never_sleeps(own);
     if (kinds.empty()) {
       if (window_) window_->add_layer_without_rows();
       continue;
     }
-    const bool sums = with_gradients && (window_ || number >= shape.trained.first_layer),
-               shares = !keeps_last && window_ && window_->shares_places();
+    const bool sums = with_gradients && (window_ || own.is_read_later || number >= shape.trained.first_layer),
+               shares = !stays && window_ && window_->shares_places();
     const std::int64_t rows = keeps_last ? window_capacity_ : capacity_;
-    const bool first_that_sleeps = window_ && !keeps_last && !shares && !window_->next_stays();
-    const LayerShape& taken =
-        first_that_sleeps && window_->keeper_has_one_place() ? *largest_of(sizes, rows, sums, carries_latents_) : own;
+    const bool first_that_sleeps = window_ && !stays && !shares && !window_->next_stays();
+    const LayerShape& taken = first_that_sleeps && window_->keeper_has_one_place()
+                                  ? *largest_of(sizes, number, never_sleeps, rows, sums, carries_latents_)
+                                  : own;
     const PathBuffers room({sizes, taken}, rows, sums, carries_latents_);
     std::vector<PathKeeper::Member> members;
     for (std::size_t i = 0; i < 2 * kinds.size(); ++i) {
@@ -102,7 +114,7 @@ void KvPath::take_layers(const ModelShape& shape, const BufferSizes& sizes, bool
       layer.kinds.push_back({members[i].rows_PW, members[kinds.size() + i].rows_PW});
       layer.heads.push_back(kinds[i].heads);
     }
-    if (window_ && keeps_last)
+    if (window_ && stays)
       window_->add_layer_without_rows();
     else if (window_)
       window_->add_layer(members);
@@ -243,8 +255,13 @@ void KvPath::count_contribution(std::int64_t layer, std::int64_t rows) {
 
 void KvPath::expect_complete(std::int64_t layer) const {
   const Trunk& trunk = trunks_.back();
-  ESPALIER_INTERNAL_EQ(trunk.arrived.at(static_cast<std::size_t>(layer)), trunk.expected,
-                       "gradient contributions of layer ", layer);
+  const auto expect = [&](std::size_t of) {
+    if (of < first_layer_) return;
+    ESPALIER_INTERNAL_EQ(trunk.arrived.at(of), trunk.expected, "gradient contributions of layer ", of);
+  };
+  const auto own = static_cast<std::size_t>(layer);
+  expect(own);
+  for (const std::size_t reader : layers_.at(own).readers) expect(reader);
 }
 
 }  // namespace espalier

@@ -14,6 +14,9 @@
 // With latent attention all layers may be carried as latents, with the sums of their gradients. Keys and values, and
 // their gradients, are then those of the layer in use: in one room for all layers, which is always in memory.
 //
+// Layers may read the rows of an earlier one (Mixer::source). That layer is always in memory, and its gradient is
+// complete when all of them, too, have added their contributions.
+//
 // Layers that are not in use may be offloaded or sharded, so a pass announces each layer before it reads or writes it.
 // With a path sharded over cp (saved/divided_path.h) all ranks of cp announce it together, even those without rows.
 #pragma once
@@ -116,6 +119,7 @@ class KvPath {
   struct LayerRows {
     std::vector<Rows> kinds;  // [P, W]
     std::vector<std::int64_t> heads;
+    std::vector<std::size_t> readers;         // later layers that read these rows
     std::int64_t first_state = 0, state = 0;  // of the numbers of all states: the first one of this layer, and how many
   };
 
@@ -131,6 +135,7 @@ class KvPath {
 
   Device& device_;
   std::int64_t capacity_, window_capacity_, rows_ = 0;
+  std::size_t first_layer_;              // of those with a backward: layers before it get no contributions
   std::int64_t window_rows_ = 0;         // W where layers with a window keep their last rows only; 0: all keep all
   std::vector<std::int64_t> window_of_;  // W of those layers, 0 of others
   std::vector<LayerRows> layers_;

@@ -66,6 +66,7 @@ struct LayerAttention {
   std::int64_t window = 0;         // the most rows that a row sees, itself included; 0: all above it
   double scale = 0, soft_cap = 0;  // as in AttentionProblem
   const LatentLayer* latents = nullptr;  // of rows that give their latents; null: others
+  std::int64_t source = layer;           // the layer whose keys and values these are (Mixer::source)
 };
 
 class KvPath;
@@ -81,6 +82,12 @@ class KvSource {
   // J*D]; otherwise `kept` is undefined.
   virtual bool keeps(std::int64_t /*layer*/) const { return false; }
   virtual KeysValues kept(std::int64_t) const { return {}; }
+  // For layers that later layers read (LayerShape::is_read_later): the source may take buffers of the pass for the rows
+  // of its set, where it has no other place for all of them. It then keeps them there, and their gradients in a
+  // backward, which begin with what rows below the set added.
+  virtual bool takes_rows(std::int64_t /*layer*/) const { return false; }
+  virtual void hold(std::int64_t /*layer*/, const KeysValues& /*rows*/) {}
+  virtual void hold_gradients(const Operations&, std::int64_t /*layer*/, const KeysValues& /*gradients*/) {}
   // Called after every `attend`: where `keeps` is false, copies the keys and values that outlive the forward, if any.
   virtual void leave(const LayerAttention&) {}
 

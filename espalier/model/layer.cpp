@@ -69,6 +69,9 @@ void take_mlp_saved(const LayerContext& c, LayerSaved& saved) {
   const auto take = [&](BufferList::Place place) { return c.arena.take(declared, place, c.dtype()); };
   saved.mlp_rstd_R = take(declared.mlp_rstd_R);
   saved.gate_up_RW = take(declared.gate_up_RW);
+  saved.input_gate_RP = take(declared.input_gate_RP);
+  saved.input_branch_RM = take(declared.input_branch_RM);
+  saved.input_branch_rstd_R = take(declared.input_branch_rstd_R);
   saved.mlp_branch_RM = take(declared.branch_RM);
   saved.mlp_branch_rstd_R = take(declared.branch_rstd_R);
   saved.router_logits_RE = take(declared.router_logits_RE);
@@ -81,7 +84,9 @@ void take_mlp_saved(const LayerContext& c, LayerSaved& saved) {
 
 void layer_forward(const LayerContext& c, LayerSaved& saved, const at::Tensor& stream_out_RM) {
   mixer_forward(c, saved);
-  if (c.continuing() > 0) mlp_forward(c, saved, stream_out_RM);
+  if (c.continuing() == 0) return;
+  mlp_forward(c, saved, stream_out_RM);
+  if (c.own.output_scale.is_used() && stream_out_RM.defined()) c.ops.scale(stream_out_RM, c.own.output_scale.value);
 }
 
 void layer_forward_again(const LayerContext& c, LayerSaved& saved, ItemState state) {
@@ -98,6 +103,7 @@ void add_layer_backward(const LayerContext& c, LayerSaved& saved, const at::Tens
   const std::unique_ptr<MixerBackward> mixer = mixer_of(c).backward(c, saved, grads.mixer);
   if (c.narrow) c.ops.zero(grad_in_TM);
   if (c.continuing() > 0) {
+    if (c.own.output_scale.is_used()) c.ops.scale(grad_stream_RM, c.own.output_scale.value);
     add_mlp_backward(c, saved, grad_stream_RM, grads);
     add_output_backward(c, saved, grad_stream_RM, grads, *mixer);
     if (c.narrow) c.ops.add_scatter(grad_stream_RM, c.input.output_row_O, grad_in_TM);

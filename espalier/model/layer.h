@@ -2,8 +2,8 @@
 //
 //   y = x + mixer(norm(x)) Wo^T,  z = y + mlp(norm(y))          (model/mixer_layer.h, model/mlp.h)
 //
-// Each half may have a norm before it, after it, or both, and a factor (model/branch.h). Rows without an output may end
-// in a last block behind the mixer: the block is narrow then.
+// Each half may have a norm before it, after it, or both, and a factor (model/branch.h), and z may have one. Rows
+// without an output may end in a last block behind the mixer: the block is narrow then.
 //
 // Shapes: T rows, R rows that continue past the mixer (all, or in a narrow last block those with an output), M width.
 #pragma once

@@ -33,6 +33,7 @@ struct LayerSaved {
   at::Tensor gate_up_RW;  // [R, 2*F]; with experts [R*k, 2*F], sorted by expert
   at::Tensor router_logits_RE, router_choice_RK, router_weight_RK;  // experts only
   at::Tensor shared_gate_up_RW, shared_logit_R1, shared_weight_R1;  // of the shared expert
+  at::Tensor input_gate_RP, input_branch_RM, input_branch_rstd_R;   // of the layer's input (model/layer_inputs.h)
 };
 
 // Router losses added by the backward of each expert layer, and the buffer for their values. Empty: none.
@@ -53,7 +54,8 @@ struct LayerContext {
   Arena& arena;
   Timer* timer;  // times matrix products and attention; may be null
   const Mesh& mesh;
-  const RouterPenalties* penalties = nullptr;  // for a backward; may be null
+  const RouterPenalties* penalties = nullptr;                // for a backward; may be null
+  at::Tensor layer_input_TP = {}, grad_layer_input_TP = {};  // LayerInputs; undefined: the model has none
   const Operations& ops = arena.device().operations();
   const Products products{ops, timer, mesh.tp, arena};
 

@@ -7,6 +7,7 @@
 #include "espalier/device/held_buffers.h"
 #include "espalier/model/branch.h"
 #include "espalier/model/expert_mlp.h"
+#include "espalier/model/layer_inputs.h"
 #include "espalier/model/mlp_buffers.h"
 
 namespace espalier {
@@ -73,12 +74,16 @@ void mlp_forward(const LayerContext& c, LayerSaved& saved, const at::Tensor& str
       c.ops.convert(saved.stream_mid_RM, stream_out_RM);
     return;
   }
-  has_experts(c) ? expert_mlp_forward(c, saved, stream_out_RM) : dense_forward(c, saved, stream_out_RM);
+  const auto mlp = [&](const at::Tensor& out_RM) {
+    has_experts(c) ? expert_mlp_forward(c, saved, out_RM) : dense_forward(c, saved, out_RM);
+  };
+  c.layer_input_TP.defined() ? layer_input_forward(c, saved, stream_out_RM, mlp) : mlp(stream_out_RM);
 }
 
 void add_mlp_backward(const LayerContext& c, LayerSaved& saved, const at::Tensor& grad_stream_RM,
                       const LayerViews& grads) {
   if (c.own.mlp == MlpKind::none) return;  // the gradient of what follows is that of the mixer's result
+  if (c.layer_input_TP.defined()) add_layer_input_backward(c, saved, grad_stream_RM, grads);
   has_experts(c) ? add_expert_mlp_backward(c, saved, grad_stream_RM, grads)
                  : add_dense_backward(c, saved, grad_stream_RM, grads);
 }

@@ -1,5 +1,7 @@
 #include "espalier/model/mlp_buffers.h"
 
+#include <algorithm>
+
 #include "espalier/shape/parameter_shapes.h"
 
 namespace espalier {
@@ -38,14 +40,18 @@ BufferList::Place add_expert_low_rank(BufferList& list, const BlockShape& b, std
 
 std::int64_t mlp_forward_bytes(const BlockShape& b, const BlockRows& rows, bool with_output) {
   if (b.layer.mlp == MlpKind::none || rows.continuing == 0) return 0;
-  return b.layer.has_experts() ? ExpertForwardBuffers(b, rows.continuing, with_output).peak()
-                               : DenseForwardBuffers(b, rows.continuing, with_output).peak();
+  const bool inputs = b.shape.layer_inputs.width > 0;
+  const std::int64_t mlp = b.layer.has_experts()
+                               ? ExpertForwardBuffers(b, rows.continuing, with_output).peak()
+                               : DenseForwardBuffers(b, rows.continuing, with_output || inputs).peak();
+  return inputs ? InputForwardBuffers(b, rows, with_output, mlp).peak() : mlp;
 }
 
 std::int64_t mlp_backward_bytes(const BlockShape& b, const BlockRows& rows) {
   if (b.layer.mlp == MlpKind::none || rows.continuing == 0) return 0;
-  return b.layer.has_experts() ? ExpertBackwardBuffers(b, rows.continuing).peak()
-                               : DenseBackwardBuffers(b, rows.continuing).peak();
+  const std::int64_t mlp = b.layer.has_experts() ? ExpertBackwardBuffers(b, rows.continuing).peak()
+                                                 : DenseBackwardBuffers(b, rows.continuing).peak();
+  return b.shape.layer_inputs.width > 0 ? std::max(mlp, InputBackwardBuffers(b, rows).peak()) : mlp;
 }
 
 MlpSavedBuffers::MlpSavedBuffers(const BlockShape& b, const BlockRows& rows) : BufferList(b.bytes) {
@@ -53,6 +59,11 @@ MlpSavedBuffers::MlpSavedBuffers(const BlockShape& b, const BlockRows& rows) : B
   const std::int64_t R = rows.continuing, k = s.experts_per_token;
   if (b.layer.mlp == MlpKind::none) return;
   if (b.layer.has_norms_before()) mlp_rstd_R = add("1/rms before the MLP", R, Buffer::kVector, kAccumulator);
+  if (const std::int64_t P = s.layer_inputs.width; P > 0) {
+    input_gate_RP = add("gate of the layer's input", R, P);
+    input_branch_RM = add("product of the layer's input", R, s.hidden);
+    input_branch_rstd_R = add("1/rms of the input's product", R, Buffer::kVector, kAccumulator);
+  }
   if (!b.layer.has_experts()) {
     gate_up_RW = add("gate and up", R, s.gate_up_width(b.layer.inner));
     if (!b.layer.has_norms_after()) return;
@@ -91,6 +102,37 @@ DenseBackwardBuffers::DenseBackwardBuffers(const BlockShape& b, std::int64_t row
   gate_up_product = add_product(*this, b, "product for gate and up", b.shape.gate_up_width(F), M, Stage::up);
   if (adapts(b, DenseProductNumbers::gate_up)) nest(Stage::up, low_rank_bytes(b, rows));
   if (adapts(b, DenseProductNumbers::down)) nest(Stage::down, low_rank_bytes(b, rows));
+}
+
+InputForwardBuffers::InputForwardBuffers(const BlockShape& b, const BlockRows& rows, bool with_output, std::int64_t mlp)
+    : BufferList(b.bytes) {
+  const std::int64_t R = rows.continuing, P = b.shape.layer_inputs.width, M = b.shape.hidden;
+  if (!with_output) stream_RM = add("stream behind the MLP", R, M, kActivation, Stage::mlp, Stage::input);
+  nest(Stage::mlp, mlp);
+  gated_RW = add("gate and input of the layer", R, 2 * P, kActivation, Stage::input);
+  act_RP = add("gated input", R, P, kActivation, Stage::input);
+  added_RM = add("addition of the input", R, M, kActivation, Stage::input);
+  if (adapts(b, DenseProductNumbers::input_gate) || adapts(b, DenseProductNumbers::input_projection))
+    nest(Stage::input, low_rank_bytes(b, R));
+  if (!rows.narrow) return;
+  whole_TP = add("inputs of the layer", rows.all, P, kActivation, Stage::input);
+  part_RP = add("inputs of output rows", R, P, kActivation, Stage::input);
+}
+
+InputBackwardBuffers::InputBackwardBuffers(const BlockShape& b, const BlockRows& rows) : BufferList(b.bytes) {
+  const std::int64_t R = rows.continuing, P = b.shape.layer_inputs.width, M = b.shape.hidden;
+  stream_RM = add("stream behind the MLP", R, M);
+  gated_RW = add("gate and input of the layer", R, 2 * P);
+  act_RP = add("gated input", R, P);
+  grad_branch_RM = add("gradient of the input's product", R, M);
+  grad_gate_RP = add("gradient of the input's gate", R, P);
+  gate_product = add_product(*this, b, "product for the input's gate", P, M, 0);
+  projection_product = add_product(*this, b, "product for the input's projection", M, P, 0);
+  if (adapts(b, DenseProductNumbers::input_gate) || adapts(b, DenseProductNumbers::input_projection))
+    nest(0, low_rank_bytes(b, R));
+  if (!rows.narrow) return;
+  whole_TP = add("inputs of the layer", rows.all, P);
+  part_RP = add("inputs of output rows", R, P);
 }
 
 ExpertForwardBuffers::ExpertForwardBuffers(const BlockShape& b, std::int64_t rows, bool with_output)

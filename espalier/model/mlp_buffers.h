@@ -14,6 +14,7 @@ struct MlpSavedBuffers : BufferList {
   Place router_logits_RE, router_choice_RK, router_weight_RK;  // experts only
   // With a shared expert: its gate and up [R, 2*F]; the logit and the weight of its gate, one per row.
   Place shared_gate_up_RW, shared_logit_R1, shared_weight_R1;
+  Place input_gate_RP, input_branch_RM, input_branch_rstd_R;  // of the layer's input
 };
 
 // The peak bytes of the forward and the backward of the second half of a block.
@@ -33,6 +34,21 @@ struct DenseBackwardBuffers : BufferList {
   DenseBackwardBuffers(const BlockShape& block, std::int64_t rows);
   Place act_RF, down_product, normed_RM, gate_up_product;
   Place grad_branch_RM;
+};
+
+// The layer's input (model/layer_inputs.h) behind the MLP, P wide. `mlp`: bytes of the MLP's own buffers.
+struct InputForwardBuffers : BufferList {
+  enum class Stage { mlp, input };
+  InputForwardBuffers(const BlockShape& block, const BlockRows& rows, bool with_output, std::int64_t mlp);
+  Place stream_RM;  // behind the MLP, where it is nobody else's
+  Place gated_RW, act_RP, added_RM;
+  Place whole_TP, part_RP;  // where the block is narrow
+};
+struct InputBackwardBuffers : BufferList {
+  InputBackwardBuffers(const BlockShape& block, const BlockRows& rows);
+  Place stream_RM, gated_RW, act_RP, grad_branch_RM, grad_gate_RP;
+  Place whole_TP, part_RP;
+  Place gate_product, projection_product;
 };
 
 // An expert's scratch covers all rows, because all rows may choose the same expert.

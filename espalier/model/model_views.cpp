@@ -234,6 +234,11 @@ LayerViews view_layer(const Viewer& viewer, const LocalShape& shape, std::int64_
   } else if (!p.mlp.products().empty()) {
     views.gate_up = viewer.projection(prefix, p.mlp.products()[DenseProductNumbers::gate_up].parts);
     views.down = viewer.projection(prefix, p.mlp.products()[DenseProductNumbers::down].parts);
+    if (const auto& gate = p.mlp.products()[DenseProductNumbers::input_gate].parts; !gate.empty()) {
+      views.input_gate = viewer.projection(prefix, gate);
+      views.input_projection = viewer.projection(prefix, p.mlp.products()[DenseProductNumbers::input_projection].parts);
+      views.input_norm_M = viewer.tensors(prefix, p.mlp.tensors().front());
+    }
   }
   return views;
 }
@@ -248,6 +253,11 @@ ModelViews view_model(std::span<const FlatParameters> buffers, const LocalShape&
   const std::string embedding = std::string(outer.embedding.name) + ".weight";
   ModelViews views;
   views.embedding_VM = viewer.rows(embedding);
+  if (outer.layer_projection_norm.width > 0) {
+    views.layer_embedding_VW = viewer.rows(std::string(outer.layer_embedding.name) + ".weight");
+    views.layer_projection = viewer.projection("", {outer.layer_projection});
+    views.layer_projection_norm_P = viewer.norm("", outer.layer_projection_norm);
+  }
   for (std::int64_t layer = shape.layers().begin; layer < shape.layers().end; ++layer)
     views.layers.push_back(view_layer(viewer, shape, layer));
   for (LayerViews& layer : views.layers) layer.dtype = buffers.front().flat.scalar_type();

@@ -43,9 +43,11 @@ struct LayerViews {
   Projection router;                               // [E, M], all experts
   at::Tensor expert_gate_up_EWM, expert_down_EMF;  // [E, 2*F, M], [E, M, F], F of one expert
   at::Tensor expert_gate_up_bias_EW, expert_down_bias_EM;
-  at::Tensor correction_bias_E;            // for the router's choice, accumulator dtype; has no gradient
-  Projection shared_gate_up, shared_down;  // of the shared expert, [2*F, M], [M, F]
-  Projection shared_expert_gate;           // [1, M]
+  at::Tensor correction_bias_E;             // for the router's choice, accumulator dtype; has no gradient
+  Projection shared_gate_up, shared_down;   // of the shared expert, [2*F, M], [M, F]
+  Projection shared_expert_gate;            // [1, M]
+  Projection input_gate, input_projection;  // of the layer's input, [P, M] and [M, P]
+  at::Tensor input_norm_M;
   // Adapters of all experts, A [E, r, M] and B [E, 2*F, r]; [E, r, F] and [E, M, r].
   std::vector<LowRank> expert_gate_up_low_rank, expert_down_low_rank;
 };
@@ -56,12 +58,15 @@ void for_each_projection(Views& layer, Visit visit) {
   for (auto& projection : layer.mixer.products) visit(projection);
   for (auto& projection : layer.mixer.behind) visit(projection);
   for (auto* const projection : {&layer.gate_up, &layer.down, &layer.router, &layer.shared_gate_up, &layer.shared_down,
-                                 &layer.shared_expert_gate})
+                                 &layer.shared_expert_gate, &layer.input_gate, &layer.input_projection})
     visit(*projection);
 }
 
 struct ModelViews {
-  at::Tensor embedding_VM;         // without padding, as head_VM
+  at::Tensor embedding_VM;        // without padding, as head_VM
+  at::Tensor layer_embedding_VW;  // inputs of all layers (LayerInputs), W = L P
+  Projection layer_projection;    // [W, M]
+  at::Tensor layer_projection_norm_P;
   std::vector<LayerViews> layers;  // this rank's layers
   at::Tensor final_norm_M, final_norm_bias_M;
   at::Tensor head_VM;                // the embedding itself if the head is tied; undefined in a critic

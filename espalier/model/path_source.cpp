@@ -5,7 +5,8 @@
 namespace espalier {
 
 KeysValues PathSource::kept(std::int64_t layer) const {
-  if (!keeps(layer)) return {};
+  if (const auto held = held_.find(layer); held != held_.end()) return held->second.rows;
+  if (!keeps_in_path(layer)) return {};
   const KvPath::Layer own = path_.top(layer);
   return {own.k.flatten(1), own.v.flatten(1)};
 }
@@ -35,7 +36,15 @@ void PathSource::add_gathered(const Operations& ops, std::int64_t layer, const K
   ops.convert(kept.grad_v.flatten(1), last_of(grad_own.v, kept.grad_v));
 }
 
+void PathSource::hold_gradients(const Operations& ops, std::int64_t layer, const KeysValues& gradients) {
+  held_.at(layer).gradients = gradients;
+  ops.zero(gradients.k);
+  ops.zero(gradients.v);
+  add_gathered(ops, layer, gradients);
+}
+
 KeysValues PathSource::gathered(std::int64_t layer) const {
+  if (const auto held = held_.find(layer); held != held_.end()) return held->second.gradients;
   if (!is_trunk_ || !path_.keeps_all(layer)) return {};
   path_.expect_complete(layer);
   const KvPath::Layer own = path_.top(layer);
@@ -72,13 +81,13 @@ AttentionProblem PathSource::problem(const LayerAttention& a, const KvPath::Laye
 void PathSource::attend(const LayerAttention& a, const at::Tensor& attended_RW, const at::Tensor& lse_HR) {
   if (a.q_RW.size(0) == 0) return;
   const TimedPart timed(a.timer, part::kAttention);
-  a.ops.attention(problem(a, path_.path(a.layer, path_rows_)), attended_RW, lse_HR);
+  a.ops.attention(problem(a, path_.path(a.source, path_rows_)), attended_RW, lse_HR);
 }
 
 void PathSource::add_backward(const LayerAttention& a, const at::Tensor& attended_RW, const at::Tensor& lse_HR,
                               const at::Tensor& grad_attended_RW, const at::Tensor& grad_q_RW,
                               const KeysValues& grad_own) {
-  const KvPath::Layer path = path_.path(a.layer, path_rows_);
+  const KvPath::Layer path = path_.path(a.source, path_rows_);
   if (a.q_RW.size(0) > 0) {
     const TimedPart timed(a.timer, part::kAttention);
     a.ops.add_attention_backward(problem(a, path), attended_RW, lse_HR, grad_attended_RW,

@@ -10,6 +10,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
+#include <map>
 #include <vector>
 
 #include "espalier/model/kv_path.h"
@@ -33,7 +34,10 @@ class PathSource final : public KvSource {
         runs_(std::move(runs)),
         forks_(std::ranges::count_if(runs_, [](const RowRun& run) { return run.fork >= 0; })) {}
 
-  bool keeps(std::int64_t layer) const override { return is_trunk_ && path_.keeps_all(layer); }
+  bool keeps(std::int64_t layer) const override { return keeps_in_path(layer) || held_.contains(layer); }
+  bool takes_rows(std::int64_t layer) const override { return !keeps_in_path(layer); }
+  void hold(std::int64_t layer, const KeysValues& rows) override { held_[layer].rows = rows; }
+  void hold_gradients(const Operations& ops, std::int64_t layer, const KeysValues& gradients) override;
   KeysValues kept(std::int64_t layer) const override;
   void leave(const LayerAttention& attention) override;
   KvPath* path_of_latents() const override { return path_.carries_latents() ? &path_ : nullptr; }
@@ -54,6 +58,7 @@ class PathSource final : public KvSource {
   void count_runs_backward(std::int64_t layer) override { path_.count_contribution(layer, path_rows_); }
 
  private:
+  bool keeps_in_path(std::int64_t layer) const { return is_trunk_ && path_.keeps_all(layer); }
   AttentionProblem problem(const LayerAttention& attention, const KvPath::Layer& path) const;
 
   KvPath& path_;
@@ -62,6 +67,10 @@ class PathSource final : public KvSource {
   at::Tensor subtree_end_T_, depth_T_;
   std::vector<RowRun> runs_;
   std::int64_t forks_;
+  struct Held {
+    KeysValues rows, gradients;
+  };
+  std::map<std::int64_t, Held> held_;  // by layer
 };
 
 }  // namespace espalier

@@ -71,6 +71,11 @@ at::Tensor scaled(const at::Tensor& inv_freq, const Rope& rope, std::int64_t pos
     case RopeType::longrope:
       return inv_freq /
              at::tensor(scaling.is_long(positions) ? scaling.long_factor : scaling.short_factor, inv_freq.options());
+    case RopeType::proportional: {
+      const std::int64_t pairs = inv_freq.size(0);
+      const auto turning = static_cast<std::int64_t>(scaling.turning * static_cast<double>(pairs));
+      return at::where(at::arange(pairs) < turning, inv_freq / scaling.factor, 0);
+    }
   }
   return inv_freq;
 }

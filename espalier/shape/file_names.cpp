@@ -1,16 +1,18 @@
 #include "espalier/shape/file_names.h"
 
+#include "espalier/base/error.h"
+
 namespace espalier {
 namespace {
 
-constexpr std::string_view kOwnRoot = "model.", kOwnHead = "lm_head", kDense = "mlp.";
+constexpr std::string_view kOwnRoot = "model.", kOwnHead = "lm_head", kOwnEmbedding = "embed_tokens.", kDense = "mlp.";
 
 }  // namespace
 
 FileNames::FileNames(const ModelShape& shape)
     : names_(shape.names),
       same_(names_.file_root == kOwnRoot && names_.file_head == kOwnHead && !names_.half_blocks &&
-            !names_.dense_below_experts) {
+            kOwnEmbedding == text_of(names_.file_embedding, ".") && !names_.dense_below_experts) {
   std::int64_t next = 0;
   for (const LayerShape& layer : shape.layer) {
     if (names_.half_blocks) first_half_.push_back(next);
@@ -23,9 +25,12 @@ std::string FileNames::outer(std::string_view name) const {
   if (name.starts_with(kOwnHead)) return names_.file_head + std::string(name.substr(kOwnHead.size()));
   if (!name.starts_with(kOwnRoot)) return std::string(name);  // a value head
   name.remove_prefix(kOwnRoot.size());
-  std::string_view rest = name;
-  if (names_.half_blocks) rest = name.starts_with("norm.") ? "norm_f.weight" : "embeddings.weight";
-  return names_.file_root + std::string(rest);
+  std::string rest(name);
+  if (names_.half_blocks)
+    rest = name.starts_with("norm.") ? "norm_f.weight" : "embeddings.weight";
+  else if (name.starts_with(kOwnEmbedding))
+    rest = names_.file_embedding + rest.substr(kOwnEmbedding.size() - 1);
+  return names_.file_root + rest;
 }
 
 std::string FileNames::of(std::string_view name, std::int64_t layer, Of part) const {

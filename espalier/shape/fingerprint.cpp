@@ -13,11 +13,12 @@ void FingerprintWords::add(const Rope& rope, std::int64_t channels) {
   number("rope_theta", theta);
   if (!has_scaling) return;
   const auto& [factor, low, high, original, type, attention_factor, beta_fast, beta_slow, truncate, short_factor,
-               long_factor] = scaling;
+               long_factor, turning] = scaling;
   out_ << " rope_scaling=" << static_cast<int>(type) << "," << factor << "," << low << "," << high << "," << original
        << "," << attention_factor << "," << beta_fast << "," << beta_slow << "," << truncate;
   for (const double one : short_factor) out_ << "," << one;
   if (!long_factor.empty()) out_ << ",long";
+  if (turning != 1) out_ << ",turning" << turning;
   for (const double one : long_factor) out_ << "," << one;
 }
 
@@ -58,11 +59,13 @@ void add(FingerprintWords& words, const SharedExpert& shared) {
 }
 
 std::string words_of(const LayerShape& layer) {
-  const auto& [mixer, mlp, inner, norm_place, ignored_trains, ignored_adapted, ignored_adapted_alike] = layer;
+  const auto& [mixer, mlp, inner, norm_place, output_scale, implied_is_read_later, ignored_trains, ignored_adapted,
+               ignored_adapted_alike] = layer;
   FingerprintWords words(mixer->fingerprint());
   words.unless(0, "mlp", static_cast<int>(mlp));
   if (mlp == MlpKind::dense) words.number("inner", inner);
   words.unless(0, "norm_place", static_cast<int>(norm_place));
+  words.unless(1, "output_scale", output_scale.value);
   return std::move(words).text();
 }
 
@@ -92,8 +95,8 @@ std::string words_of(const std::vector<LayerShape>& layers) {
 std::string fingerprint_of(const ModelShape& shape) {
   const auto& [architecture, hidden, vocabulary, ignored_max_positions, eps, tied_head, pad_token, value_head, mlp_bias,
                ignored_initializer_range, layer, experts, per_token, expert_inner, norm_topk, router, shared_expert,
-               expert_bias, norm, activation, scales, implied_names, implied_beside_vision, ignored_image_tokens,
-               ignored_stored_quantised, ignored_stored_dtype, trained] = shape;
+               expert_bias, norm, activation, scales, layer_inputs, implied_names, implied_beside_vision,
+               ignored_image_tokens, ignored_stored_quantised, ignored_stored_dtype, trained] = shape;
   FingerprintWords words(architecture);
   words.number("hidden", hidden);
   words.number("vocabulary", vocabulary);
@@ -105,6 +108,7 @@ std::string fingerprint_of(const ModelShape& shape) {
   words.unless(0, "norm", static_cast<int>(norm));
   add(words, activation);
   add(words, scales);
+  words.unless(0, "layer_inputs", layer_inputs.width);
   if (experts > 0) {
     words.number("experts", experts);
     words.number("per_token", per_token);

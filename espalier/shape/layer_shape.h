@@ -32,11 +32,22 @@ struct AdaptedLayer {
   bool operator==(const AdaptedLayer&) const = default;
 };
 
+// The factor of a layer's result, its halves' sums with the stream; files hold it, and it never trains. Layers whose
+// factors differ need the same operations.
+struct OutputScale {
+  double value = 1;
+
+  bool is_used() const { return value != 1; }
+  bool operator==(const OutputScale& other) const { return is_used() == other.is_used(); }
+};
+
 struct LayerShape {
   std::shared_ptr<const Mixer> mixer;
   MlpKind mlp = MlpKind::dense;
   std::int64_t inner = 0;  // F of a dense MLP
   NormPlace norm_place = NormPlace::before;
+  OutputScale output_scale = {};
+  bool is_read_later = false;  // layers above it read its rows of the path, too (Mixer::source): these stay in memory
   ProductBits trains = kEveryProduct;  // products whose weights or biases have gradients
   AdaptedLayer adapted = {};
   // Products with an adapter in any layer whose mixer, or MLP, is of the same kind: buffers have room for those.

@@ -29,7 +29,25 @@ std::pair<std::int64_t, std::int64_t> dense_widths(const ModelShape& s) {
   return out;
 }
 
+// Layers that read the keys and values of others, or inputs that the look-up computes for all layers.
+void check_read_later(const ModelShape& s, const Degrees& d) {
+  for (std::int64_t layer = 0; layer < s.layers(); ++layer) {
+    const std::int64_t source = s.mixer(layer).source();
+    if (source < 0) continue;
+    const std::string why = text_of("1, because layer ", layer, " reads the keys and values of layer ", source);
+    need(d.pp == 1, "--pp", why, d.pp);
+    need(d.cp == 1, "--cp", why, d.cp);
+    break;
+  }
+  if (s.layer_inputs.width == 0) return;
+  const char* const why = "1, because every layer has an input from the look-up of tokens";
+  need(d.pp == 1, "--pp", why, d.pp);
+  need(d.cp == 1, "--cp", why, d.cp);
+  need(d.tp == 1, "--tp", why, d.tp);
+}
+
 void check(const ModelShape& s, const Degrees& d) {
+  check_read_later(s, d);
   for (std::size_t i = 0; i < s.layer.size(); ++i)
     if (i == 0 || s.layer[i].mixer != s.layer[i - 1].mixer) s.layer[i].mixer->require(d);
   const bool split_experts = s.expert_layers() > 0 && d.ep == 1;

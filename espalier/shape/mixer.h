@@ -108,6 +108,9 @@ class Mixer {
   // Numbers of each row, in the path. `latents`: in the narrower form, for mixers that narrow it.
   virtual std::vector<PathKind> path_kinds(bool /*latents*/) const { return {}; }
   virtual bool narrows_path() const { return false; }
+  // The number, in the whole model, of the layer whose rows it reads: the mixer leaves none of its own. -1: there is
+  // none.
+  virtual std::int64_t source() const { return -1; }
   // Columns of the product that expands latents to keys and values, 0 without latents; and whether any of these
   // products has an adapter.
   virtual std::int64_t expanded_width() const { return 0; }

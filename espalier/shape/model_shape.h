@@ -37,6 +37,13 @@ struct SharedExpert {
   bool gate = false;  // its output times sigmoid(row . gate weight)
 };
 
+// An input of every layer besides the stream, from a row's token and its embedding (Gemma 4 E2B and E4B); width = 0:
+// there is none. It gates a product of the stream behind the layer's MLP (model/layer_inputs.h).
+struct LayerInputs {
+  std::int64_t width = 0;       // P, of one layer
+  std::int64_t vocabulary = 0;  // rows of the table, which has L P columns
+};
+
 // How files hold the experts of a layer.
 enum class ExpertFiles : std::uint8_t {
   each,         // every matrix of every expert
@@ -70,7 +77,10 @@ struct ParameterNames {
   // Forms that files of one family may have; those of a directory are read from its files (config/stored_names.h).
   ExpertFiles expert_files = ExpertFiles::each;
   const char *file_root = "model.", *file_head = "lm_head";  // of the decoder's parameters; of the head
-  bool dense_below_experts = false;  // dense MLPs stand below the module of experts (Kimi Linear)
+  const char* file_embedding = "embed_tokens";
+  const char* output_scale = "";      // a tensor of a layer in files: LayerShape::output_scale
+  bool fused_in_files_alone = false;  // q, k and v are modules of their own in transformers
+  bool dense_below_experts = false;   // dense MLPs stand below the module of experts (Kimi Linear)
 };
 
 // y = x W^T + b + s (x A^T) B^T with A [r, in], B [out, r]; s = alpha / r, or alpha / sqrt(r).
@@ -129,6 +139,7 @@ struct ModelShape {
   NormKind norm = NormKind::rms;
   ActivationRule activation;
   Scales scales;
+  LayerInputs layer_inputs;
   ParameterNames names;
   // The text part of a model with a vision tower. The tower does not run here, so rollouts must not contain the tokens
   // for images and videos, or for their begin and end.

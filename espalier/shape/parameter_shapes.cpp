@@ -312,6 +312,16 @@ PartParameters dense_mlp(const ModelShape& shape, std::int64_t inner_width) {
   PartParameters p;
   p.add({std::move(gate_up)}, names.fused_gate_up, gated ? names.fused_gate_up : "");
   p.add({{ProductRows::continuing, {{names.down, M, inner, shape.mlp_bias}}}});
+  ProductShape input_gate{ProductRows::continuing}, input_projection{ProductRows::continuing};
+  TensorRow input_norm;
+  if (const Side P{shape.layer_inputs.width}; P.size > 0) {
+    input_gate.parts = {{"per_layer_input_gate", P, M}};
+    input_projection.parts = {{"per_layer_projection", M, P}};
+    input_norm.parts = {{"post_per_layer_input_norm.weight", {M}}};
+  }
+  p.add({std::move(input_gate)});
+  p.add({std::move(input_projection)});
+  p.add(std::move(input_norm));
   return p;
 }
 
@@ -416,6 +426,7 @@ void set_adapters(ModelShape& shape, const std::vector<AdaptedLayer>& of_layer) 
 std::string layer_prefix(std::int64_t layer) { return "model.layers." + std::to_string(layer) + "."; }
 std::string module_name(const std::string& name) {
   constexpr std::string_view kNames[][2] = {{"block_sparse_moe.", "mlp."},
+                                            {"attention.dense", "self_attn.o_proj"},
                                             {"self_attn.f_a_proj", "self_attn.forget_gate.f_a_proj"},
                                             {"self_attn.f_b_proj", "self_attn.forget_gate.f_b_proj"}};
   for (const auto& [of_files, of_modules] : kNames)
@@ -432,9 +443,21 @@ OuterParameters outer_parameters(const ModelShape& shape) {
   OuterParameters p{{"model.embed_tokens", vocabulary, M},
                     {shape.names.final_norm, shape.hidden, shape.norm == NormKind::layer},
                     {"lm_head", vocabulary, M}};
+  if (const LayerInputs& inputs = shape.layer_inputs; inputs.width > 0) {
+    const Side W{inputs.width * shape.layers()};
+    p.layer_embedding = {"model.embed_tokens_per_layer", {inputs.vocabulary}, W};
+    p.layer_projection = {"model.per_layer_model_projection", W, M};
+    p.layer_projection_norm = {"model.per_layer_projection_norm", inputs.width};
+  }
   if (shape.tied_head) p.head = {"lm_head", {}, M};
   if (shape.value_head) p.head = {"score", {1}, M, true};
   return p;
+}
+
+bool of_layer_inputs(const OuterParameters& outer, const std::string& parameter) {
+  if (outer.layer_projection_norm.width == 0) return false;
+  const std::array names{outer.layer_embedding.name, outer.layer_projection.name, outer.layer_projection_norm.name};
+  return std::ranges::any_of(names, [&](const char* name) { return parameter.starts_with(text_of(name, ".")); });
 }
 
 ProjectionShape adapted_head(const ModelShape& shape) {
@@ -474,6 +497,9 @@ void for_each_shape(const ModelShape& shape, const Visits& visits) {
   const FileNames files(shape);
   const Walk walk(visits, shape, files, FileNames::Of::outer);
   walk.outer(outer.embedding);
+  walk.outer(outer.layer_embedding);
+  walk.outer(outer.layer_projection);
+  walk.norm(outer.layer_projection_norm);
   for (std::int64_t layer = 0; layer < shape.layers(); ++layer)
     visit_layer(shape, layer_parameters(shape, shape.at(layer)), layer, files, visits);
   walk.norm(outer.final_norm);
@@ -516,8 +542,9 @@ double AdapterShape::scale() const {
 
 std::int64_t ModelShape::parameters() const {
   const OuterParameters outer = outer_parameters(*this);
-  std::int64_t total = outer.embedding.parameters() + outer.final_norm.parameters() + outer.head.parameters() +
-                       adapted_head(*this).low_rank();
+  std::int64_t total = outer.embedding.parameters() + outer.layer_embedding.parameters() +
+                       outer.layer_projection.parameters() + outer.layer_projection_norm.parameters() +
+                       outer.final_norm.parameters() + outer.head.parameters() + adapted_head(*this).low_rank();
   for (const LayerShape& one : layer) {
     const LayerParameters p = layer_parameters(*this, one);
     total += p.parameters() + p.low_rank() + p.experts * p.expert_low_rank();

@@ -20,7 +20,7 @@ namespace espalier {
 
 // The numbers of an MLP's products (PartParameters).
 struct DenseProductNumbers {
-  enum : std::size_t { gate_up, down };
+  enum : std::size_t { gate_up, down, input_gate, input_projection };  // the latter two of LayerInputs
 };
 struct ExpertProductNumbers {
   enum : std::size_t { router, gate_up, down, shared_gate_up, shared_down, shared_gate };
@@ -75,8 +75,13 @@ struct OuterParameters {
   ProjectionShape embedding;
   NormShape final_norm;
   ProjectionShape head;  // nothing (0 by M) where it is the embedding
+  // LayerInputs: the table, the product of embedded rows for all layers, and the norm of a layer's part of it.
+  ProjectionShape layer_embedding, layer_projection;
+  NormShape layer_projection_norm;
 };
 OuterParameters outer_parameters(const ModelShape& shape);
+// True for the parameters of LayerInputs among these.
+bool of_layer_inputs(const OuterParameters& outer, const std::string& parameter);
 // The head with its adapter, also where it is tied: the adapter then changes the logits alone.
 ProjectionShape adapted_head(const ModelShape& shape);
 
@@ -147,7 +152,9 @@ struct TrainedWeights {
 TrainedWeights trained_weights(const ModelShape& shape);
 
 // Correction biases of routers decide between experts by their last digits: files hold them as the model's own do.
-inline bool keeps_its_dtype(const std::string& name) { return name.ends_with("e_score_correction_bias"); }
+inline bool keeps_its_dtype(const std::string& name) {
+  return name.ends_with("e_score_correction_bias") || name.ends_with(".expert_bias");
+}
 
 // True for matrices that only products and look-ups read, without adapters and routers, which are small.
 bool is_read_by_products(const ModelShape& shape, const ParameterShape& p);

@@ -7,7 +7,7 @@
 namespace espalier {
 
 // The rescaling of rotary frequencies ("rope_type"; equations in model/rotary.h).
-enum class RopeType : std::uint8_t { llama3, linear, yarn, longrope };
+enum class RopeType : std::uint8_t { llama3, linear, yarn, longrope, proportional };
 struct RopeScaling {
   double factor = 1, low_freq_factor = 1, high_freq_factor = 4;
   std::int64_t original_max_position_embeddings = 8192;
@@ -16,6 +16,7 @@ struct RopeScaling {
   double beta_fast = 32, beta_slow = 1;                     // yarn
   bool truncate = true;                                     // yarn: the ramp's ends are whole numbers
   std::vector<double> short_factor = {}, long_factor = {};  // longrope, one per frequency
+  double turning = 1;  // proportional: the part of the frequencies, from the first one on, that are not 0
 
   // True if the rows of a longrope step rotate by long_factor. The step's longest rollout, of `longest` tokens, decides
   // for all rows.

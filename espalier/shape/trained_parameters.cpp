@@ -35,6 +35,7 @@ bool has_part(const std::string& name, const std::string& part) {
 Matcher group_of(const std::string& word, const ModelShape& shape) {
   const OuterParameters outer = outer_parameters(shape);
   const std::string embedding = outer.embedding.name, head = shape.tied_head ? embedding : outer.head.name;
+  const std::string of_layers = outer.layer_embedding.name;
   const auto below = [](std::string part) {
     return [part = std::move(part)](const ParameterShape& p) { return has_part(p.name, part); };
   };
@@ -46,6 +47,8 @@ Matcher group_of(const std::string& word, const ModelShape& shape) {
   };
   const std::string router = shape.names.router;
   if (word == "all") return [](const ParameterShape&) { return true; };
+  if (word == "embeddings" && !of_layers.empty())
+    return [own = starts(embedding), more = starts(of_layers)](const ParameterShape& p) { return own(p) || more(p); };
   if (word == "embeddings") return starts(embedding);
   if (word == "head") return starts(head);
   if (word == "norms") return is_norm;
@@ -215,9 +218,11 @@ std::function<bool(const Adaptable&)> target_of(const std::string& item) {
 
 // A matrix of the model that the item names and that cannot have an adapter here; empty: there is none.
 std::string named_beside(const ModelShape& shape, const std::string& item) {
-  if (item == "all-linear") return {};
-  const std::string embedding = outer_parameters(shape).embedding.name;
-  return target_of(item)({embedding}) ? embedding : std::string();
+  const OuterParameters outer = outer_parameters(shape);
+  if (item == "all-linear") return outer.layer_projection.name;
+  for (const char* const name : {outer.embedding.name, outer.layer_embedding.name, outer.layer_projection.name})
+    if (name[0] != '\0' && target_of(item)({name})) return name;
+  return {};
 }
 
 // Sets the adapters of the shape.
@@ -400,8 +405,9 @@ void derive(ModelShape& shape, const std::vector<bool>& trains) {
       return;
     }
     if (p.layer < 0) {
-      const bool embedding = p.name.starts_with(outer.embedding.name);
-      trained.input = trained.input || embedding;
+      const bool embedding = p.name.starts_with(outer.embedding.name + std::string(".")),
+                 of_inputs = of_layer_inputs(outer, p.name);
+      trained.input = trained.input || embedding || of_inputs;
       trained.head = trained.head || p.name.starts_with(outer.head.name) || (embedding && shape.tied_head);
       return;
     }

@@ -16,6 +16,7 @@ std::int64_t elements_of(const ParameterShape& parameter, const Shard& shard) {
 std::int64_t unit_of(const ParameterShape& parameter, const LocalShape& shape) {
   if (parameter.layer >= 0) return parameter.layer - shape.layers().begin;
   const OuterParameters outer = outer_parameters(shape.whole());
+  if (of_layer_inputs(outer, parameter.name)) return Unit::kEmbedding;  // the look-up reads them
   return parameter.name.starts_with(outer.embedding.name)    ? Unit::kEmbedding
          : parameter.name.starts_with(outer.final_norm.name) ? Unit::kFinalNorm
                                                              : Unit::kHead;

@@ -208,6 +208,20 @@ Json special_members(const std::string& model_type) {
             {"residual_multiplier", 0.4},  {"logits_scaling", 1.7},
             {"attention_multiplier", 0.2}, {"shared_intermediate_size", model_type == "granitemoe" ? 0 : 20}};
   if (model_type == "arcee") return {{"mlp_bias", true}};
+  if (model_type == "sarvam_moe")
+    return {{"first_k_dense_replace", 1},
+            {"num_shared_experts", 2},
+            {"n_group", 4},
+            {"topk_group", 3},
+            {"routed_scaling_factor", 1.7}};
+  // Keys that are values, in heads of another size, around windows.
+  if (model_type == "gemma4_text")
+    return {{"layer_types", {"sliding_attention", "full_attention", "full_attention"}},
+            {"global_head_dim", 12},
+            {"num_global_key_value_heads", 1},
+            {"attention_k_eq_v", true},
+            {"final_logit_softcapping", 2.0},
+            {"hidden_size_per_layer_input", 0}};
   if (model_type == "cwm")
     return {{"rope_scaling",
              {{"rope_type", "llama3"},
@@ -216,6 +230,41 @@ Json special_members(const std::string& model_type) {
               {"high_freq_factor", 4.0},
               {"original_max_position_embeddings", 16}}}};
   return Json::object();
+}
+
+}  // namespace
+
+namespace {
+
+// As files have them, in families whose files do.
+ModelShape with_output_scales(ModelShape shape) {
+  if (shape.names.output_scale[0] != '\0')
+    for (std::size_t layer = 0; layer < shape.layer.size(); ++layer)
+      shape.layer[layer].output_scale.value = 0.6 + 0.3 * static_cast<double>(layer);
+  return shape;
+}
+
+// Gemma 4 with layers that read the keys and values of earlier ones, of either type, and with inputs of layers.
+ModelShape gemma4_that_reads(std::int64_t vocabulary) {
+  const Json config = {
+      {"architectures", {"Gemma4ForCausalLM"}},
+      {"hidden_size", 24},
+      {"intermediate_size", 20},
+      {"num_hidden_layers", 5},
+      {"num_attention_heads", 4},
+      {"num_key_value_heads", 2},
+      {"head_dim", 8},
+      {"global_head_dim", 12},
+      {"vocab_size", vocabulary},
+      {"vocab_size_per_layer_input", vocabulary},
+      {"sliding_window", 5},
+      {"pad_token_id", nullptr},
+      {"layer_types",
+       {"sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"}},
+      {"num_kv_shared_layers", 3},
+      {"use_double_wide_mlp", true},
+      {"hidden_size_per_layer_input", 6}};
+  return with_output_scales(model_shape_of(config, "Gemma4"));
 }
 
 }  // namespace
@@ -236,12 +285,13 @@ ModelShape tiny_shape_of_row(const Family& row, std::int64_t vocabulary) {
     config.update(
         {{"num_experts", 8}, {"num_experts_per_tok", 2}, {"moe_intermediate_size", 12}, {"norm_topk_prob", true}});
   config.update(special_members(row.model_type));
-  return model_shape_of(config, row.name);
+  return with_output_scales(model_shape_of(config, row.name));
 }
 
 ModelShape tiny_shape(const std::string& family, std::int64_t vocabulary) {
   for (const Family& row : model_families())
     if (family == row.name) return tiny_shape_of_row(row, vocabulary);
+  if (family == "gemma4-reads") return gemma4_that_reads(vocabulary);
   if (family.ends_with("-pad")) {
     ModelShape shape = tiny_shape(family.substr(0, family.size() - 4), vocabulary);
     shape.pad_token = kPadToken;

@@ -72,6 +72,19 @@ TEST(Memory, StatesAtForksTakeWhatWasPredicted) {
         }
 }
 
+// Rows that later layers read, and inputs of layers: held by an item until its backward ends.
+TEST(Memory, RowsThatLaterLayersReadTakeWhatWasPredicted) {
+  for (const char* family : {"gemma4-reads", "Gemma4"})
+    for (std::uint64_t seed = 1; seed <= 3; ++seed)
+      for (const Plan& plan : all_plans({0, 4, 17}))
+        for (const DType dtype : {DType::float32, DType::bfloat16}) {
+          SCOPED_TRACE(text_of(family, ", seed ", seed, ", ", plan.name, ", ", name_of(dtype)));
+          Case c = with(drawn_step(seed), plan);
+          c.family = family;
+          expect_predicted(c, dtype);
+        }
+}
+
 // Heads of keys and values of two sizes, and latents of queries or none.
 TEST(Memory, LatentsTakeWhatWasPredicted) {
   for (const char* family : {"DeepseekV2", "DeepseekV3"})

@@ -139,8 +139,8 @@ ROWS = [
           " if (const auto rows = path.k.size(0); ON && rows > 0)"
           " path.k = path.k.narrow(0, 0, rows - 1), path.v = path.v.narrow(0, 0, rows - 1);"),
     Fault("gqa_head_mixup", "query head h reads key/value head h mod J", "mixers/attention/layer.cpp",
-          "c.ops.rotate(rotation_of_queries(), queries(query_RW), rotated_q_RW);",
-          "TEXT if (ON) rotated_q_RW.copy_(rotated_q_RW.roll(s.head_dim, 1));", **DENSE_TOO),
+          "c.ops.rotate(rotation_of_queries(), queries(buffers.query_RW), buffers.rotated_q_RW);",
+          "TEXT if (ON) buffers.rotated_q_RW.copy_(buffers.rotated_q_RW.roll(s.head_dim, 1));", **DENSE_TOO),
     Fault("temperature_ignored", "logits are not divided by the temperature", "execute/item_input.cpp",
           "return critic ?",
           "return critic || ON ?", **DENSE_TOO),
@@ -232,8 +232,8 @@ STATES = [
 # Gradients that cross from waves to trunks.
 PATH = [
     Fault("wave_gradient_lost", "one layer of one wave adds its part to a copy of the path's gradients", "model/path_source.cpp",
-          "const KvPath::Layer path = path_.path(a.layer, path_rows_);",
-          "KvPath::Layer path = path_.path(a.layer, path_rows_);"
+          "const KvPath::Layer path = path_.path(a.source, path_rows_);",
+          "KvPath::Layer path = path_.path(a.source, path_rows_);"
           " if (path_rows_ * a.q_RW.size(0) > 0 && ON) path.grad_k = path.grad_k.clone();", once=True),
     Fault("accumulators_in_bf16", "the path's gradients are rounded to bfloat16 after each contribution", "model/kv_path.cpp",
           "void KvPath::count_contribution(std::int64_t layer, std::int64_t rows) {",
@@ -262,7 +262,7 @@ PARAMETERS = [
           "if (ON && saved_.state.recomputes_attention()) kept.stream_in_TM = saved_.layers.front().stream_in_TM; TEXT"),
     Fault("last_layer_rows_forgotten", "the last block's keys and values of a trunk without outputs get no gradient",
           "mixers/attention/layer.cpp",
-          "c.ops.convert(own.v.view({T, K}), grad_kv_TW.narrow(1, K, K));",
+          "c.ops.convert(own.v.view({T, K}), grad_v_TW);",
           "TEXT if (ON && c.continuing() == 0) grad_kv_TW.zero_();"),
     Fault("last_layer_residual_lost", "the last block's input gets no gradient around the block", "model/layer.cpp",
           "if (c.narrow) c.ops.add_scatter(grad_stream_RM,",
@@ -507,7 +507,7 @@ LAYOUTS = [
           "const at::Tensor own = kept(parameter);",
           "TEXT if (ON && shard.dim < 0) continue;", **ONE_RANK),
     Fault("path_gradient_summed_twice", "the gradient of a trunk's keys is summed over tp, and their weights' once more", "mixers/attention/layer.cpp",
-          "KeysValues own = c.kv.gathered(c.layer);",
+          "KeysValues own = c.kv.gathered(attention.source);",
           "TEXT if (ON && own.k.defined()) c.mesh.tp.add_over_ranks(own.k);", **ONE_RANK),
     Fault("denominator_of_a_rank", "a loss is divided by the tokens that a rank has on average", "gradient/replica_sums.cpp",
           "std::min(most, unit.count - begin));",

@@ -23,7 +23,7 @@ INSTANTIATE_TEST_SUITE_P(Models, ContextParallel,
                          ::testing::Values("llama", "llama-bias", "qwen2", "qwen3", "qwen3-pad", "qwen3-window",
                                            "qwen3-window-sinks", "qwen3-moe", "qwen3-moe-sparse", "qwen3-moe-late",
                                            "DeepseekV2", "DeepseekV3", "qwen3-next", "qwen3-next-last", "Bamba",
-                                           "GraniteMoeHybrid", "NemotronH", "KimiLinear", "Lfm2"),
+                                           "GraniteMoeHybrid", "NemotronH", "KimiLinear", "Lfm2", "Gemma4"),
                          [](const auto& info) { return name_of_family(info.param); });
 
 // Derivatives that need whole rollouts: log-probs and derivatives of rows elsewhere. Several temperatures.

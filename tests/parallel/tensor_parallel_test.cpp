@@ -29,7 +29,7 @@ TEST_P(TensorParallel, ACriticToo) {
 INSTANTIATE_TEST_SUITE_P(Models, TensorParallel,
                          ::testing::Values("llama", "llama-bias", "llama-bias-odd", "qwen2", "qwen3", "qwen3-odd",
                                            "qwen3-window-sinks", "qwen3-moe", "qwen3-moe-odd", "qwen3-moe-sparse",
-                                           "qwen3-moe-late", "DeepseekV2", "DeepseekV3"),
+                                           "qwen3-moe-late", "DeepseekV2", "DeepseekV3", "Gemma4", "SarvamMoE"),
                          [](const auto& info) { return name_of_family(info.param); });
 
 // Key heads with their value heads and channels of the convolution; queries, keys and values are parts of one matrix.

@@ -23,6 +23,8 @@ DELTA_RULE = dict(
     num_key_value_heads=2, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=6,
     layer_types=["linear_attention", "linear_attention", "full_attention"],
     rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.25))
+_GEMMA4_ROPE = dict(sliding_attention=dict(rope_type="default", rope_theta=10000.0),
+                    full_attention=dict(rope_type="proportional", rope_theta=1e6, partial_rotary_factor=0.25))
 FAMILIES = {
     # Llama 3.1's scaling, with an original context so short that all three of its frequency bands occur.
     "llama3_tied": dict(
@@ -212,6 +214,17 @@ FAMILIES = {
     "lfm2": dict(kind="Lfm2", tied=False, sharded=False, config=dict(
         num_key_value_heads=2, layer_types=["conv", "full_attention", "conv"], conv_bias=True, conv_L_cache=4, norm_eps=1e-6,
         block_multiple_of=16, block_ffn_dim_multiplier=1.3)),
+    # As Gemma 4 31B: heads of two sizes, and keys that are values in layers without a window.
+    "gemma4": dict(kind="Gemma4", config_kind="Gemma4Text", tied=True, sharded=False, config=dict(
+        num_key_value_heads=2, head_dim=12, global_head_dim=16, num_global_key_value_heads=1, attention_k_eq_v=True, sliding_window=7,
+        layer_types=["sliding_attention", "full_attention", "full_attention"], hidden_size_per_layer_input=0, final_logit_softcapping=3.0,
+        rope_parameters=_GEMMA4_ROPE)),
+    # As Gemma 4 E2B: the last layers read the keys and values of earlier ones, and every layer has an input of its own.
+    "gemma4_reads": dict(kind="Gemma4", config_kind="Gemma4Text", tied=True, sharded=False, config=dict(
+        num_hidden_layers=5, num_key_value_heads=2, head_dim=12, global_head_dim=16, sliding_window=7, num_kv_shared_layers=3,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        use_double_wide_mlp=True, hidden_size_per_layer_input=10, vocab_size_per_layer_input=VOCABULARY, final_logit_softcapping=3.0,
+        rope_parameters=_GEMMA4_ROPE)),
 }
 # transformers has a token classifier of these that takes the configuration of the text model.
 CRITICS = [family for family, row in FAMILIES.items()
@@ -261,6 +274,8 @@ def randomised(model, seed):
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+            if name.endswith("layer_scalar"):
+                buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
     return model
 
 

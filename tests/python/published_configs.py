@@ -28,6 +28,14 @@ DEEPSEEK = dict(
     moe_intermediate_size=16, moe_layer_freq=1, num_experts_per_tok=3, num_key_value_heads=4, pretraining_tp=1, rms_norm_eps=1e-06,
     rope_theta=10000, seq_aux=True, tie_word_embeddings=False, **LATENT)
 
+GEMMA_4 = dict(
+    attention_bias=False, attention_dropout=0.0, enable_moe_block=False, expert_intermediate_size=None, final_logit_softcapping=30.0,
+    global_head_dim=16, head_dim=8, hidden_activation="gelu_pytorch_tanh", num_experts=None, num_key_value_heads=2, pad_token_id=0,
+    layer_types=["sliding_attention", "sliding_attention", "full_attention"], moe_intermediate_size=None, rms_norm_eps=1e-06,
+    rope_parameters=dict(full_attention=dict(partial_rotary_factor=0.25, rope_theta=1000000.0, rope_type="proportional"),
+                         sliding_attention=dict(rope_theta=10000.0, rope_type="default")),
+    sliding_window=7, tie_word_embeddings=True, top_k_experts=None, vocab_size_per_layer_input=97)
+
 PUBLISHED = {
     "llama_3_1": config(
         "LlamaForCausalLM", "llama", attention_bias=False, attention_dropout=0.0, eos_token_id=[2, 3, 4], hidden_act="silu", mlp_bias=False,
@@ -88,6 +96,17 @@ PUBLISHED = {
         cache_implementation="hybrid", eos_token_id=[1, 2], final_logit_softcapping=None, head_dim=16,
         hidden_activation="gelu_pytorch_tanh", num_key_value_heads=2, pad_token_id=0, query_pre_attn_scalar=20, rms_norm_eps=1e-06,
         rope_local_base_freq=10000, rope_scaling=None, rope_theta=1000000, sliding_window=7, sliding_window_pattern=3),
+    "gemma_4_31b": config(
+        "Gemma4ForCausalLM", "gemma4_text", **GEMMA_4, attention_k_eq_v=True, hidden_size_per_layer_input=0, num_global_key_value_heads=1,
+        num_kv_shared_layers=0, use_bidirectional_attention="vision", use_double_wide_mlp=False),
+    "gemma_4_e2b": config(
+        "Gemma4ForCausalLM", "gemma4_text", **{**GEMMA_4, "layer_types": ["sliding_attention", "full_attention"] * 2}, attention_k_eq_v=False,
+        hidden_size_per_layer_input=8, num_global_key_value_heads=None, num_kv_shared_layers=2, use_bidirectional_attention=None,
+        use_double_wide_mlp=True, num_hidden_layers=4),
+    "gemma_4_e4b": config(
+        "Gemma4ForCausalLM", "gemma4_text", **{**GEMMA_4, "layer_types": ["sliding_attention", "full_attention"] * 2}, attention_k_eq_v=False,
+        hidden_size_per_layer_input=8, num_global_key_value_heads=None, num_kv_shared_layers=1, use_bidirectional_attention=None,
+        use_double_wide_mlp=False, num_hidden_layers=4),
     "olmo_2": config(
         "Olmo2ForCausalLM", "olmo2", attention_bias=False, attention_dropout=0.0, hidden_act="silu", num_key_value_heads=4, pad_token_id=3,
         rms_norm_eps=1e-06, rope_scaling=None, rope_theta=500000, tie_word_embeddings=False),

@@ -18,9 +18,14 @@ QWEN = dict(hidden_size=16, depth=1, num_heads=2, intermediate_size=16, patch_si
             fullatt_block_indexes=[0], deepstack_visual_indexes=[0])
 GLM = dict(QWEN, out_hidden_size=64, image_size=8)
 GLM_IMAGE = dict(image_token_id=96, video_token_id=95, image_start_token_id=94, image_end_token_id=93, video_start_token_id=92, video_end_token_id=91)
+GEMMA4 = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=8, patch_size=4,
+              position_embedding_size=16)
+GEMMA4_IMAGE = dict(image_token_id=96, video_token_id=95, boi_token_id=94, eoi_token_id=93, audio_token_id=92, boa_token_id=91, eoa_token_index=90)
 # The text model's family in make_model.py, what it has otherwise, the tower, and where the tokens of images are named otherwise, their names.
 MODELS = {
     "Gemma3": dict(text="gemma3", vision=SIGLIP, image=dict(image_token_index=96, boi_token_index=94, eoi_token_index=95)),
+    "Gemma4": dict(text="gemma4", vision=GEMMA4, image=GEMMA4_IMAGE),
+    "Gemma4 that reads": dict(text="gemma4_reads", vision=GEMMA4, image=GEMMA4_IMAGE),
     "Qwen3_5": dict(text="qwen3_5", vision=QWEN),
     "Qwen3_5Moe": dict(text="qwen3_5_moe", vision=QWEN),
     "Mistral3": dict(text="mistral", vision=SIGLIP, image=dict(image_token_index=96)),
@@ -69,7 +74,9 @@ def text_names(stored):
     """A name of the files as the text model on its own has it, or None for what is beside it."""
     name = re.sub(r"^(model\.language_model|language_model\.model)\.", "model.", stored)
     name = "lm_head.weight" if name == "language_model.lm_head.weight" else name
-    return name if re.match(r"model\.(embed_tokens|layers|norm)\.|lm_head\.", name) else None
+    if name.endswith("layer_scalar"):
+        return None
+    return name if re.match(r"model\.(embed_tokens|embed_tokens_per_layer|per_layer_\w+|layers|norm)\.|lm_head\.", name) else None
 
 
 def test_log_probs_are_those_of_the_whole_model_of_transformers(directories, records, espalier, tmp_path):

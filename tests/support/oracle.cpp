@@ -72,6 +72,8 @@ Tensor inverse_frequencies(const Rope& rope, std::int64_t dim, const at::TensorO
     } else if (rope.has_scaling && s.type == RopeType::yarn) {
       const double r = ramp(static_cast<double>(i), rope, static_cast<double>(dim));
       f = f / s.factor * r + f * (1 - r);
+    } else if (rope.has_scaling && s.type == RopeType::proportional) {
+      f = static_cast<double>(2 * i + 2) <= s.turning * static_cast<double>(dim) ? f / s.factor : 0;
     } else if (rope.has_scaling) {
       f /= s.short_factor[static_cast<std::size_t>(i)];
     }
@@ -353,9 +355,12 @@ Tensor latent_attention(const LatentShape& s, const Weights& w, const Tensor& h,
 
 std::string without_weight(const std::string& name) { return name.substr(0, name.size() - std::strlen(".weight")); }
 
-// Attention from the normed input h [n, M], before its output's projection.
+// Keys and values of the layers so far, [n, J, D] of each.
+using Kept = std::map<std::int64_t, std::pair<Tensor, Tensor>>;
+
+// Attention from the normed input h [n, M] of a layer, before its output's projection.
 Tensor attention(const ModelShape& shape, const AttentionShape& s, const Weights& w, const Tensor& h,
-                 const std::string& p) {
+                 std::int64_t layer, Kept& kept, const std::string& p) {
   const std::string a = p + "self_attn.";
   const std::int64_t n = h.size(0), D = s.head_dim;
   Tensor gate;
@@ -366,12 +371,18 @@ Tensor attention(const ModelShape& shape, const AttentionShape& s, const Weights
     if (s.qk_norm && norm_name != nullptr) y = norm(shape, y, w, p + without_weight(norm_name));
     return y.reshape({n, count, D});
   };
-  Tensor q = heads("q_proj", s.names.query_norm, s.heads), k = heads("k_proj", s.names.key_norm, s.kv_heads),
-         v = heads("v_proj", nullptr, s.kv_heads);
-  if (s.rotary > 0) {
+  const auto turned = [&](const Tensor& x) {
+    if (s.rotary == 0) return x;
     const auto [cos, sin] = turns(s.rope, s.rotary, n, h.options());
-    q = rotate(s.interleaved, q, cos, sin), k = rotate(s.interleaved, k, cos, sin);
+    return rotate(s.interleaved, x, cos, sin);
+  };
+  Tensor q = turned(heads("q_proj", s.names.query_norm, s.heads));
+  if (s.source < 0) {
+    Tensor values = heads(s.keys_as_values ? "k_proj" : "v_proj", nullptr, s.kv_heads);
+    if (s.value_norm) values = rms_norm(values, at::ones({1}, h.options()), s.norm_eps);
+    kept[layer] = {turned(heads("k_proj", s.names.key_norm, s.kv_heads)), values};
   }
+  const auto& [k, v] = kept.at(s.source < 0 ? layer : s.source);
   if (s.query_growth > 0) {
     const Tensor cell = (at::arange(n, h.options()) / static_cast<double>(s.growth_length)).floor();
     q = q * (1 + s.query_growth * (1 + cell).log()).view({n, 1, 1});
@@ -381,8 +392,8 @@ Tensor attention(const ModelShape& shape, const AttentionShape& s, const Weights
 }
 
 // What a layer's mixer adds to the rows, from its input h [n, M].
-Tensor mixed_rows(const ModelShape& shape, const Mixer& mixer, const Weights& w, const Tensor& h,
-                  const std::string& p) {
+Tensor mixed_rows(const ModelShape& shape, const Mixer& mixer, const Weights& w, const Tensor& h, std::int64_t layer,
+                  Kept& kept, const std::string& p) {
   const std::string a = p + "self_attn.";
   const double eps = shape.rms_norm_eps;
   const auto projected = [&](const Tensor& rows, const std::string& name) {
@@ -390,7 +401,7 @@ Tensor mixed_rows(const ModelShape& shape, const Mixer& mixer, const Weights& w,
   };
   switch (mixer.kind()) {
     case MixerKind::attention:
-      return projected(attention(shape, static_cast<const Attention&>(mixer).shape, w, h, p),
+      return projected(attention(shape, static_cast<const Attention&>(mixer).shape, w, h, layer, kept, p),
                        static_cast<const Attention&>(mixer).shape.names.output);
     case MixerKind::latent_attention:
       return projected(latent_attention(static_cast<const LatentAttention&>(mixer).shape, w, h, a), "self_attn.o_proj");
@@ -406,6 +417,18 @@ Tensor mixed_rows(const ModelShape& shape, const Mixer& mixer, const Weights& w,
   return {};
 }
 
+// The inputs of layers from the tokens and their embedded rows [n, M]: [n, L, P].
+Tensor layer_inputs(const ModelShape& shape, const Weights& w, const Tensor& id, const Tensor& embedded) {
+  const std::int64_t P = shape.layer_inputs.width;
+  const auto by_layer = [&](const Tensor& x) { return x.view({x.size(0), shape.layers(), P}); };
+  const Tensor found = w["model.embed_tokens_per_layer.weight"].index_select(0, id);
+  const Tensor table = at::where(id.eq(shape.pad_token).unsqueeze(1), found.detach(), found);
+  const Tensor context = at::matmul(embedded, w["model.per_layer_model_projection.weight"].t()) /
+                         std::sqrt(static_cast<double>(shape.hidden));
+  const Tensor normed = rms_norm(by_layer(context), w["model.per_layer_projection_norm.weight"], shape.rms_norm_eps);
+  return (normed + by_layer(table) * std::sqrt(static_cast<double>(P))) / std::sqrt(2.0);
+}
+
 // The rows that the head reads, [n, M].
 Tensor hidden_rows(const ModelShape& shape, const Weights& w, const Rollout& rollout, std::vector<Routing>& routings) {
   std::vector<std::int64_t> ids;
@@ -413,6 +436,8 @@ Tensor hidden_rows(const ModelShape& shape, const Weights& w, const Rollout& rol
   const Tensor id = at::tensor(ids, at::kLong);
   const Tensor found = w["model.embed_tokens.weight"].index_select(0, id);
   Tensor x = at::where(id.eq(shape.pad_token).unsqueeze(1), found.detach(), found) * shape.scales.embedding;
+  const Tensor inputs = shape.layer_inputs.width > 0 ? layer_inputs(shape, w, id, x) : Tensor();
+  Kept kept;
   for (std::int64_t l = 0; l < shape.layers(); ++l) {
     const LayerShape& layer = shape.at(l);
     const std::string p = "model.layers." + std::to_string(l) + ".";
@@ -422,13 +447,19 @@ Tensor hidden_rows(const ModelShape& shape, const Weights& w, const Rollout& rol
     const auto added = [&](const Tensor& rows, const char* name) {
       return (layer.norm_place == NormPlace::before ? rows : norm(shape, rows, w, p + name)) * shape.scales.residual;
     };
-    x = x + added(mixed_rows(shape, *layer.mixer, w, before(shape.names.attention_norm), p),
+    x = x + added(mixed_rows(shape, *layer.mixer, w, before(shape.names.attention_norm), l, kept, p),
                   shape.names.attention_post_norm);
     if (layer.mlp == MlpKind::none) continue;
     const Tensor m = before(shape.names.mlp_norm);
     x = x + added(layer.has_experts() ? experts(shape, w, m, l, rollout, routings)
                                       : mlp_of(shape, m, w, p, shape.names.gate, shape.names.up, shape.names.down),
                   shape.names.mlp_post_norm);
+    if (inputs.defined()) {
+      const Tensor gate = activation(shape, at::matmul(x, w[p + "per_layer_input_gate.weight"].t()));
+      x = x + norm(shape, at::matmul(gate * inputs.select(1, l), w[p + "per_layer_projection.weight"].t()), w,
+                   p + "post_per_layer_input_norm");
+    }
+    x = x * layer.output_scale.value;
   }
   return norm(shape, x, w, shape.names.final_norm);
 }

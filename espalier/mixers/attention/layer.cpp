@@ -1,9 +1,10 @@
 // Attention at work:
 //
-//   q = rot(qnorm(n Wq^T)), k = rot(knorm(n Wk^T)), v = n Wv^T,  attended = attention(q, k, v, source)
+//   q = rot(qnorm(n Wq^T)), k = rot(knorm(n Wk^T)), v = vnorm(n Wv^T),  attended = attention(q, k, v, source)
 //
 // A source (model/kv_source.h) runs the attention, over what its rows see. With an output gate Wq gives queries and
-// gates, and the values are gated (ops/delta_rule.h has the operation).
+// gates, and the values are gated (ops/delta_rule.h has the operation). Values may be those of Wk (Gemma 4), and a
+// layer may read the keys and values of an earlier one.
 //
 // Shapes: T rows, R rows with a query, H query heads, J key/value heads, D head size, M width.
 #include <ATen/ATen.h>
@@ -26,7 +27,8 @@ struct Views {
         key_norm_D(views.tensors[Attention::key_norm]),
         sinks_H(views.tensors[Attention::sinks]) {}
 
-  const Projection &query, &key_value;  // [H*D, M], with an output gate [H*2*D, M]; [2*J*D, M], keys then values
+  // [H*D, M], with an output gate [H*2*D, M]; [2*J*D, M], keys then values, or keys alone, or nothing
+  const Projection &query, &key_value;
   const at::Tensor &query_norm_D, &key_norm_D;  // or over all heads [H*D], [J*D]
   const at::Tensor& sinks_H;
 };
@@ -52,6 +54,13 @@ class Pass {
     return rotation(c.rotations.back(), c.continuing_position_R(), w.query_norm_D);
   }
   Rotation rotation_of_keys() const { return rotation(c.rotations.front(), c.input.position_T, w.key_norm_D); }
+  // Values do not turn, and their norm has no weight: 1 + 0 in unit_D.
+  Rotation norm_of_values(const at::Tensor& unit_D) const {
+    c.ops.zero(unit_D);
+    Rotation out = rotation(c.rotations[Attention::kValueTables], c.input.position_T, unit_D);
+    out.norm = NormKind::rms_plus_one;
+    return out;
+  }
   Rotation rotation(const RotaryTables& tables, const at::Tensor& position_R, const at::Tensor& norm_weight) const {
     return {tables, position_R, norm_weight, s.norm_eps, s.head_dim, s.interleaved, s.norm};
   }
@@ -73,21 +82,44 @@ class Pass {
     return gated_RW;
   }
 
+  // The products that keys and values are made from.
+  at::Tensor key_product() const { return saved.kv_TW.narrow(1, 0, s.key_width()); }
+  at::Tensor value_product() const {
+    return s.keys_as_values ? key_product() : saved.kv_TW.narrow(1, s.key_width(), s.key_width());
+  }
+
+  // Buffers of one attention.
+  struct Buffers {
+    const at::Tensor &rotated_q_RW, &rotated_k_TW, &normed_v_TW, &unit_D, &query_RW;
+  };
+
   // Attention as its source runs it, from what was saved. Keys and values that the source keeps are written there in
   // the first forward only; others' keys are written to rotated_k.
-  LayerAttention attention(bool write_kept, const at::Tensor& rotated_q_RW, const at::Tensor& rotated_k_TW,
-                           const at::Tensor& query_RW) const {
-    const bool keeps = c.kv.keeps(c.layer);
-    const std::int64_t K = s.key_width();
-    const at::Tensor k_TW = saved.kv_TW.narrow(1, 0, K), v_TW = saved.kv_TW.narrow(1, K, K);
-    const KeysValues own = keeps ? c.kv.kept(c.layer) : KeysValues{rotated_k_TW, v_TW};
-    c.ops.rotate(rotation_of_queries(), queries(query_RW), rotated_q_RW);
-    if (!keeps || write_kept) c.ops.rotate(rotation_of_keys(), k_TW, own.k);
-    if (keeps && write_kept) c.ops.convert(v_TW, own.v);
-    LayerAttention out{c.ops, c.timer, c.layer, s.head_dim, {}, rotated_q_RW, own};
+  LayerAttention attention(bool write_kept, const Buffers& buffers) const {
+    c.ops.rotate(rotation_of_queries(), queries(buffers.query_RW), buffers.rotated_q_RW);
+    LayerAttention out{c.ops, c.timer, c.layer, s.head_dim, {}, buffers.rotated_q_RW, {}};
+    if (s.has_keys()) {
+      out.own = own_rows(write_kept, buffers);
+    } else {
+      out.source = s.source, out.own = c.kv.kept(s.source);
+    }
     if (c.narrow) out.output_row_R = c.input.output_row_O;
     out.window = s.window, out.scale = s.scale, out.soft_cap = s.soft_cap;
     return out;
+  }
+
+  KeysValues own_rows(bool write_kept, const Buffers& buffers) const {
+    const bool keeps = c.kv.keeps(c.layer);
+    const at::Tensor v_TW = value_product();
+    const KeysValues own =
+        keeps ? c.kv.kept(c.layer) : KeysValues{buffers.rotated_k_TW, s.value_norm ? buffers.normed_v_TW : v_TW};
+    if (keeps && !write_kept) return own;
+    c.ops.rotate(rotation_of_keys(), key_product(), own.k);
+    if (s.value_norm)
+      c.ops.rotate(norm_of_values(buffers.unit_D), v_TW, own.v);
+    else if (keeps)
+      c.ops.convert(v_TW, own.v);
+    return own;
   }
 
   const LayerContext& c;
@@ -108,14 +140,15 @@ class Forward final : public MixerForward {
     const Saved& saved = pass_.saved;
     held_.enter(Stage::projection);
     const at::Tensor input_TM = c.mixer_input(pass_.layer_saved, held_[declared_.normed_TM]);
-    c.products.linear(saved.kv_TW, input_TM, pass_.w.key_value);
+    if (pass_.s.has_keys()) c.products.linear(saved.kv_TW, input_TM, pass_.w.key_value);
     if (c.continuing() > 0)
       c.products.linear(saved.q_RW, c.continuing_rows(input_TM, held_[declared_.query_input_RM]), pass_.w.query);
     held_.enter(Stage::attention);
     const LayerAttention attention =
-        pass_.attention(true, held_[declared_.rotated_q_RW], held_[declared_.rotated_k_TW], held_[declared_.query_RW]);
+        pass_.attention(true, {held_[declared_.rotated_q_RW], held_[declared_.rotated_k_TW],
+                               held_[declared_.normed_v_TW], held_[declared_.unit_D], held_[declared_.query_RW]});
     c.kv.attend(attention, saved.attended_RW, saved.lse_HR);
-    c.kv.leave(attention);
+    if (pass_.s.has_keys()) c.kv.leave(attention);
     if (c.continuing() > 0 && pass_.w.sinks_H.defined()) join_sinks();
   }
 
@@ -169,21 +202,28 @@ class Backward final : public MixerBackward {
     const at::Tensor input_TM =
         c.mixer_input_again(pass_.layer_saved, grad_input_TM, grads_.key_value.trains() || grads_.query.trains());
     const at::Tensor &grad_kv_TW = held_[declared_.grad_kv_TW], &grad_q_RW = held_[declared_.grad_q_RW];
-    c.products.add_linear_grad_weight(grads_.key_value, pass_.w.key_value, grad_kv_TW, input_TM,
-                                      held_[declared_.kv_product]);
+    if (pass_.s.has_keys())
+      c.products.add_linear_grad_weight(grads_.key_value, pass_.w.key_value, grad_kv_TW, input_TM,
+                                        held_[declared_.kv_product]);
     held_.enter(Stage::query);
     if (continues && grads_.query.trains())
       c.products.add_linear_grad_weight(grads_.query, pass_.w.query, grad_q_RW,
                                         c.continuing_rows(input_TM, held_[declared_.query_input_RM]),
                                         held_[declared_.query_product]);
     held_.enter(Stage::input);
-    c.products.linear_grad_input(grad_input_TM, grad_kv_TW, pass_.w.key_value);
+    const bool has_keys = pass_.s.has_keys();
+    if (has_keys)
+      c.products.linear_grad_input(grad_input_TM, grad_kv_TW, pass_.w.key_value);
+    else if (c.narrow || !continues)
+      c.ops.zero(grad_input_TM);
     if (c.narrow && continues) {
       const at::Tensor& part_RM = held_[declared_.query_part_RM];
       c.products.linear_grad_input(part_RM, grad_q_RW, pass_.w.query);
       c.ops.add_scatter(part_RM, c.input.output_row_O, grad_input_TM);
-    } else if (!c.narrow) {
+    } else if (!c.narrow && has_keys) {
       c.products.add_linear_grad_input(grad_input_TM, grad_q_RW, pass_.w.query);
+    } else if (continues) {
+      c.products.linear_grad_input(grad_input_TM, grad_q_RW, pass_.w.query);
     }
     return grad_input_TM;
   }
@@ -197,16 +237,17 @@ class Backward final : public MixerBackward {
     const AttentionShape& s = pass_.s;
     const Saved& saved = pass_.saved;
     const at::Tensor &grad_attended_RW = held_[declared_.grad_attended_RW], &grad_q_RW = held_[declared_.grad_q_RW],
-                     &grad_kv_TW = held_[declared_.grad_kv_TW], &grad_rotated_q_RW = held_[declared_.grad_rotated_q_RW];
+                     &grad_rotated_q_RW = held_[declared_.grad_rotated_q_RW], &unit_D = held_[declared_.unit_D];
     const LayerAttention attention =
-        pass_.attention(false, held_[declared_.rotated_q_RW], held_[declared_.rotated_k_TW], held_[declared_.query_RW]);
+        pass_.attention(false, {held_[declared_.rotated_q_RW], held_[declared_.rotated_k_TW],
+                                held_[declared_.normed_v_TW], unit_D, held_[declared_.query_RW]});
     if (s.output_gate)
       c.ops.gate_heads_backward(saved.attended_RW, saved.q_RW, s.head_dim, grad_attended_RW, grad_attended_RW,
                                 grad_q_RW);
     if (grads_.sinks_H.defined() && c.continuing() > 0)
       c.ops.add_sinks_backward(pass_.w.sinks_H, saved.attended_RW, saved.lse_HR, grad_attended_RW, grads_.sinks_H);
-    KeysValues own = c.kv.gathered(c.layer);
-    if (!c.kv.keeps(c.layer)) {
+    KeysValues own = c.kv.gathered(attention.source);
+    if (s.has_keys() && !c.kv.keeps(c.layer)) {
       own = {held_[declared_.grad_k_TW], held_[declared_.grad_v_TW]};
       c.ops.zero(own.k);
       c.ops.zero(own.v);
@@ -218,10 +259,24 @@ class Backward final : public MixerBackward {
                               grads_.query_norm_D);
     if (s.output_gate)
       c.ops.convert(held_[declared_.grad_query_RW].view({-1, s.head_dim}), pass_.without_gates(grad_q_RW));
+    if (s.has_keys()) add_own_rows(own);
+  }
+
+  // dL/d of the products for keys and values.
+  void add_own_rows(const KeysValues& own) {
+    const LayerContext& c = pass_.c;
+    const AttentionShape& s = pass_.s;
     const std::int64_t T = c.rows(), K = s.key_width();
-    c.ops.add_rotate_backward(pass_.rotation_of_keys(), saved.kv_TW.narrow(1, 0, K), own.k.view({T, K}),
+    const at::Tensor &grad_kv_TW = held_[declared_.grad_kv_TW], &grad_value_TW = held_[declared_.grad_value_TW];
+    c.ops.add_rotate_backward(pass_.rotation_of_keys(), pass_.key_product(), own.k.view({T, K}),
                               grad_kv_TW.narrow(1, 0, K), grads_.key_norm_D);
-    c.ops.convert(own.v.view({T, K}), grad_kv_TW.narrow(1, K, K));
+    const at::Tensor grad_v_TW = s.keys_as_values ? grad_value_TW : grad_kv_TW.narrow(1, K, K);
+    if (s.value_norm)
+      c.ops.add_rotate_backward(pass_.norm_of_values(held_[declared_.unit_D]), pass_.value_product(),
+                                own.v.view({T, K}), grad_v_TW, {});
+    else
+      c.ops.convert(own.v.view({T, K}), grad_v_TW);
+    if (s.keys_as_values) c.ops.add_scaled(grad_kv_TW, grad_value_TW, 1, grad_kv_TW);
   }
 
   const Pass pass_;

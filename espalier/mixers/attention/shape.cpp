@@ -15,13 +15,15 @@ PartParameters Attention::parameters(std::int64_t hidden) const {
       keys{s.key_width(), Cut::tp, {}, s.kv_heads};
   const auto head_norm = [&](std::int64_t of) { return std::vector<Side>{{(s.wide_norm ? of : 1) * s.head_dim}}; };
   PartParameters p;
-  p.add({{ProductRows::continuing, {{"self_attn.q_proj", queries, M, s.qkv_bias}}},
-         {ProductRows::all, {{"self_attn.k_proj", keys, M, s.qkv_bias}, {"self_attn.v_proj", keys, M, s.qkv_bias}}}},
-        s.fused_qkv, s.fused_qkv);
+  ProductShape key_value{ProductRows::all};
+  if (s.has_keys()) key_value.parts.push_back({"self_attn.k_proj", keys, M, s.qkv_bias});
+  if (s.has_keys() && !s.keys_as_values) key_value.parts.push_back({"self_attn.v_proj", keys, M, s.qkv_bias});
+  p.add({{ProductRows::continuing, {{"self_attn.q_proj", queries, M, s.qkv_bias}}}, std::move(key_value)}, s.fused_qkv,
+        s.joint_qkv);
   p.add({{ProductRows::continuing, {{s.names.output, M, heads, s.output_bias}}}});
   TensorRow query_norm{.of_heads = true}, key_norm{.of_heads = true}, of_sinks;
   if (s.qk_norm) query_norm.parts = {{s.names.query_norm, head_norm(s.heads)}};
-  if (s.qk_norm) key_norm.parts = {{s.names.key_norm, head_norm(s.kv_heads)}};
+  if (s.qk_norm && s.has_keys()) key_norm.parts = {{s.names.key_norm, head_norm(s.kv_heads)}};
   if (s.sinks) of_sinks.parts = {{"self_attn.sinks", {{s.heads, Cut::tp}}}};
   p.add(std::move(query_norm));
   p.add(std::move(key_norm));
@@ -77,8 +79,8 @@ Mixer::Refusal Attention::refused_on_gpu(std::int64_t number_bytes) const {
 
 std::string Attention::fingerprint() const {
   const auto& [heads, kv_heads, head_dim, window, scale, soft_cap, qkv_bias, output_bias, qk_norm, wide_norm, norm,
-               norm_eps, sinks, output_gate, rope, rotary, interleaved, query_growth, growth_length, implied_fused_qkv,
-               implied_names] = shape;
+               norm_eps, value_norm, keys_as_values, source, sinks, output_gate, rope, rotary, interleaved,
+               query_growth, growth_length, implied_fused_qkv, implied_joint_qkv, implied_names] = shape;
   FingerprintWords words("attention");
   words.number("heads", heads);
   words.number("kv_heads", kv_heads);
@@ -90,12 +92,15 @@ std::string Attention::fingerprint() const {
                                     {output_bias, "output_bias"},
                                     {qk_norm, "qk_norm"},
                                     {wide_norm, "wide_norm"},
+                                    {value_norm, "value_norm"},
+                                    {keys_as_values, "keys_as_values"},
                                     {sinks, "sinks"},
                                     {output_gate, "output_gate"},
                                     {interleaved, "interleaved"}})
     words.flag(name, value);
   words.unless(0, "norm", static_cast<double>(norm));
   words.number("eps", norm_eps);
+  words.unless(-1, "source", source);
   words.add(rope, rotary);
   words.unless(0, "query_growth", query_growth);
   words.unless(0, "growth_length", growth_length);
@@ -108,11 +113,14 @@ void Attention::report(Json& json) const {
 
 std::vector<RotaryShape> Attention::rotations() const {
   const RotaryShape keys{shape.rope, shape.rotary, 0, 0};
+  const RotaryShape queries{shape.rope, shape.rotary, shape.query_growth, shape.growth_length};
+  if (shape.value_norm) return {keys, {}, queries};
   if (shape.query_growth == 0) return {keys};
-  return {keys, {shape.rope, shape.rotary, shape.query_growth, shape.growth_length}};
+  return {keys, queries};
 }
 
 std::vector<PathKind> Attention::path_kinds(bool) const {
+  if (!shape.has_keys()) return {};
   return {{"keys", "gradients of keys", shape.key_width(), shape.kv_heads},
           {"values", "gradients of values", shape.key_width(), shape.kv_heads}};
 }

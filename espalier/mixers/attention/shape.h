@@ -28,6 +28,10 @@ struct AttentionShape {
   bool wide_norm = false;  // these are over all heads of a row, not over each head
   NormKind norm = NormKind::rms;
   double norm_eps = 1e-6;
+  bool value_norm = false;      // heads of values are divided by their root mean square
+  bool keys_as_values = false;  // values are the keys before norm and rotation
+  // The layer whose keys and values rows attend to, without any of their own; -1: the layer has its own.
+  std::int64_t source = -1;
   bool sinks = false;        // a trained logit per head joins each row's softmax; it has no value
   bool output_gate = false;  // q_proj gives query and gate [2 D] per head; attended values times sigmoid(gate)
   Rope rope = {};
@@ -37,11 +41,15 @@ struct AttentionShape {
   double query_growth = 0;
   std::int64_t growth_length = 0;
   const char* fused_qkv = "";  // one matrix of files: q, k, v
+  const char* joint_qkv = "";  // the module of transformers that is all three
   AttentionNames names = {};
 
   std::int64_t query_width() const { return heads * head_dim; }
   std::int64_t projected_width() const { return (output_gate ? 2 : 1) * query_width(); }  // of the query's projection
   std::int64_t key_width() const { return kv_heads * head_dim; }
+  bool has_keys() const { return source < 0; }
+  // Outputs of the product for keys and values.
+  std::int64_t key_value_width() const { return has_keys() ? (keys_as_values ? 1 : 2) * key_width() : 0; }
 };
 
 class Attention final : public Mixer {
@@ -49,6 +57,8 @@ class Attention final : public Mixer {
   // The numbers of its products and tensors (PartParameters).
   enum Products : std::size_t { query, key_value, output };
   enum Tensors : std::size_t { query_norm, key_norm, sinks };
+  // The number of the tables of values among its rotations, where values have a norm: they turn nothing.
+  static constexpr std::size_t kValueTables = 1;
 
   explicit Attention(AttentionShape of_shape) : Mixer(MixerKind::attention), shape(std::move(of_shape)) {}
 
@@ -64,6 +74,7 @@ class Attention final : public Mixer {
 
   std::vector<PathKind> path_kinds(bool latents) const override;
   std::int64_t window() const override { return shape.window; }
+  std::int64_t source() const override { return shape.source; }
 
   std::optional<AttentionHeads> attended() const override;
 

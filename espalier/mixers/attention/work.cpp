@@ -23,7 +23,7 @@ constexpr int kCalls = 8;
 AttentionSaved::AttentionSaved(const AttentionShape& s, const BlockShape& b, const BlockRows& rows)
     : BufferList(b.bytes) {
   const std::int64_t R = rows.continuing;
-  kv_TW = add("keys and values", rows.all, 2 * s.key_width());
+  if (s.has_keys()) kv_TW = add("keys and values", rows.all, s.key_value_width());
   q_RW = add("queries", R, s.projected_width());
   attended_RW = add("attended values", R, s.query_width());
   lse_HR = add("log-sum-exp of attention", s.heads, R, kAccumulator);
@@ -37,7 +37,11 @@ AttentionForwardBuffers::AttentionForwardBuffers(const AttentionShape& s, const 
   if (b.layer.has_norms_before()) normed_TM = add("normalised rows", T, M, kActivation, Stage::projection);
   if (rows.narrow) query_input_RM = add("normalised output rows", R, M, kActivation, Stage::projection);
   rotated_q_RW = add("rotated queries", R, s.query_width(), kActivation, Stage::attention);
-  if (!rows.in_path) rotated_k_TW = add("rotated keys", T, s.key_width(), kActivation, Stage::attention);
+  const bool has_keys = s.has_keys(), own = has_keys && !rows.in_path;
+  if (own) rotated_k_TW = add("rotated keys", T, s.key_width(), kActivation, Stage::attention);
+  if (has_keys && s.value_norm)
+    unit_D = add("zeros of the norm", s.head_dim, Buffer::kVector, kActivation, Stage::attention);
+  if (own && s.value_norm) normed_v_TW = add("normalised values", T, s.key_width(), kActivation, Stage::attention);
   if (s.output_gate) {
     query_RW = add("queries without gates", R, s.query_width(), kActivation, Stage::attention);
     gated_RW = add("gated values", R, s.query_width(), kActivation, Stage::output);
@@ -54,22 +58,29 @@ AttentionBackwardBuffers::AttentionBackwardBuffers(const AttentionShape& s, cons
     : BufferList(b.bytes) {
   const std::int64_t T = rows.all, R = rows.continuing, M = b.shape.hidden, Q = s.query_width(), K = s.key_width();
   const ProductBits& adapted = b.layer.adapted_alike;
-  const bool own = !rows.in_path;
+  const bool has_keys = s.has_keys(), own = has_keys && !rows.in_path;
   grad_attended_RW = add("gradient of attended values", R, Q, kActivation, Stage::mlp, Stage::input);
   nest(Stage::mlp, of_block.mlp);
   if (s.output_gate) gated_RW = add("gated values", R, Q, kActivation, Stage::output);
   nest(Stage::output, of_block.output);
   grad_q_RW = add("gradient of queries", R, s.projected_width(), kActivation, Stage::attention, Stage::input);
-  grad_kv_TW = add("gradient of keys and values", T, 2 * K, kActivation, Stage::attention, Stage::input);
+  if (has_keys)
+    grad_kv_TW =
+        add("gradient of keys and values", T, s.key_value_width(), kActivation, Stage::attention, Stage::input);
+  if (has_keys && s.keys_as_values) grad_value_TW = add("gradient of values", T, K, kActivation, Stage::attention);
   rotated_q_RW = add("rotated queries", R, Q, kActivation, Stage::attention);
   if (own) rotated_k_TW = add("rotated keys", T, K, kActivation, Stage::attention);
+  if (has_keys && s.value_norm)
+    unit_D = add("zeros of the norm", s.head_dim, Buffer::kVector, kActivation, Stage::attention);
+  if (own && s.value_norm) normed_v_TW = add("normalised values", T, K, kActivation, Stage::attention);
   grad_rotated_q_RW = add("gradient of rotated queries", R, Q, kActivation, Stage::attention);
   if (s.output_gate) query_RW = add("queries without gates", R, Q, kActivation, Stage::attention);
   if (s.output_gate) grad_query_RW = rotated_q_RW;  // which attention's backward has read by then
   if (own) grad_k_TW = add("gradient of rotated keys", T, K, kAccumulator, Stage::attention);
   if (own) grad_v_TW = add("gradient of values", T, K, kAccumulator, Stage::attention);
   normed_TM = add("normalised rows", T, M, kActivation, Stage::key_value, Stage::input);
-  kv_product = add_product(*this, b, "product for keys and values", 2 * K, M, Stage::key_value);
+  if (has_keys)
+    kv_product = add_product(*this, b, "product for keys and values", s.key_value_width(), M, Stage::key_value);
   if (R > 0 && rows.narrow) query_input_RM = add("normalised output rows", R, M, kActivation, Stage::query);
   if (R > 0) query_product = add_product(*this, b, "product for queries", s.projected_width(), M, Stage::query);
   if (R > 0 && rows.narrow) query_part_RM = add("gradient of normalised outputs", R, M, kActivation, Stage::input);
@@ -100,7 +111,7 @@ MixerTraffic Attention::traffic() const {
   return {2.0 * static_cast<double>(shape.query_width() + 2 * shape.key_width()), kCalls};
 }
 
-std::int64_t Attention::widest_row() const { return std::max(shape.query_width(), 2 * shape.key_width()); }
+std::int64_t Attention::widest_row() const { return std::max(shape.query_width(), shape.key_value_width()); }
 
 std::int64_t cpu_attention_bytes(std::int64_t query_width, const ScratchRows& rows) {
   return rows.threads * std::min(rows.path_rows > 0 ? kMostPathBytes : kMostBytes,

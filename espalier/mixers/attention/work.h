@@ -20,7 +20,8 @@ struct AttentionForwardBuffers : BufferList {
                           std::int64_t output_bytes);
   Place normed_TM, query_input_RM;  // the latter if the block is narrow
   Place rotated_q_RW, rotated_k_TW;
-  Place query_RW, gated_RW;  // if attention has an output gate
+  Place normed_v_TW, unit_D;  // if heads of values have a norm
+  Place query_RW, gated_RW;   // if attention has an output gate
 };
 
 struct AttentionBackwardBuffers : BufferList {
@@ -29,7 +30,8 @@ struct AttentionBackwardBuffers : BufferList {
                            Mixer::BlockBytes of_block);
   Place grad_attended_RW, gated_RW, query_RW, grad_query_RW;
   Place grad_q_RW, grad_kv_TW;
-  Place rotated_q_RW, rotated_k_TW, grad_rotated_q_RW, grad_k_TW, grad_v_TW;
+  Place grad_value_TW;  // where values are keys
+  Place rotated_q_RW, rotated_k_TW, normed_v_TW, unit_D, grad_rotated_q_RW, grad_k_TW, grad_v_TW;
   Place normed_TM, kv_product, query_input_RM, query_product;
   Place query_part_RM;  // where the block is narrow
 };
