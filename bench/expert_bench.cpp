@@ -20,7 +20,7 @@
 #include "espalier/model/layer.h"
 #include "espalier/model/mlp.h"
 #include "espalier/model/path_source.h"
-#include "espalier/step/model_state.h"
+#include "espalier/state/model_state.h"
 
 namespace {
 
@@ -84,7 +84,7 @@ class Mlp {
   std::unique_ptr<ModelState> model_;
   GradientSet gradients_;
   Arena arena_;
-  KvPath path_;
+  OpenPath path_;
   PathSource kv_{path_, 0, false, {}};
   ModelInput input_;
   at::Tensor stream_, grad_, out_, grad_stream_;

@@ -11,7 +11,7 @@
 #include "espalier/base/random.h"
 #include "espalier/generate/sampler.h"
 #include "espalier/mixers/attention/shape.h"
-#include "espalier/step/model_state.h"
+#include "espalier/state/model_state.h"
 
 namespace {
 

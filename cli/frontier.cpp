@@ -6,12 +6,12 @@
 #include "espalier/base/error.h"
 #include "espalier/base/units.h"
 #include "espalier/config/model_config.h"
-#include "espalier/observe/memory.h"
+#include "espalier/machine/memory.h"
 #include "espalier/plan/frontier.h"
 #include "espalier/report/frontier_picture.h"
 #include "espalier/shape/trained_parameters.h"
-#include "espalier/step/planning.h"
-#include "espalier/step/trained_choice.h"
+#include "espalier/state/planning.h"
+#include "espalier/state/trained_choice.h"
 
 namespace espalier::cli {
 namespace {

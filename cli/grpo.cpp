@@ -10,10 +10,10 @@
 
 #include "cli/verbs.h"
 #include "espalier/base/units.h"
-#include "espalier/observe/timer.h"
+#include "espalier/metrics/timer.h"
 #include "espalier/report/plan_picture.h"
+#include "espalier/services/tracker.h"
 #include "espalier/tasks/word_tasks.h"
-#include "espalier/text/tracker.h"
 
 namespace espalier::cli {
 namespace {

@@ -9,7 +9,7 @@
 #include "espalier/grouping/prefix_tree.h"
 #include "espalier/rollout/mini_batches.h"
 #include "espalier/rollout/recorded_experts.h"
-#include "espalier/text/rollout_text.h"
+#include "espalier/services/rollout_text.h"
 
 namespace espalier::cli {
 namespace {

@@ -1,11 +1,11 @@
 // Ctrl-C and SIGTERM: the work is stopped where it reports progress, so that nothing is left half written, or where it
-// says itself that it can save (espalier/observe/progress.h).
+// says itself that it can save (espalier/metrics/progress.h).
 //
 // Temporary files are removed as the stack unwinds. Work under OnInterrupt::stop that does not report within
 // kGraceSeconds is ended at once, and so is any work by a second signal.
 #pragma once
 
-#include "espalier/observe/progress.h"
+#include "espalier/metrics/progress.h"
 
 namespace espalier::cli {
 

@@ -26,9 +26,9 @@
 #include "espalier/rollout/mini_batches.h"
 #include "espalier/saved/spill_file.h"
 #include "espalier/shape/trained_parameters.h"
-#include "espalier/step/held_models.h"
-#include "espalier/step/planning.h"
-#include "espalier/step/trained_choice.h"
+#include "espalier/state/held_models.h"
+#include "espalier/state/planning.h"
+#include "espalier/state/trained_choice.h"
 #include "espalier/train/training_data.h"
 
 namespace espalier::cli {

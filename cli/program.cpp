@@ -21,17 +21,17 @@
 #include "espalier/base/error.h"
 #include "espalier/base/instruction_set.h"
 #include "espalier/device/cuda_library.h"
+#include "espalier/machine/memory.h"
+#include "espalier/machine/processors.h"
 #include "espalier/measure/gpu_profile.h"
-#include "espalier/observe/memory.h"
-#include "espalier/observe/processors.h"
-#include "espalier/observe/progress_text.h"
-#include "espalier/observe/timer.h"
+#include "espalier/metrics/progress_text.h"
+#include "espalier/metrics/timer.h"
 #include "espalier/options/objective_options.h"
 #include "espalier/options/options_json.h"
 #include "espalier/options/products.h"
 #include "espalier/settings/config_file.h"
 #include "espalier/settings/option_help.h"
-#include "espalier/step/planning.h"
+#include "espalier/state/planning.h"
 
 namespace espalier::cli {
 namespace {

@@ -10,7 +10,7 @@
 #include "espalier/measure/machine.h"
 #include "espalier/serve/http.h"
 #include "espalier/serve/service.h"
-#include "espalier/step/planning.h"
+#include "espalier/state/planning.h"
 
 namespace espalier::cli {
 namespace {

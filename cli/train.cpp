@@ -9,8 +9,8 @@
 #include "cli/verbs.h"
 #include "espalier/base/error.h"
 #include "espalier/base/units.h"
+#include "espalier/services/tracker.h"
 #include "espalier/step/step_json.h"
-#include "espalier/text/tracker.h"
 
 namespace espalier::cli {
 namespace {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "espalier/base/json.h"
-#include "espalier/observe/progress.h"
+#include "espalier/metrics/progress.h"
 #include "espalier/options/options.h"
 
 namespace espalier {

@@ -16,21 +16,21 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 # Parts of a training step, a sample and the closed loop.
 ENGINE = (
-    "base options observe device parallel rollout text grouping shape mixers.shape config program work forecast plan ops moe model mixers.layer saved objective "
-    "gradient execute optimizer checkpoint measure step train generate loop"
+    "base options machine metrics device parallel rollout services grouping shape mixers.shape config program work forecast plan ops model mixers.layer saved objective "
+    "gradient execute optimizer checkpoint measure state step train generate loop"
 ).split()
 # Parts that the program and the Python package add. The engine includes none of them.
 BESIDE_ENGINE = "settings selftest prove doctor replay report tasks serve hosting binding".split()
 ORDER = ENGINE + BESIDE_ENGINE
 ARCHITECTURES = ("x86_64", "aarch64")
 # These are pure functions of tokens, shapes and options: no tensor may enter.
-TORCH_FREE = {"base", "options", "settings", "rollout", "text", "grouping", "shape", "mixers.shape", "config", "program", "work", "forecast", "plan", "serve"}
+TORCH_FREE = {"base", "options", "settings", "rollout", "services", "grouping", "shape", "mixers.shape", "config", "program", "work", "forecast", "plan", "serve"}
 # What calls operations: a pointer, a number type, a thread or an ATen kernel here would be the CPU's alone.
 # binding hands memory of a caller on the host to the kernels; serve reads messages, and knows no tensors.
 ABOVE_OPERATIONS = set(ORDER[ORDER.index("ops") + 1:]) - {"settings", "checkpoint", "report", "serve", "binding"}
 BELOW = re.compile(r"\b(data_ptr|pointer<|dispatch\(|memcpy|memmove|memset|omp\.h|omp_get\w+|espalier/ops/cpu/[\w/.]+)|#pragma omp")
 # Of those, what runs in a step: its tensors are a device's throughout.
-IN_A_STEP = {"model", "mixers.layer", "moe", "objective", "gradient", "execute", "optimizer", "generate"}
+IN_A_STEP = {"model", "mixers.layer", "objective", "gradient", "execute", "optimizer", "generate"}
 KERNEL = re.compile(r"(\.(?:zero_|copy_|fill_|add_|mul_|sub_|clone|item)\b|\bat::(?:mm|addmm|cat|add|mul|empty|zeros|ones)\w*\()")
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.M)
 

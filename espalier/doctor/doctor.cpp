@@ -11,10 +11,10 @@
 #include "espalier/doctor/probe.h"
 #include "espalier/doctor/record_faults.h"
 #include "espalier/measure/machine.h"
+#include "espalier/services/tokenizer.h"
 #include "espalier/shape/trained_parameters.h"
-#include "espalier/step/held_models.h"
-#include "espalier/step/trained_choice.h"
-#include "espalier/text/tokenizer.h"
+#include "espalier/state/held_models.h"
+#include "espalier/state/trained_choice.h"
 #include "espalier/train/training_data.h"
 
 namespace espalier {

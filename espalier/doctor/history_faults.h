@@ -6,7 +6,7 @@
 
 #include "espalier/doctor/finding.h"
 #include "espalier/rollout/rollout.h"
-#include "espalier/text/tokenizer.h"
+#include "espalier/services/tokenizer.h"
 
 namespace espalier {
 

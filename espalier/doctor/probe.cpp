@@ -9,9 +9,9 @@
 #include "espalier/device/host_values.h"
 #include "espalier/execute/head.h"
 #include "espalier/objective/fused_head.h"
-#include "espalier/step/held_models.h"
+#include "espalier/state/held_models.h"
+#include "espalier/state/planning.h"
 #include "espalier/step/pass.h"
-#include "espalier/step/planning.h"
 #include "espalier/step/workspace.h"
 
 namespace espalier {

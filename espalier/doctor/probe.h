@@ -6,10 +6,10 @@
 #include <vector>
 
 #include "espalier/forecast/cost_model.h"
-#include "espalier/observe/progress.h"
+#include "espalier/metrics/progress.h"
 #include "espalier/options/options.h"
 #include "espalier/rollout/rollout.h"
-#include "espalier/step/model_state.h"
+#include "espalier/state/model_state.h"
 
 namespace espalier {
 

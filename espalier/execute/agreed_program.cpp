@@ -8,9 +8,9 @@ namespace espalier {
 
 Program agreed_program(const Mesh& mesh, const StepPlan& plan, bool gradients) {
   const Place place = mesh.place();
-  bool path_divided = plan.path.divided;
-  if (mesh.cp.size() > 1) path_divided = maxima_over_ranks(mesh.dp, {path_divided ? 1.0 : 0.0}).front() > 0;
-  const RankRange together = joint_ranks(mesh.degrees, place, path_divided);
+  bool path_sharded = plan.path.sharded;
+  if (mesh.cp.size() > 1) path_sharded = maxima_over_ranks(mesh.dp, {path_sharded ? 1.0 : 0.0}).front() > 0;
+  const RankRange together = joint_ranks(mesh.degrees, place, path_sharded);
   const std::int64_t cp = mesh.cp.size(), end = together.begin + together.count;
   std::vector<std::string> all;
   if (cp % together.count == 0) {  // all have this plan
@@ -24,7 +24,7 @@ Program agreed_program(const Mesh& mesh, const StepPlan& plan, bool gradients) {
   }
   const auto member = static_cast<std::size_t>(mesh.replicas.rank() - together.begin);
   return program_of(plan.items, joint_order(std::move(all), cp, together.begin),
-                    {member, mesh.cp.rank(), cp, waves_in_flight(mesh.degrees, place, gradients), plan.path.divided});
+                    {member, mesh.cp.rank(), cp, waves_in_flight(mesh.degrees, place, gradients), plan.path.sharded});
 }
 
 }  // namespace espalier

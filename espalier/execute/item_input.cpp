@@ -40,8 +40,8 @@ std::vector<std::int32_t> set_rows(const RowShares& shares, std::int64_t rank) {
 }
 
 // Where the rows of a divided set stand in it.
-void add_divided(ControlBlock& block, const RowShares& shares, std::int64_t rank,
-                 const std::vector<std::int32_t>& output_row, DividedRows& divided) {
+void add_sharded(ControlBlock& block, const RowShares& shares, std::int64_t rank,
+                 const std::vector<std::int32_t>& output_row, ShardedRows& sharded) {
   std::vector<std::int32_t> all, outputs;
   for (std::int64_t other = 0; other < shares.ranks(); ++other)
     for (const std::int32_t row : set_rows(shares, other)) all.push_back(row);
@@ -49,10 +49,10 @@ void add_divided(ControlBlock& block, const RowShares& shares, std::int64_t rank
   for (const std::int32_t row : output_row) outputs.push_back(own[static_cast<std::size_t>(row)]);
   std::vector<std::int32_t> counted(own.size());
   std::iota(counted.begin(), counted.end(), 0);
-  block.add(all, divided.row_S);
-  block.add(own, divided.own_T);
-  block.add(outputs, divided.output_own_O);
-  block.add(counted, divided.counted_T);
+  block.add(all, sharded.row_S);
+  block.add(own, sharded.own_T);
+  block.add(outputs, sharded.output_own_O);
+  block.add(counted, sharded.counted_T);
 }
 
 // The experts that rows are given: those chosen in another run, or, of a policy, those that rollouts record, where any
@@ -134,7 +134,7 @@ std::vector<moe::RowOwners> owners_of(const RowSet& set) {
 ItemInput::ItemInput(const PlanItem& item, std::span<const Rollout> rollouts, const LocalShape& local,
                      bool all_logprobs, const moe::LoadAccounting* accounting, const moe::ChoiceRecord& choices,
                      Device& device, const Group& cp)
-    : shares(is_divided(item, cp.size()) ? std::optional(RowShares(item.set.rows, cp.size())) : std::nullopt),
+    : shares(is_sharded(item, cp.size()) ? std::optional(RowShares(item.set.rows, cp.size())) : std::nullopt),
       share(shares ? share_of(item.set, *shares, cp.rank()) : RowSet{}),
       rows(shares ? share : item.set) {
   const ModelShape& shape = local.whole();
@@ -156,7 +156,7 @@ ItemInput::ItemInput(const PlanItem& item, std::span<const Rollout> rollouts, co
   block.add(subtree_ends(item.set), subtree_end_S);
   const std::int64_t first_row = keeps_windows(shape, cp.size()) ? first_window_row(item.path_rows, shape.window()) : 0;
   if (shape.window() > 0) block.add(depths(item.set, first_row), depth_S);
-  if (shares) add_divided(block, *shares, cp.rank(), model.output_row, divided);
+  if (shares) add_sharded(block, *shares, cp.rank(), model.output_row, sharded);
   head_edges.add_to(block, temperatures, of_head, shape.vocabulary);
   block.hand_over(device);
 }

@@ -10,10 +10,10 @@
 #include <span>
 #include <vector>
 
-#include "espalier/model/divided_source.h"
+#include "espalier/model/chosen_experts.h"
+#include "espalier/model/load_accounting.h"
 #include "espalier/model/model_input.h"
-#include "espalier/moe/chosen_experts.h"
-#include "espalier/moe/load_accounting.h"
+#include "espalier/model/sharded_source.h"
 #include "espalier/objective/fused_head.h"
 #include "espalier/program/step_plan.h"
 #include "espalier/rollout/rollout.h"
@@ -33,7 +33,7 @@ struct ItemInput {
   ModelInput model;
   at::Tensor subtree_end_S;            // of the device
   at::Tensor depth_S;                  // on the device; defined if the model has layers with a window
-  DividedRows divided;                 // set if there are shares
+  ShardedRows sharded;                 // set if there are shares
   std::vector<LossEdge> set_edges;     // edges of all ranks' rows, if there are shares
   std::vector<LossEdge> edges;         // [E], ordered by output row
   std::vector<std::int32_t> output;    // [E], the output row of each

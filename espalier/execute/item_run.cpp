@@ -4,9 +4,9 @@
 
 #include "espalier/base/error.h"
 #include "espalier/device/host_values.h"
-#include "espalier/model/divided_source.h"
 #include "espalier/model/joined_experts.h"
 #include "espalier/model/path_source.h"
+#include "espalier/model/sharded_source.h"
 #include "espalier/model/stage_link.h"
 #include "espalier/ops/operations.h"
 
@@ -22,12 +22,12 @@ std::unique_ptr<KvSource> make_source(const StepRun& step, const PlanItem& item,
   std::optional<SharedStates> states;
   if (decoder.shape().states() > 0)
     states.emplace(step.path, item.path_rows, is_trunk, SharedRuns(item.set, *input.shares), decoder.mesh().cp);
-  return std::make_unique<DividedSource>(step.path, item.path_rows, is_trunk, input.subtree_end_S, input.depth_S,
-                                         *input.shares, input.divided, decoder.sizes(), decoder.dtype(),
+  return std::make_unique<ShardedSource>(step.path, item.path_rows, is_trunk, input.subtree_end_S, input.depth_S,
+                                         *input.shares, input.sharded, decoder.sizes(), decoder.dtype(),
                                          decoder.mesh().cp, arena, std::move(states));
 }
 
-KvPath::States take_states(const StepRun& step, const PlanItem& item, Arena& arena) {
+OpenPath::States take_states(const StepRun& step, const PlanItem& item, Arena& arena) {
   if (item.kind != ItemKind::trunk) return {};
   const StateBuffers declared(step.decoder.sizes(), step.trains());
   const auto take = [&](BufferList::Place place) { return arena.take(declared, place, step.decoder.dtype()); };

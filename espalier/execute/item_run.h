@@ -31,7 +31,7 @@ class ItemRun {
 
   std::int64_t rows() const { return input_.model.rows(); }
   // For a trunk: the final states of its recurrent layers, and the buffers for their gradients.
-  const KvPath::States& states() const { return states_; }
+  const OpenPath::States& states() const { return states_; }
 
  private:
   HeadWork head_work() const { return {item_, input_, saved_.normed_OM, grad_normed_OM_}; }
@@ -45,7 +45,7 @@ class ItemRun {
   const PlanItem& item_;
   Arena& arena_;
   ItemInput input_;
-  KvPath::States states_;
+  OpenPath::States states_;
   std::unique_ptr<KvSource> kv_;
   PathGuest path_;
   DecoderSaved saved_;

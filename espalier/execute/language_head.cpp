@@ -85,7 +85,7 @@ void LanguageHead::score_with_gradient(const HeadWork& work) {
 
 void LanguageHead::finish_rollouts(const PlanItem& item) {
   const Group& cp = decoder_.mesh().cp;
-  if (is_divided(item, cp.size()) && cp.rank() != 0) return;  // every rank knows their log-probs, one counts them
+  if (is_sharded(item, cp.size()) && cp.rank() != 0) return;  // every rank knows their log-probs, one counts them
   for (const std::int32_t rollout : item.finished) {
     RolloutSeries& series = series_[static_cast<std::size_t>(rollout)];
     series.grad_logprob.resize(series.logprob.size());

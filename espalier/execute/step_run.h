@@ -8,9 +8,9 @@
 #include "espalier/device/arena.h"
 #include "espalier/execute/head.h"
 #include "espalier/gradient/gradient_set.h"
+#include "espalier/model/chosen_experts.h"
 #include "espalier/model/decoder.h"
-#include "espalier/model/kv_path.h"
-#include "espalier/moe/chosen_experts.h"
+#include "espalier/model/open_path.h"
 #include "espalier/program/step_plan.h"
 #include "espalier/rollout/rollout.h"
 #include "espalier/saved/spill_queue.h"
@@ -26,7 +26,7 @@ struct PhaseSeconds {
 struct StepRun {
   const Decoder& decoder;
   std::span<const Rollout> rollouts;
-  KvPath& path;
+  OpenPath& path;
   Arena& arena;
   Head* head = nullptr;                       // null: the decoder runs alone, for its routers' choices
   GradientSet* gradients = nullptr;           // null: forward only

@@ -83,8 +83,8 @@ class Communication::Walk {
   void run(std::span<const StepPlan* const> plans) {
     const Degrees& d = local_.degrees();
     const Place& place = local_.place();
-    const bool path_divided = std::ranges::any_of(plans, [](const StepPlan* plan) { return plan->path.divided; });
-    const RankRange together = joint_ranks(d, place, path_divided);
+    const bool path_sharded = std::ranges::any_of(plans, [](const StepPlan* plan) { return plan->path.sharded; });
+    const RankRange together = joint_ranks(d, place, path_sharded);
     path_ = plans[static_cast<std::size_t>(place.dp)]->path;
     std::vector<std::string> events;
     for (std::int64_t rank = together.begin; rank < together.begin + together.count; ++rank)
@@ -94,7 +94,7 @@ class Communication::Walk {
       const StepPlan& plan = *plans[static_cast<std::size_t>(rank / d.cp)];
       return program_of(plan.items, order,
                         {static_cast<std::size_t>(rank - together.begin), rank % d.cp, d.cp,
-                         waves_in_flight(d, place, kind_.gradients), plan.path.divided});
+                         waves_in_flight(d, place, kind_.gradients), plan.path.sharded});
     };
     const std::int64_t own = place.dp * d.cp + place.cp, of_ep = std::max<std::int64_t>(1, d.ep / d.tp);
     std::vector<std::pair<std::int64_t, Program>> others;  // of the ranks that share experts with this one
@@ -203,7 +203,7 @@ class Communication::Walk {
   std::int64_t path_share(std::int64_t rows) const { return PathShares{rows, cp_.ranks}.most(); }
   std::int64_t rows_above(const Turn& turn) const { return turn.item ? turn.item->path_rows : open_rows_; }
   Rows rows_on(const PlanItem& item, std::int64_t cp_rank) {
-    if (!is_divided(item, cp_.ranks)) return {item.set.rows, item.set.outputs};
+    if (!is_sharded(item, cp_.ranks)) return {item.set.rows, item.set.outputs};
     const auto [found, is_new] = rows_.try_emplace({&item, cp_rank});
     if (!is_new) return found->second;
     const RowShares shares(item.set.rows, cp_.ranks);
@@ -212,7 +212,7 @@ class Communication::Walk {
                             static_cast<std::int64_t>(outputs_of(edges, rollouts_, !local_.whole().value_head).size())};
   }
   std::vector<LossEdge> edges_here(const PlanItem& item) const {
-    if (!is_divided(item, cp_.ranks)) return edges_of(item.set, rollouts_, all_logprobs_);
+    if (!is_sharded(item, cp_.ranks)) return edges_of(item.set, rollouts_, all_logprobs_);
     const RowShares shares(item.set.rows, cp_.ranks);
     return edges_of(share_of(item.set, shares, local_.place().cp), rollouts_, all_logprobs_);
   }
@@ -229,7 +229,7 @@ class Communication::Walk {
 
   // Of a layer of a divided item.
   void gather_context(const PlanItem& item, std::int64_t layer, AxisBytes& phase) {
-    if (is_divided(item, cp_.ranks)) give(cp_, Collective::gather, most_rows(item) * given_width(layer) * b_, phase.cp);
+    if (is_sharded(item, cp_.ranks)) give(cp_, Collective::gather, most_rows(item) * given_width(layer) * b_, phase.cp);
   }
 
   // Of a recurrent layer of a divided item (SharedStates). Ranks run their rows in turn, so that each waits for what
@@ -254,7 +254,7 @@ class Communication::Walk {
   }
   // Of one state, where ranks share the rows; else 0.
   std::int64_t state_bytes(const Turn& turn, std::int64_t layer) const {
-    return turn.item && is_divided(*turn.item, cp_.ranks) ? own_.mixer(layer).state() * s_ : 0;
+    return turn.item && is_sharded(*turn.item, cp_.ranks) ? own_.mixer(layer).state() * s_ : 0;
   }
   void send_state(std::int64_t rank, Collective kind, std::int64_t bytes, AxisBytes& phase) {
     if (rank == local_.place().cp) phase.cp += bytes;
@@ -268,7 +268,7 @@ class Communication::Walk {
 
   std::int64_t most_rows(const PlanItem& item) const { return RowShares(item.set.rows, cp_.ranks).most(); }
   void control(const PlanItem& item, AxisBytes& phase) {
-    if (!is_divided(item, cp_.ranks)) return;
+    if (!is_sharded(item, cp_.ranks)) return;
     if (kind_.whole_rollout && last_stage_) give(cp_, Collective::sum, 2 * edges(item.set) * kNumber, phase.cp);
     const ModelShape& whole = local_.whole();
     if (kind_.counts_rollouts && kind_.gradients)
@@ -344,7 +344,7 @@ class Communication::Walk {
     if (recomputes) give(tp_, Collective::sum, R * M * b_, phase.tp);
     give(tp_, Collective::sum, T * M * b_, phase.tp);
     if (own_.at(layer).mlp != MlpKind::none) give(tp_, Collective::sum, R * M * (experts ? s_ : b_), phase.tp);
-    if (item && is_divided(*item, cp_.ranks))
+    if (item && is_sharded(*item, cp_.ranks))
       give(cp_, Collective::scatter_sum, cp_.ranks * most_rows(*item) * given_width(layer) * s_, phase.cp);
     if (!experts) return;
     give(tp_, Collective::sum, R * own_.experts_per_token * s_, phase.tp);

@@ -19,7 +19,7 @@
 // and of latent attention S (C + K) b and n S (C + K) s a layer, for latents of width C and shared keys of width K,
 // with the forward's bytes once more in a trunk's backward unless the path carries latents; and
 //   both      16 bytes an edge where derivatives need whole rollouts, 8 L E a rollout where router losses do
-// and nothing for a wave that was dealt whole. If the path is sharded over cp (saved/divided_path.h) and each rank
+// and nothing for a wave that was dealt whole. If the path is sharded over cp (saved/sharded_path.h) and each rank
 // keeps c of its P open rows, every rank sends for every event of any of them, joined events included, for a sharded
 // layer that is not gathered already,
 //   forward   2 c J D b of the rows above; nothing where a pass begins with the layer that the one before it ended with

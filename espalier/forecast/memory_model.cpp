@@ -212,7 +212,7 @@ PathBytes path_bytes(const BufferSizes& sizes, PathRows rows, bool with_gradient
       held = layer.of(rows.window, sums);
     } else if (!sleeps || is_awake(shape, path, i)) {
       held = layer.of(rows.all, sums);
-    } else if (path.divided) {
+    } else if (path.sharded) {
       held = layer.of(of_rank, with_gradients);
       gathered = std::max(gathered, layer.of(cp * of_rank, with_gradients));
     } else {
@@ -224,8 +224,8 @@ PathBytes path_bytes(const BufferSizes& sizes, PathRows rows, bool with_gradient
     }
     out.forward += held, out.backward += held;
   }
-  out.forward += path.divided ? shared_with_sums + gathered : shared;
-  out.backward += path.divided ? shared_with_sums + gathered : shared_with_sums;
+  out.forward += path.sharded ? shared_with_sums + gathered : shared;
+  out.backward += path.sharded ? shared_with_sums + gathered : shared_with_sums;
   return out;
 }
 
@@ -241,7 +241,7 @@ PathTraffic ActivationBytes::path_traffic(std::int64_t rows_above, std::int64_t 
       if (path.latents) expanded += rows_above + (backward ? 3 * rows_above + own_rows : 0);
       out.flops += 2.0 * static_cast<double>(mixer.path_kinds(true)[0].width * mixer.expanded_width() * expanded);
     }
-    if (is_awake(shape_, path, i) || path.divided) continue;
+    if (is_awake(shape_, path, i) || path.sharded) continue;
     const LayerBytes layer(sizes(), shape_.at(i), path.latents);
     const auto sums = [&](std::int64_t of) { return layer.of(of, true) - layer.of(of, false); };
     out.forward += layer.of(rows_above, false) + layer.of(own_rows, false);

@@ -26,7 +26,7 @@
 #include "espalier/objective/fused_head.h"
 #include "espalier/ops/choice.h"
 #include "espalier/rollout/rollout.h"
-#include "espalier/text/stop_strings.h"
+#include "espalier/services/stop_strings.h"
 
 namespace espalier {
 

@@ -6,8 +6,8 @@
 
 #include "espalier/plan/dealing.h"
 #include "espalier/rollout/json_text.h"
-#include "espalier/text/rollout_text.h"
-#include "espalier/text/user_file.h"
+#include "espalier/services/rollout_text.h"
+#include "espalier/services/user_file.h"
 
 namespace espalier {
 namespace {

@@ -9,7 +9,7 @@
 #include "espalier/generate/sampler.h"
 #include "espalier/generate/turn_texts.h"
 #include "espalier/parallel/mesh.h"
-#include "espalier/text/environment.h"
+#include "espalier/services/environment.h"
 
 namespace espalier {
 

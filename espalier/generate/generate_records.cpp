@@ -16,12 +16,12 @@
 #include "espalier/generate/prompts_file.h"
 #include "espalier/parallel/agreement.h"
 #include "espalier/rollout/writer.h"
-#include "espalier/step/held_models.h"
-#include "espalier/step/model_state.h"
-#include "espalier/step/planning.h"
-#include "espalier/step/trained_choice.h"
-#include "espalier/text/reward_function.h"
-#include "espalier/text/rollout_text.h"
+#include "espalier/services/reward_function.h"
+#include "espalier/services/rollout_text.h"
+#include "espalier/state/held_models.h"
+#include "espalier/state/model_state.h"
+#include "espalier/state/planning.h"
+#include "espalier/state/trained_choice.h"
 #include "espalier/train/training_data.h"
 
 namespace espalier {

@@ -4,9 +4,9 @@
 #include <optional>
 
 #include "espalier/generate/sampler.h"
-#include "espalier/observe/progress.h"
+#include "espalier/metrics/progress.h"
 #include "espalier/options/options.h"
-#include "espalier/text/tokenizer.h"
+#include "espalier/services/tokenizer.h"
 
 namespace espalier {
 

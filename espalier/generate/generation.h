@@ -14,7 +14,7 @@
 #include "espalier/base/random.h"
 #include "espalier/generate/decoding.h"
 #include "espalier/generate/sampler.h"
-#include "espalier/observe/timer.h"
+#include "espalier/metrics/timer.h"
 #include "espalier/plan/dealing.h"
 #include "espalier/rollout/json_text.h"
 #include "espalier/rollout/kept_sets.h"

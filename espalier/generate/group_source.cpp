@@ -29,12 +29,12 @@ void GroupSource::attend(const LayerAttention& a, const at::Tensor& attended_RW,
   for (const OnDevice& one : groups_) {
     const at::Tensor& query_row = a.output_row_R.defined() ? one.output_own_row_N : one.own_row_N;
     const std::int64_t rows = one.own_row_N.size(0), queries = query_row.size(0);
-    const KvPath::Layer own = one.group.own->path(a.source, one.subtree_end_T.size(0));
+    const OpenPath::Layer own = one.group.own->path(a.source, one.subtree_end_T.size(0));
     if (a.source == a.layer) {
       a.ops.scatter(a.own.k.narrow(0, first_row, rows), one.own_row_N, own.k);
       a.ops.scatter(a.own.v.narrow(0, first_row, rows), one.own_row_N, own.v);
     }
-    const KvPath::Layer path = one.group.path->path(a.source, one.group.path_rows);
+    const OpenPath::Layer path = one.group.path->path(a.source, one.group.path_rows);
     const TimedPart timed(a.timer, part::kAttention);
     a.ops.attention({a.head_dim, a.q_RW.narrow(0, first_query, queries), own.k, own.v, path.k, path.v, query_row,
                      one.subtree_end_T, a.window, one.depth_T, a.scale, a.soft_cap},

@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "espalier/device/control_block.h"
-#include "espalier/model/kv_path.h"
 #include "espalier/model/kv_source.h"
+#include "espalier/model/open_path.h"
 
 namespace espalier {
 
@@ -22,9 +22,9 @@ struct RowGroup {
   std::vector<std::int32_t> own_row;          // ascending: where the key and value of each of the group's rows are kept
   std::span<const std::int32_t> subtree_end;  // one per own row up to the last that is read
   std::span<const std::int32_t> depth;        // of the same rows, where the model has layers with a window
-  const KvPath* own = nullptr;
-  const KvPath* path = nullptr;  // may be `own` where path_rows is 0
-  std::int64_t path_rows = 0;    // P
+  const OpenPath* own = nullptr;
+  const OpenPath* path = nullptr;  // may be `own` where path_rows is 0
+  std::int64_t path_rows = 0;      // P
 
   // For recurrent layers: rows [begin, end) of the group, and the states of all such layers before them (undefined: 0)
   // and after them; both may be the same tensors.

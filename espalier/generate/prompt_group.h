@@ -12,7 +12,7 @@
 
 #include "espalier/generate/group_source.h"
 #include "espalier/generate/row_packing.h"
-#include "espalier/model/kv_path.h"
+#include "espalier/model/open_path.h"
 
 namespace espalier {
 
@@ -53,7 +53,7 @@ class PromptGroup {
   std::int64_t states_;  // numbers of states
   Arena memory_;
   at::Tensor last_hidden_M_;
-  KvPath prompt_, responses_;
+  OpenPath prompt_, responses_;
   // States of recurrent layers: the prompt's, and one for each live response; a response has one of the places.
   at::Tensor prompt_N_;
   std::vector<at::Tensor> response_N_;

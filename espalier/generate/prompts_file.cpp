@@ -15,7 +15,7 @@
 #include "espalier/rollout/python_records.h"
 #include "espalier/rollout/record_fields.h"
 #include "espalier/rollout/record_format.h"
-#include "espalier/text/rollout_text.h"
+#include "espalier/services/rollout_text.h"
 
 namespace espalier {
 namespace {

@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "espalier/generate/sampler.h"
-#include "espalier/observe/progress.h"
-#include "espalier/text/tokenizer.h"
+#include "espalier/metrics/progress.h"
+#include "espalier/services/tokenizer.h"
 
 namespace espalier {
 

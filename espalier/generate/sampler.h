@@ -21,10 +21,10 @@
 #include "espalier/device/arena.h"
 #include "espalier/generate/step_rows.h"
 #include "espalier/generate/turns.h"
+#include "espalier/metrics/progress.h"
 #include "espalier/model/decoder.h"
-#include "espalier/observe/progress.h"
 #include "espalier/rollout/rollout.h"
-#include "espalier/text/stop_strings.h"
+#include "espalier/services/stop_strings.h"
 
 namespace espalier {
 

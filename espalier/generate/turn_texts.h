@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "espalier/text/tokenizer.h"
+#include "espalier/services/tokenizer.h"
 
 namespace espalier {
 

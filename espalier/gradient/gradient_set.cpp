@@ -13,7 +13,7 @@ GradientSet::GradientSet(const ParameterTable& table, const LocalShape& shape, a
       flat_(device.allocate({table.kept_size()}, accumulator)),
       rooms_(device.allocate({table.units().rooms + table.units().sums}, accumulator)),
       views_(view_model(std::array{FlatParameters{table, flat_, rooms_}}, shape)) {
-  if (table.divided())
+  if (table.sharded())
     scattered_.emplace(table, flat_, rooms_, mesh, device);
   else if (mesh.replicas.size() > 1 || mesh.expert_replicas.size() > 1)
     sums_.emplace(shape, flat_, mesh);

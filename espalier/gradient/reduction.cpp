@@ -15,7 +15,7 @@ void add_tied_embedding(GradientSet& gradients, Group& pp, Device& device) {
   if (pp.size() == 1 || !views.embedding_VM.defined() || !views.head_VM.is_same(views.embedding_VM)) return;
   const ParameterTable& table = gradients.table();
   const at::Tensor own_VM =
-      table.divided() ? gradients.kept(table.parameters().front()).unsqueeze(0) : views.embedding_VM;
+      table.sharded() ? gradients.kept(table.parameters().front()).unsqueeze(0) : views.embedding_VM;
   if (own_VM.numel() == 0) return;
   const int other = pp.rank() == 0 ? pp.size() - 1 : 0;
   const at::Tensor others_VM = device.allocate(own_VM.sizes(), own_VM.scalar_type());

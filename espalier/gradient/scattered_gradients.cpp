@@ -22,7 +22,7 @@ ScatteredGradients::ScatteredGradients(const ParameterTable& table, at::Tensor k
 void ScatteredGradients::enter(const Stop& stop) {
   if (!stop.adds_gradients) return;
   for (const Unit& unit : table_.units().all) {
-    if (unit.what != stop.unit || !unit.divided()) continue;
+    if (unit.what != stop.unit || !unit.sharded()) continue;
     const auto is_in_room = [&](const Leaving& other) {
       return other.unit->room < unit.room + unit.whole() && unit.room < other.unit->room + other.unit->whole();
     };
@@ -35,7 +35,7 @@ void ScatteredGradients::leave(const Stop& stop) {
   if (!stop.adds_gradients) return;
   finish();
   for (const Unit& unit : table_.units().all)
-    if (unit.what == stop.unit && unit.divided())
+    if (unit.what == stop.unit && unit.sharded())
       leaving_.push_back({&unit, holders_of(unit, mesh_)
                                      .start_scatter_sum(rooms_.narrow(0, unit.room, unit.whole()), sum_of(unit),
                                                         "gradient of " + name_of(unit))});

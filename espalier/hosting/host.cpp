@@ -9,7 +9,7 @@
 #include "espalier/base/error.h"
 #include "espalier/base/units.h"
 #include "espalier/checkpoint/atomic_output.h"
-#include "espalier/step/planning.h"
+#include "espalier/state/planning.h"
 
 namespace espalier {
 

@@ -8,7 +8,7 @@
 #include "espalier/config/rope_config.h"
 #include "espalier/generate/decoding.h"
 #include "espalier/generate/end_tokens.h"
-#include "espalier/step/trained_choice.h"
+#include "espalier/state/trained_choice.h"
 
 namespace espalier {
 namespace {

@@ -10,8 +10,8 @@
 #include "espalier/forecast/cost_model.h"
 #include "espalier/hosting/call_memory.h"
 #include "espalier/options/options.h"
-#include "espalier/step/model_state.h"
-#include "espalier/text/tokenizer.h"
+#include "espalier/services/tokenizer.h"
+#include "espalier/state/model_state.h"
 
 namespace espalier {
 

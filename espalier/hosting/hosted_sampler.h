@@ -12,7 +12,7 @@
 #include "espalier/generate/decoding.h"
 #include "espalier/hosting/hosted_base.h"
 #include "espalier/serve/sample_calls.h"
-#include "espalier/text/tokenizer.h"
+#include "espalier/services/tokenizer.h"
 
 namespace espalier {
 

@@ -13,7 +13,7 @@
 #include "espalier/ops/operations.h"
 #include "espalier/plan/planner.h"
 #include "espalier/shape/trained_parameters.h"
-#include "espalier/step/held_models.h"
+#include "espalier/state/held_models.h"
 #include "espalier/step/pass.h"
 #include "espalier/train/trained_model.h"
 

@@ -19,8 +19,8 @@
 #include "espalier/optimizer/adamw.h"
 #include "espalier/serve/calls.h"
 #include "espalier/serve/engine.h"
-#include "espalier/step/held_models.h"
-#include "espalier/step/model_state.h"
+#include "espalier/state/held_models.h"
+#include "espalier/state/model_state.h"
 
 namespace espalier {
 

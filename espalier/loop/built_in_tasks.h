@@ -12,10 +12,10 @@
 #include "espalier/base/json.h"
 #include "espalier/forecast/cost_model.h"
 #include "espalier/loop/questions.h"
-#include "espalier/observe/progress.h"
+#include "espalier/metrics/progress.h"
 #include "espalier/options/options.h"
 #include "espalier/shape/model_shape.h"
-#include "espalier/step/model_state.h"
+#include "espalier/state/model_state.h"
 
 namespace espalier {
 

@@ -8,7 +8,7 @@
 #include "espalier/checkpoint/run_state.h"
 #include "espalier/config/model_config.h"
 #include "espalier/options/options_json.h"
-#include "espalier/step/trained_choice.h"
+#include "espalier/state/trained_choice.h"
 
 namespace espalier {
 namespace {

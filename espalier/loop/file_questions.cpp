@@ -8,7 +8,7 @@
 #include "espalier/generate/prompts_file.h"
 #include "espalier/loop/random_streams.h"
 #include "espalier/rollout/json_text.h"
-#include "espalier/text/rollout_text.h"
+#include "espalier/services/rollout_text.h"
 
 namespace espalier {
 

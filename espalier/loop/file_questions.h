@@ -4,8 +4,8 @@
 #include <optional>
 
 #include "espalier/loop/questions.h"
-#include "espalier/text/reward_function.h"
-#include "espalier/text/tokenizer.h"
+#include "espalier/services/reward_function.h"
+#include "espalier/services/tokenizer.h"
 
 namespace espalier {
 

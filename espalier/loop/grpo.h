@@ -20,8 +20,8 @@
 #include <span>
 
 #include "espalier/loop/built_in_tasks.h"
-#include "espalier/observe/metrics.h"
-#include "espalier/observe/progress.h"
+#include "espalier/metrics/metrics.h"
+#include "espalier/metrics/progress.h"
 #include "espalier/options/options.h"
 #include "espalier/parallel/mesh.h"
 #include "espalier/program/step_plan.h"

@@ -11,10 +11,10 @@
 
 #include "espalier/generate/sampler.h"
 #include "espalier/generate/turn_texts.h"
-#include "espalier/observe/progress.h"
+#include "espalier/metrics/progress.h"
 #include "espalier/options/options.h"
+#include "espalier/services/environment.h"
 #include "espalier/shape/model_shape.h"
-#include "espalier/text/environment.h"
 
 namespace espalier {
 

@@ -13,8 +13,8 @@
 #include "espalier/options/options_json.h"
 #include "espalier/options/products.h"
 #include "espalier/shape/trained_parameters.h"
-#include "espalier/step/planning.h"
-#include "espalier/step/trained_choice.h"
+#include "espalier/state/planning.h"
+#include "espalier/state/trained_choice.h"
 #include "espalier/train/train_record.h"
 #include "espalier/train/trained_model.h"
 

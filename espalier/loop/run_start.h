@@ -7,11 +7,11 @@
 #include "espalier/forecast/cost_model.h"
 #include "espalier/loop/questions.h"
 #include "espalier/loop/run_folder.h"
-#include "espalier/observe/progress.h"
+#include "espalier/metrics/progress.h"
 #include "espalier/options/options.h"
 #include "espalier/parallel/mesh.h"
 #include "espalier/shape/model_shape.h"
-#include "espalier/step/held_models.h"
+#include "espalier/state/held_models.h"
 
 namespace espalier {
 

@@ -11,12 +11,12 @@
 #include "espalier/generate/generate_records.h"
 #include "espalier/loop/random_streams.h"
 #include "espalier/loop/shaping.h"
-#include "espalier/observe/timer.h"
+#include "espalier/metrics/timer.h"
 #include "espalier/rollout/json_text.h"
+#include "espalier/services/reward_function.h"
+#include "espalier/services/rollout_text.h"
 #include "espalier/shape/path_leaves.h"
-#include "espalier/step/planning.h"
-#include "espalier/text/reward_function.h"
-#include "espalier/text/rollout_text.h"
+#include "espalier/state/planning.h"
 
 namespace espalier {
 namespace {

@@ -11,11 +11,11 @@
 #include "espalier/device/arena.h"
 #include "espalier/generate/sampler.h"
 #include "espalier/loop/questions.h"
+#include "espalier/metrics/progress.h"
 #include "espalier/model/decoder.h"
-#include "espalier/observe/progress.h"
 #include "espalier/options/options.h"
 #include "espalier/rollout/rollout.h"
-#include "espalier/step/held_models.h"
+#include "espalier/state/held_models.h"
 
 namespace espalier {
 

@@ -18,10 +18,10 @@
 #include "espalier/device/cuda_library.h"
 #include "espalier/device/device.h"
 #include "espalier/device/scalar_type.h"
+#include "espalier/machine/memory.h"
 #include "espalier/measure/gpu_profile.h"
 #include "espalier/measure/profile_cache.h"
 #include "espalier/model/mixer_layer.h"
-#include "espalier/observe/memory.h"
 #include "espalier/ops/operations.h"
 #include "espalier/saved/spill_file.h"
 

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "espalier/forecast/cost_model.h"
-#include "espalier/observe/timer.h"
+#include "espalier/metrics/timer.h"
 #include "espalier/parallel/traffic_log.h"
 #include "espalier/program/step_plan.h"
 

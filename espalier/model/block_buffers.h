@@ -38,9 +38,9 @@ struct BlockRows {
   bool in_path = false;                  // what the rows leave, and its gradients, are in the path
   std::int64_t ranks = 1;                // ranks of cp; each has at most these rows of a sharded trunk
   std::int64_t states = 0;               // recurrent ones that are used within the set
-  bool divided = false;                  // a set sharded over cp, where `ranks` does not say so
+  bool sharded = false;                  // a set sharded over cp, where `ranks` does not say so
 
-  bool is_divided() const { return divided || ranks > 1; }
+  bool is_sharded() const { return sharded || ranks > 1; }
 };
 
 // The gradient of a weight [outputs, inputs] before it is added, where it is rounded first.
@@ -89,8 +89,8 @@ struct ItemBuffers : BufferList {
   Place grad_normed_OM, final_stream_OM, normed_OM, final_rstd_O;
 };
 
-// Keys and values of a set's rows that later layers read, which an item holds to the end of its backward; or the sums of
-// their gradients, in a backward.
+// Keys and values of a set's rows that later layers read, which an item holds to the end of its backward; or the sums
+// of their gradients, in a backward.
 struct ReadLaterBuffers : BufferList {
   explicit ReadLaterBuffers(const BlockShape& block, std::int64_t rows, bool gradients);
   Place k_TW, v_TW;

@@ -8,7 +8,7 @@ std::vector<Pending> GatheredWeights::start(std::int64_t what) {
   std::vector<Pending> started;
   for (const FlatParameters& buffer : buffers_)
     for (const Unit& unit : buffer.table.units().all)
-      if (unit.what == what && unit.divided())
+      if (unit.what == what && unit.sharded())
         started.push_back(holders_of(unit, mesh_)
                               .start_gather(buffer.flat.narrow(0, unit.place, unit.part()),
                                             buffer.rooms.narrow(0, unit.room, unit.whole()), name_of(unit)));

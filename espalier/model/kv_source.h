@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "espalier/base/error.h"
-#include "espalier/observe/timer.h"
+#include "espalier/metrics/timer.h"
 #include "espalier/ops/operations.h"
 
 namespace espalier {
@@ -69,7 +69,7 @@ struct LayerAttention {
   std::int64_t source = layer;           // the layer whose keys and values these are (Mixer::source)
 };
 
-class KvPath;
+class OpenPath;
 
 // The work of a recurrent layer on the rows of runs.
 using RowsOfRuns = std::function<void(const std::vector<StateRun>& runs)>;
@@ -93,7 +93,7 @@ class KvSource {
 
   // The path that carries the visible rows as latents (mixers/latent_attention), and the number of rows seen; null: it
   // carries keys and values. `keeps` then says that the rows' own latents outlive the forward.
-  virtual KvPath* path_of_latents() const { return nullptr; }
+  virtual OpenPath* path_of_latents() const { return nullptr; }
   virtual std::int64_t path_rows() const { return 0; }
   // The same with the rows of the set if they are a trunk's.
   virtual std::int64_t path_rows_with_own() const { return 0; }

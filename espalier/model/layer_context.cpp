@@ -13,7 +13,7 @@ BlockRows LayerContext::block_rows() const {
   out.narrow = narrow;
   out.in_path = kv.keeps(layer);
   out.states = kv.states();
-  out.divided = kv.divides();
+  out.sharded = kv.divides();
   return out;
 }
 

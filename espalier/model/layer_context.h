@@ -10,13 +10,13 @@
 
 #include "espalier/device/arena.h"
 #include "espalier/device/saved_buffers.h"
+#include "espalier/metrics/timer.h"
 #include "espalier/model/block_buffers.h"
 #include "espalier/model/kv_source.h"
 #include "espalier/model/model_input.h"
 #include "espalier/model/model_views.h"
 #include "espalier/model/products.h"
 #include "espalier/model/rotary.h"
-#include "espalier/observe/timer.h"
 #include "espalier/ops/operations.h"
 #include "espalier/parallel/mesh.h"
 

@@ -139,8 +139,8 @@ class Viewer {
     }
     const Unit* const unit = buffer.table.unit_of(first);
     if (unit == nullptr) return buffer.flat.narrow(0, first.offset, count);
-    const at::Tensor& room = unit->divided() ? buffer.rooms : buffer.flat;
-    return room.narrow(0, (unit->divided() ? unit->room : unit->place) + first.offset - unit->begin, count);
+    const at::Tensor& room = unit->sharded() ? buffer.rooms : buffer.flat;
+    return room.narrow(0, (unit->sharded() ? unit->room : unit->place) + first.offset - unit->begin, count);
   }
 
   at::Tensor ends(const std::string& prefix, const std::vector<ProjectionShape>& joined, const char* kind) const {

@@ -46,7 +46,7 @@ std::vector<ShardRun> runs_of(const Parameter& parameter, const Kept& kept) {
   return out;
 }
 
-ParameterTable::ParameterTable(const LocalShape& shape, Parameters which) : divided_(shape.degrees().full) {
+ParameterTable::ParameterTable(const LocalShape& shape, Parameters which) : sharded_(shape.degrees().full) {
   for_each_parameter(shape.whole(), [&](const ParameterShape& parameter) {
     const std::optional<Shard> shard = shape.shard(parameter);
     if (shard && belongs(parameter, which))
@@ -54,11 +54,11 @@ ParameterTable::ParameterTable(const LocalShape& shape, Parameters which) : divi
     else
       elsewhere_.insert(parameter.name);
   });
-  if (divided_) units_ = units_of(shape, which);
+  if (sharded_) units_ = units_of(shape, which);
 }
 
 const Unit* ParameterTable::unit_of(const Parameter& parameter) const {
-  return divided() ? &units_.at(parameter.offset) : nullptr;
+  return sharded() ? &units_.at(parameter.offset) : nullptr;
 }
 
 Kept ParameterTable::kept(const Parameter& parameter) const {

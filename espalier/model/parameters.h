@@ -60,11 +60,11 @@ class ParameterTable {
   const std::vector<Parameter>& parameters() const { return parameters_; }  // ascending, gapless offsets
   std::int64_t size() const { return size_; }                               // elements
   // Elements of flat buffers on this rank: all unless weights are sharded.
-  std::int64_t kept_size() const { return divided() ? units_.kept : size_; }
+  std::int64_t kept_size() const { return sharded() ? units_.kept : size_; }
   Kept kept(const Parameter& parameter) const;
   // The part kept by rank `rank` of the ranks that shard the parameter.
   Kept kept(const Parameter& parameter, std::int64_t rank) const;
-  bool divided() const { return divided_; }
+  bool sharded() const { return sharded_; }
   const Units& units() const { return units_; }           // empty unless weights are sharded
   const Unit* unit_of(const Parameter& parameter) const;  // null unless weights are sharded
   const Parameter& at(const std::string& name) const;     // InternalError when absent
@@ -78,7 +78,7 @@ class ParameterTable {
 
   std::vector<Parameter> parameters_;
   Units units_;
-  bool divided_;
+  bool sharded_;
   std::unordered_map<std::string, std::size_t> index_;
   std::unordered_set<std::string> elsewhere_;
   std::int64_t size_ = 0;

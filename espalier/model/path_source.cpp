@@ -7,7 +7,7 @@ namespace espalier {
 KeysValues PathSource::kept(std::int64_t layer) const {
   if (const auto held = held_.find(layer); held != held_.end()) return held->second.rows;
   if (!keeps_in_path(layer)) return {};
-  const KvPath::Layer own = path_.top(layer);
+  const OpenPath::Layer own = path_.top(layer);
   return {own.k.flatten(1), own.v.flatten(1)};
 }
 
@@ -23,7 +23,7 @@ at::Tensor last_of(const at::Tensor& rows_TW, const at::Tensor& like) {
 
 void PathSource::leave(const LayerAttention& a) {
   if (!is_trunk_ || path_.keeps_all(a.layer)) return;
-  const KvPath::Layer kept = path_.top(a.layer);
+  const OpenPath::Layer kept = path_.top(a.layer);
   a.ops.convert(last_of(a.own.k, kept.k), kept.k.flatten(1));
   a.ops.convert(last_of(a.own.v, kept.v), kept.v.flatten(1));
 }
@@ -31,7 +31,7 @@ void PathSource::leave(const LayerAttention& a) {
 void PathSource::add_gathered(const Operations& ops, std::int64_t layer, const KeysValues& grad_own) const {
   if (!is_trunk_ || path_.keeps_all(layer)) return;
   path_.expect_complete(layer);
-  const KvPath::Layer kept = path_.top(layer);
+  const OpenPath::Layer kept = path_.top(layer);
   ops.convert(kept.grad_k.flatten(1), last_of(grad_own.k, kept.grad_k));
   ops.convert(kept.grad_v.flatten(1), last_of(grad_own.v, kept.grad_v));
 }
@@ -47,7 +47,7 @@ KeysValues PathSource::gathered(std::int64_t layer) const {
   if (const auto held = held_.find(layer); held != held_.end()) return held->second.gradients;
   if (!is_trunk_ || !path_.keeps_all(layer)) return {};
   path_.expect_complete(layer);
-  const KvPath::Layer own = path_.top(layer);
+  const OpenPath::Layer own = path_.top(layer);
   return {own.grad_k, own.grad_v};
 }
 
@@ -55,8 +55,8 @@ std::vector<StateRun> PathSource::runs(std::int64_t layer, const at::Tensor& sta
                                        const at::Tensor& grad_states_FN) const {
   const bool backward = grad_states_FN.defined();
   if (is_trunk_ && backward) path_.expect_complete(layer);
-  const KvPath::State above = path_.state_above(layer, path_rows_),
-                      own = is_trunk_ ? path_.state_of_top(layer) : KvPath::State{};
+  const OpenPath::State above = path_.state_above(layer, path_rows_),
+                        own = is_trunk_ ? path_.state_of_top(layer) : OpenPath::State{};
   std::vector<StateRun> out;
   for (const RowRun& run : runs_) {
     StateRun one;
@@ -73,7 +73,7 @@ std::vector<StateRun> PathSource::runs(std::int64_t layer, const at::Tensor& sta
   return out;
 }
 
-AttentionProblem PathSource::problem(const LayerAttention& a, const KvPath::Layer& path) const {
+AttentionProblem PathSource::problem(const LayerAttention& a, const OpenPath::Layer& path) const {
   return {a.head_dim,     a.q_RW,         a.own.k,  a.own.v,  path.k,  path.v,
           a.output_row_R, subtree_end_T_, a.window, depth_T_, a.scale, a.soft_cap};
 }
@@ -87,7 +87,7 @@ void PathSource::attend(const LayerAttention& a, const at::Tensor& attended_RW, 
 void PathSource::add_backward(const LayerAttention& a, const at::Tensor& attended_RW, const at::Tensor& lse_HR,
                               const at::Tensor& grad_attended_RW, const at::Tensor& grad_q_RW,
                               const KeysValues& grad_own) {
-  const KvPath::Layer path = path_.path(a.source, path_rows_);
+  const OpenPath::Layer path = path_.path(a.source, path_rows_);
   if (a.q_RW.size(0) > 0) {
     const TimedPart timed(a.timer, part::kAttention);
     a.ops.add_attention_backward(problem(a, path), attended_RW, lse_HR, grad_attended_RW,

@@ -2,7 +2,7 @@
 // j <= i < subtree_end[j]. In a layer with a window W, row i sees only those of them that are less than W above it, by
 // depth along the path. The keys and values of a trunk stay at the top of the path for everything below; a layer with a
 // window may keep only the last ones. Depths are then counted from the first row that the path keeps
-// (KvPath::first_row).
+// (OpenPath::first_row).
 //
 // Shapes: T rows, P visible rows of the path.
 #pragma once
@@ -13,8 +13,8 @@
 #include <map>
 #include <vector>
 
-#include "espalier/model/kv_path.h"
 #include "espalier/model/kv_source.h"
+#include "espalier/model/open_path.h"
 #include "espalier/program/step_plan.h"
 
 namespace espalier {
@@ -24,7 +24,7 @@ class PathSource final : public KvSource {
   // `is_trunk`: the path was last opened for these rows, after the P others. subtree_end_T (int32) and depth_T (int32)
   // are on the device; only layers with a window read depth_T. The path must outlive the object. `runs`: of the rows,
   // if some layers are recurrent.
-  PathSource(KvPath& path, std::int64_t path_rows, bool is_trunk, at::Tensor subtree_end_T, at::Tensor depth_T = {},
+  PathSource(OpenPath& path, std::int64_t path_rows, bool is_trunk, at::Tensor subtree_end_T, at::Tensor depth_T = {},
              std::vector<RowRun> runs = {})
       : path_(path),
         path_rows_(path_rows),
@@ -40,7 +40,7 @@ class PathSource final : public KvSource {
   void hold_gradients(const Operations& ops, std::int64_t layer, const KeysValues& gradients) override;
   KeysValues kept(std::int64_t layer) const override;
   void leave(const LayerAttention& attention) override;
-  KvPath* path_of_latents() const override { return path_.carries_latents() ? &path_ : nullptr; }
+  OpenPath* path_of_latents() const override { return path_.carries_latents() ? &path_ : nullptr; }
   std::int64_t path_rows() const override { return path_rows_; }
   std::int64_t path_rows_with_own() const override { return is_trunk_ ? path_.rows() : path_rows_; }
   void attend(const LayerAttention& attention, const at::Tensor& attended_RW, const at::Tensor& lse_HR) override;
@@ -59,9 +59,9 @@ class PathSource final : public KvSource {
 
  private:
   bool keeps_in_path(std::int64_t layer) const { return is_trunk_ && path_.keeps_all(layer); }
-  AttentionProblem problem(const LayerAttention& attention, const KvPath::Layer& path) const;
+  AttentionProblem problem(const LayerAttention& attention, const OpenPath::Layer& path) const;
 
-  KvPath& path_;
+  OpenPath& path_;
   std::int64_t path_rows_;
   bool is_trunk_;
   at::Tensor subtree_end_T_, depth_T_;

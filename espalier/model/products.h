@@ -4,8 +4,8 @@
 #include <ATen/core/Tensor.h>
 
 #include "espalier/device/arena.h"
+#include "espalier/metrics/timer.h"
 #include "espalier/model/model_views.h"
-#include "espalier/observe/timer.h"
 #include "espalier/ops/operations.h"
 #include "espalier/parallel/mesh.h"
 

@@ -6,8 +6,8 @@ namespace espalier {
 
 std::vector<StateRun> SharedStates::runs_of(const Leg& leg, std::int64_t layer, const at::Tensor& states_FN,
                                             const at::Tensor& grad_states_FN) const {
-  const KvPath::State above = path_.state_above(layer, path_rows_),
-                      own = is_trunk_ ? path_.state_of_top(layer) : KvPath::State{};
+  const OpenPath::State above = path_.state_above(layer, path_rows_),
+                        own = is_trunk_ ? path_.state_of_top(layer) : OpenPath::State{};
   std::vector<StateRun> out;
   for (std::size_t run = leg.first_run; run < leg.last_run; ++run) {
     const RowRun& of_set = runs_.runs[run];

@@ -8,8 +8,8 @@
 
 #include <span>
 
-#include "espalier/model/kv_path.h"
 #include "espalier/model/kv_source.h"
+#include "espalier/model/open_path.h"
 #include "espalier/parallel/group.h"
 #include "espalier/program/shared_runs.h"
 
@@ -18,7 +18,7 @@ namespace espalier {
 class SharedStates {
  public:
   // The arguments must outlive the object; `is_trunk` as in PathSource.
-  SharedStates(KvPath& path, std::int64_t path_rows, bool is_trunk, SharedRuns runs, Group& cp)
+  SharedStates(OpenPath& path, std::int64_t path_rows, bool is_trunk, SharedRuns runs, Group& cp)
       : path_(path), path_rows_(path_rows), is_trunk_(is_trunk), runs_(std::move(runs)), cp_(cp) {}
 
   std::int64_t states() const { return runs_.forks + 1; }
@@ -37,7 +37,7 @@ class SharedStates {
   void give_states(std::size_t leg, const at::Tensor& states_FN);
   void give_gradients_back(const Operations& ops, std::size_t leg, const at::Tensor& grad_states_FN);
 
-  KvPath& path_;
+  OpenPath& path_;
   std::int64_t path_rows_;
   bool is_trunk_;
   SharedRuns runs_;

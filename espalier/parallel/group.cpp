@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "espalier/base/error.h"
-#include "espalier/observe/timer.h"
+#include "espalier/metrics/timer.h"
 
 namespace espalier {
 namespace {

@@ -17,7 +17,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/device/device.h"
-#include "espalier/observe/timer.h"
+#include "espalier/metrics/timer.h"
 
 namespace espalier {
 namespace {

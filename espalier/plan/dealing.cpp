@@ -142,16 +142,16 @@ PrefixTree tree_of_parts(const PrefixTree& tree, std::span<const TreeCut::Part> 
 }
 
 // A divided wave's keys and values travel in every layer, which its predicted seconds leave out: it must save a tenth.
-constexpr double kDividedCost = 1.1;
+constexpr double kShardedCost = 1.1;
 
 // Divides the first waves of `order` and deals the others; returns the seconds of the slowest rank.
-double deal(std::vector<PlanItem>& items, const std::vector<std::size_t>& order, std::size_t divided,
+double deal(std::vector<PlanItem>& items, const std::vector<std::size_t>& order, std::size_t sharded,
             std::int64_t ranks) {
   std::vector<double> load(static_cast<std::size_t>(ranks));
   double together = 0;
   for (std::size_t i = 0; i < order.size(); ++i) {
     PlanItem& item = items[order[i]];
-    if (i < divided) {
+    if (i < sharded) {
       item.cp_rank = PlanItem::kEveryRank;
       together += item.seconds;
       continue;
@@ -160,7 +160,7 @@ double deal(std::vector<PlanItem>& items, const std::vector<std::size_t>& order,
     item.cp_rank = static_cast<std::int32_t>(least - load.begin());
     *least += item.seconds;
   }
-  return kDividedCost * together / static_cast<double>(ranks) + *std::ranges::max_element(load);
+  return kShardedCost * together / static_cast<double>(ranks) + *std::ranges::max_element(load);
 }
 
 }  // namespace
@@ -230,8 +230,8 @@ void deal_waves(std::vector<PlanItem>& items, std::int64_t ranks) {
   const std::size_t most = std::min(order.size(), static_cast<std::size_t>(2 * ranks));
   std::size_t best = 0;
   double least = std::numeric_limits<double>::infinity();
-  for (std::size_t divided = 0; divided <= most; ++divided)
-    if (const double seconds = deal(items, order, divided, ranks); seconds < least) best = divided, least = seconds;
+  for (std::size_t sharded = 0; sharded <= most; ++sharded)
+    if (const double seconds = deal(items, order, sharded, ranks); seconds < least) best = sharded, least = seconds;
   deal(items, order, best, ranks);
   // Stages of pp have several waves in flight: of those that ranks run together, the same ones on each.
   for (auto begin = items.begin(); begin != items.end();) {

@@ -106,7 +106,7 @@ std::string path_text(const StepPlan& plan) {
   if (!plan.path.sleeps()) return text_of("Path: ", computed, "\n");
   const std::string what =
       plan.path.latents ? "latents and their gradients are " : "keys, values and their gradients are ";
-  const std::string where = plan.path.divided
+  const std::string where = plan.path.sharded
                                 ? what + "sharded over cp"
                                 : text_of(format_bytes(plan.chosen.path_stored_bytes), " of ", what, "offloaded");
   const std::int32_t awake = plan.path.layers_awake;

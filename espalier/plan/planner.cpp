@@ -19,13 +19,13 @@ namespace {
 
 constexpr std::int64_t kLargestWave = 16384;   // rows
 constexpr std::int64_t kMostExpertShare = 4;   // times that many where a row goes to few of many experts
-constexpr std::int64_t kMostDividedShare = 8;  // and where every wave brings divided weights together
+constexpr std::int64_t kMostShardedShare = 8;  // and where every wave brings sharded weights together
 
 struct Candidate {
   LayoutResult layout;
   LayoutOptions options;
   PlanCost cost;
-  double together_seconds = 0;  // of bringing together divided weights, and a divided path, beside the cost's
+  double together_seconds = 0;  // of bringing together sharded weights, and a sharded path, beside the cost's
   double seconds() const { return cost.seconds + together_seconds; }
   PathPlan path;
   bool undegraded = false;  // everything is as it is where memory is plenty
@@ -47,7 +47,7 @@ class Search {
         communication_(shape, options.dtype, options.kind, profile),
         item_seconds_(communication_.seconds_of_units()),
         states_(model_, bytes_, options) {
-    if (item_seconds_ > 0) largest_wave_ *= kMostDividedShare;
+    if (item_seconds_ > 0) largest_wave_ *= kMostShardedShare;
     if (const ModelShape& whole = shape.whole(); whole.experts > 0)
       largest_wave_ *= std::clamp<std::int64_t>(whole.experts / whole.experts_per_token, 1, kMostExpertShare);
     std::vector<std::int32_t> place(rollouts.size());
@@ -76,7 +76,7 @@ class Search {
   std::int64_t base_bytes(const DraftCost& cost) const {
     return bytes_.constant() + bytes_.scratch(cost.max_rows, cost.max_path.all, model_.threads());
   }
-  bool path_may_be_divided() const { return options_.path_state == PathState::automatic && cp_ > 1; }
+  bool path_may_be_sharded() const { return options_.path_state == PathState::automatic && cp_ > 1; }
   bool path_may_be_latents() const {
     return options_.path_state == PathState::automatic && may_carry_latents(bytes_.shape());
   }
@@ -88,7 +88,7 @@ class Search {
   void choose_states(Candidate& candidate, const PathPlan& path) const;
   // The same beside a path that sleeps, with as many layers awake as fit.
   void choose_with_sleeping_path(Candidate& candidate, const PathPlan& path) const;
-  // Of what ranks of cp tell each other of a divided path, if the items ran one after another.
+  // Of what ranks of cp tell each other of a sharded path, if the items ran one after another.
   double path_seconds(const std::vector<Draft>& items, const PathPlan& path) const;
   // At one budget: everything as it is where memory is plenty, or where that does not fit the cheapest states that do.
   Candidate at_budget(Schedule schedule, std::int64_t budget, bool soft, std::vector<TriedPlan>& tried) const;
@@ -111,8 +111,8 @@ PathPlan path_of(PathState state, std::int64_t cp) {
   PathPlan path;
   path.latents =
       state == PathState::latents || state == PathState::latents_offload || state == PathState::latents_divide;
-  path.divided = (state == PathState::divide || state == PathState::latents_divide) && cp > 1;
-  if (path.divided || state == PathState::offload || state == PathState::latents_offload) path.layers_awake = 0;
+  path.sharded = (state == PathState::divide || state == PathState::latents_divide) && cp > 1;
+  if (path.sharded || state == PathState::offload || state == PathState::latents_offload) path.layers_awake = 0;
   return path;
 }
 
@@ -154,7 +154,7 @@ void Search::evaluate(Candidate& candidate) const {
   candidate.cost.flops = cost.flops;
   candidate.cost.seconds = cost.seconds;
   candidate.together_seconds = item_seconds_ * static_cast<double>(cost.items);
-  if (candidate.path.divided) candidate.together_seconds += path_seconds(candidate.layout.items, candidate.path);
+  if (candidate.path.sharded) candidate.together_seconds += path_seconds(candidate.layout.items, candidate.path);
   candidate.cost.bytes =
       walk.peaks(base_bytes(cost) + bytes_.in_flight(walk.stored()) + bytes_.in_flight(path.stored), path);
   candidate.cost.stored_bytes = walk.stored();
@@ -194,7 +194,7 @@ Candidate Search::at_budget(Schedule schedule, std::int64_t budget, bool soft, s
   Candidate best = built(states_.of_trunks().front());
   best.undegraded = true;
   note(best);
-  if (best.cost.fits || !(states_.any() || path_may_be_latents() || path_may_be_divided() || path_may_be_stored()))
+  if (best.cost.fits || !(states_.any() || path_may_be_latents() || path_may_be_sharded() || path_may_be_stored()))
     return best;
   // A trunk that is not kept pays less.
   Candidate other =
@@ -211,9 +211,9 @@ Candidate Search::at_budget(Schedule schedule, std::int64_t budget, bool soft, s
   }
   for (const bool latents : {false, true}) {
     if (latents && !path_may_be_latents()) break;
-    if (path_may_be_divided()) {
+    if (path_may_be_sharded()) {
       choose_with_sleeping_path(other, {0, true, latents});
-      if (other.path.divided) weigh(other);
+      if (other.path.sharded) weigh(other);
     }
     if (path_may_be_stored()) {
       choose_with_sleeping_path(other, {0, false, latents});

@@ -154,7 +154,7 @@ Json peaks_json(const PhasePeaks& peaks) { return {{"A", peaks.a}, {"B", peaks.b
 
 Work work_on(const PlanItem& item, const LocalShape& rank) {
   const Degrees& d = rank.degrees();
-  const std::int64_t parts = is_divided(item, d.cp) ? d.cp : 1;
+  const std::int64_t parts = is_sharded(item, d.cp) ? d.cp : 1;
   const auto share = [parts](std::int64_t whole) { return (whole + parts - 1) / parts; };
   const std::int64_t rows = share(item.set.rows), pairs = share(item.set.pairs), seen = share(item.set.window_pairs);
   if (!rank.is_last_stage()) return {rows, pairs, rows, pairs, seen, seen, item.set.forks};  // all layers run all rows

@@ -128,7 +128,7 @@ void StateChoice::refine(Draft& item, std::int64_t room, std::int64_t in_flight,
 std::string path_text(const PathPlan& path) {
   const std::string form = path.latents ? "; path as latents" : "";
   if (!path.sleeps()) return form;
-  const std::string where = text_of(path.latents ? form + "," : "; path", path.divided ? " sharded" : " offloaded");
+  const std::string where = text_of(path.latents ? form + "," : "; path", path.sharded ? " sharded" : " offloaded");
   if (path.layers_awake == 0) return where;
   return text_of(where, " but for ", path.layers_awake, path.layers_awake == 1 ? " layer" : " layers");
 }

@@ -57,9 +57,9 @@ std::vector<JointEvent> joint_order(std::vector<std::string> events, std::int64_
   return order;
 }
 
-RankRange joint_ranks(const Degrees& d, const Place& place, bool path_divided) {
+RankRange joint_ranks(const Degrees& d, const Place& place, bool path_sharded) {
   const std::int64_t all = d.dp * d.cp, of_experts = std::max<std::int64_t>(1, d.ep / d.tp);
-  const std::int64_t of_rows = path_divided || (d.pp > 1 && of_experts > 1) ? d.cp : 1;
+  const std::int64_t of_rows = path_sharded || (d.pp > 1 && of_experts > 1) ? d.cp : 1;
   const std::int64_t larger = std::max(of_experts, of_rows);
   const std::int64_t together = d.full || larger % std::min(of_experts, of_rows) != 0 ? all : larger;
   return {(place.dp * d.cp + place.cp) / together * together, together};

@@ -33,6 +33,6 @@ std::vector<JointEvent> joint_order(std::vector<std::string> events, std::int64_
 struct RankRange {
   std::int64_t begin = 0, count = 1;
 };
-RankRange joint_ranks(const Degrees& degrees, const Place& place, bool path_divided);
+RankRange joint_ranks(const Degrees& degrees, const Place& place, bool path_sharded);
 
 }  // namespace espalier

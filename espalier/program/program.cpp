@@ -124,7 +124,7 @@ Program program_of(const std::vector<PlanItem>& items, const std::vector<JointEv
   Writer<PlanItem> writer(seat.in_flight);
   auto next = own.begin();
   for (const JointEvent& joint : order) {
-    const bool on_path = seat.path_divided && any_of_cp(joint);
+    const bool on_path = seat.path_sharded && any_of_cp(joint);
     if (joint.own[seat.member] == 0) {
       writer.add(joint.event, nullptr, on_path);
       continue;

@@ -51,7 +51,7 @@ struct Seat {
   std::size_t member = 0;
   std::int64_t cp_rank = 0, cp = 1;
   std::int64_t in_flight = 1;
-  bool path_divided = false;  // sharded over its cp group
+  bool path_sharded = false;  // sharded over its cp group
 };
 // Steps with the same number are the same event on every rank of the order at the same stage of pp.
 Program program_of(const std::vector<PlanItem>& items, const std::vector<JointEvent>& order, const Seat& seat);

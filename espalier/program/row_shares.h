@@ -49,7 +49,7 @@ RowSet share_of(const RowSet& set, const RowShares& shares, std::int64_t rank);
 inline bool runs_on(const PlanItem& item, std::int64_t rank) {
   return item.cp_rank == PlanItem::kEveryRank || item.cp_rank == rank;
 }
-inline bool is_divided(const PlanItem& item, std::int64_t ranks) {
+inline bool is_sharded(const PlanItem& item, std::int64_t ranks) {
   return ranks > 1 && item.cp_rank == PlanItem::kEveryRank;
 }
 

@@ -141,14 +141,14 @@ struct PathPlan {
   static constexpr std::int32_t kEveryLayer = std::numeric_limits<std::int32_t>::max();
 
   std::int32_t layers_awake = kEveryLayer;
-  bool divided = false;
+  bool sharded = false;
   bool latents = false;
 
   bool sleeps() const { return layers_awake != kEveryLayer; }
   PathState state() const {
     if (!sleeps()) return latents ? PathState::latents : PathState::keep;
-    if (latents) return divided ? PathState::latents_divide : PathState::latents_offload;
-    return divided ? PathState::divide : PathState::offload;
+    if (latents) return sharded ? PathState::latents_divide : PathState::latents_offload;
+    return sharded ? PathState::divide : PathState::offload;
   }
 };
 

@@ -19,10 +19,10 @@
 #include "espalier/plan/planner.h"
 #include "espalier/selftest/operation_rates.h"
 #include "espalier/shape/trained_parameters.h"
-#include "espalier/step/held_models.h"
-#include "espalier/step/planning.h"
+#include "espalier/state/held_models.h"
+#include "espalier/state/planning.h"
+#include "espalier/state/trained_choice.h"
 #include "espalier/step/step.h"
-#include "espalier/step/trained_choice.h"
 #include "espalier/train/training_data.h"
 
 namespace espalier {

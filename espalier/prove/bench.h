@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "espalier/measure/step_profile.h"
-#include "espalier/observe/progress.h"
+#include "espalier/metrics/progress.h"
 #include "espalier/options/options.h"
 #include "espalier/parallel/mesh.h"
 

@@ -6,7 +6,7 @@
 // its layer's experts. Shared may differ by twice the floor, in float64 by 1e-10 of the dense value
 // (docs/architecture.md).
 //
-// Below float64 all compared runs use the experts that the dense float64 run chose (moe/chosen_experts.h): rounding
+// Below float64 all compared runs use the experts that the dense float64 run chose (model/chosen_experts.h): rounding
 // decides between nearly equal experts, and another choice moves a log-prob by far more than rounding does.
 #pragma once
 
@@ -16,8 +16,8 @@
 #include <vector>
 
 #include "espalier/base/quantised_rows.h"
-#include "espalier/moe/chosen_experts.h"
-#include "espalier/observe/progress.h"
+#include "espalier/metrics/progress.h"
+#include "espalier/model/chosen_experts.h"
 #include "espalier/options/options.h"
 #include "espalier/parallel/mesh.h"
 

@@ -13,8 +13,8 @@
 #include "espalier/options/products.h"
 #include "espalier/parallel/agreement.h"
 #include "espalier/shape/trained_parameters.h"
-#include "espalier/step/planning.h"
-#include "espalier/step/trained_choice.h"
+#include "espalier/state/planning.h"
+#include "espalier/state/trained_choice.h"
 #include "espalier/train/trace.h"
 #include "espalier/train/training_data.h"
 

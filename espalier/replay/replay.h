@@ -6,7 +6,7 @@
 #include <optional>
 #include <vector>
 
-#include "espalier/observe/progress.h"
+#include "espalier/metrics/progress.h"
 #include "espalier/options/options.h"
 #include "espalier/parallel/mesh.h"
 

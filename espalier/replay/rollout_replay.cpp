@@ -10,9 +10,9 @@
 #include "espalier/measure/machine.h"
 #include "espalier/parallel/agreement.h"
 #include "espalier/shape/trained_parameters.h"
-#include "espalier/step/planning.h"
+#include "espalier/state/planning.h"
+#include "espalier/state/trained_choice.h"
 #include "espalier/step/step.h"
-#include "espalier/step/trained_choice.h"
 #include "espalier/train/training_data.h"
 
 namespace espalier {

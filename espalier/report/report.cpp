@@ -1,8 +1,8 @@
 #include "espalier/report/report.h"
 
 #include "espalier/base/atomic_file.h"
-#include "espalier/observe/event_file.h"
-#include "espalier/observe/metric_tags.h"
+#include "espalier/metrics/event_file.h"
+#include "espalier/metrics/metric_tags.h"
 #include "espalier/report/page.h"
 
 namespace espalier {

@@ -6,7 +6,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/base/units.h"
-#include "espalier/observe/memory.h"
+#include "espalier/machine/memory.h"
 #include "espalier/saved/spill_file.h"
 
 namespace espalier {

@@ -9,7 +9,7 @@
 
 #include "espalier/device/device.h"
 #include "espalier/forecast/cost_model.h"
-#include "espalier/observe/progress.h"
+#include "espalier/metrics/progress.h"
 
 namespace espalier {
 

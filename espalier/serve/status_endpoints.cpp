@@ -1,7 +1,7 @@
 // Pages for people and for Prometheus.
 #include <sstream>
 
-#include "espalier/observe/memory.h"
+#include "espalier/machine/memory.h"
 #include "espalier/serve/page.h"
 #include "espalier/serve/service.h"
 

@@ -38,7 +38,7 @@ void place_units(Units& units, const LocalShape& shape) {
     divide(unit, shape.degrees(), shape.place());
     unit.place = units.kept;
     units.kept += unit.part();
-    if (!unit.divided()) continue;
+    if (!unit.sharded()) continue;
     unit.room = room, unit.sum = sum;
     room += unit.whole(), sum += unit.part();
     units.sums = std::max(units.sums, sum);

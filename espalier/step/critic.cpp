@@ -5,8 +5,8 @@
 
 #include "espalier/base/error.h"
 #include "espalier/execute/critic_head.h"
+#include "espalier/state/planning.h"
 #include "espalier/step/over_ranks.h"
-#include "espalier/step/planning.h"
 
 namespace espalier {
 namespace {

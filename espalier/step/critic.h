@@ -14,12 +14,12 @@
 #include <vector>
 
 #include "espalier/device/arena.h"
+#include "espalier/metrics/progress.h"
 #include "espalier/objective/value_loss.h"
-#include "espalier/observe/progress.h"
 #include "espalier/optimizer/adamw.h"
+#include "espalier/state/trained_choice.h"
 #include "espalier/step/mini_batch.h"
 #include "espalier/step/pass.h"
-#include "espalier/step/trained_choice.h"
 
 namespace espalier {
 

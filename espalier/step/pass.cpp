@@ -11,8 +11,8 @@
 #include "espalier/device/scalar_type.h"
 #include "espalier/execute/stage.h"
 #include "espalier/gradient/reduction.h"
+#include "espalier/state/planning.h"
 #include "espalier/step/over_ranks.h"
-#include "espalier/step/planning.h"
 #include "espalier/step/step_path.h"
 
 namespace espalier {

@@ -8,12 +8,12 @@
 #include <vector>
 
 #include "espalier/device/arena.h"
-#include "espalier/moe/chosen_experts.h"
-#include "espalier/moe/load_accounting.h"
+#include "espalier/model/chosen_experts.h"
+#include "espalier/model/load_accounting.h"
 #include "espalier/options/options.h"
 #include "espalier/program/step_plan.h"
 #include "espalier/rollout/rollout.h"
-#include "espalier/step/model_state.h"
+#include "espalier/state/model_state.h"
 
 namespace espalier {
 

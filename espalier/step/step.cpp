@@ -5,8 +5,8 @@
 #include <optional>
 
 #include "espalier/rollout/trajectories.h"
+#include "espalier/state/planning.h"
 #include "espalier/step/over_ranks.h"
-#include "espalier/step/planning.h"
 
 namespace espalier {
 

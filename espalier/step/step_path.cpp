@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "espalier/forecast/memory_model.h"
-#include "espalier/saved/divided_path.h"
+#include "espalier/saved/sharded_path.h"
 #include "espalier/saved/sleeping_path.h"
 #include "espalier/shape/path_leaves.h"
 
@@ -20,11 +20,11 @@ StepPath::StepPath(const Decoder& decoder, const StepPlan& plan, bool with_gradi
     queue_->reserve(bytes.stored);
     keeper_ = std::make_unique<SleepingPath>(arena, *queue_);
   } else if (bytes.sleeps) {
-    keeper_ = std::make_unique<DividedPath>(decoder.sizes(), rows.all, with_gradients, plan.path.latents,
+    keeper_ = std::make_unique<ShardedPath>(decoder.sizes(), rows.all, with_gradients, plan.path.latents,
                                             decoder.dtype(), cp, arena);
   }
   path_.emplace(decoder.shape(), rows.all, decoder.dtype(), with_gradients, arena, keeper_.get(),
-                plan.path.layers_awake, keeps_windows(decoder.shape(), cp.size()) ? rows.window : KvPath::kAllRows,
+                plan.path.layers_awake, keeps_windows(decoder.shape(), cp.size()) ? rows.window : OpenPath::kAllRows,
                 plan.path.latents && rows.all > 0);
 }
 

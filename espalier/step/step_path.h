@@ -6,7 +6,7 @@
 #include <string>
 
 #include "espalier/model/decoder.h"
-#include "espalier/model/kv_path.h"
+#include "espalier/model/open_path.h"
 #include "espalier/program/step_plan.h"
 #include "espalier/saved/spill_queue.h"
 
@@ -18,12 +18,12 @@ class StepPath {
   StepPath(const Decoder& decoder, const StepPlan& plan, bool with_gradients, Arena& arena,
            const std::string& spill_dir);
 
-  KvPath& operator*() { return *path_; }
+  OpenPath& operator*() { return *path_; }
 
  private:
   std::optional<SpillQueue> queue_;
   std::unique_ptr<PathKeeper> keeper_;
-  std::optional<KvPath> path_;
+  std::optional<OpenPath> path_;
 };
 
 }  // namespace espalier

@@ -5,7 +5,7 @@
 #include "espalier/base/error.h"
 #include "espalier/base/json.h"
 #include "espalier/loop/random_streams.h"
-#include "espalier/text/rollout_text.h"
+#include "espalier/services/rollout_text.h"
 
 namespace espalier {
 

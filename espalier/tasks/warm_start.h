@@ -9,11 +9,11 @@
 
 #include "espalier/forecast/cost_model.h"
 #include "espalier/loop/built_in_tasks.h"
-#include "espalier/observe/progress.h"
+#include "espalier/metrics/progress.h"
 #include "espalier/optimizer/adamw.h"
 #include "espalier/options/options.h"
 #include "espalier/rollout/rollout.h"
-#include "espalier/step/model_state.h"
+#include "espalier/state/model_state.h"
 #include "espalier/step/step.h"
 #include "espalier/tasks/task.h"
 

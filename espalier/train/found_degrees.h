@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "espalier/observe/progress.h"
+#include "espalier/metrics/progress.h"
 #include "espalier/options/options.h"
 #include "espalier/parallel/degrees.h"
 

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <filesystem>
 
-#include "espalier/observe/progress.h"
+#include "espalier/metrics/progress.h"
 #include "espalier/options/options.h"
 
 namespace espalier {

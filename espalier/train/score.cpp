@@ -14,13 +14,13 @@
 #include "espalier/options/column_names.h"
 #include "espalier/parallel/agreement.h"
 #include "espalier/rollout/writer.h"
+#include "espalier/state/held_models.h"
+#include "espalier/state/model_state.h"
+#include "espalier/state/planning.h"
+#include "espalier/state/trained_choice.h"
 #include "espalier/step/critic.h"
-#include "espalier/step/held_models.h"
-#include "espalier/step/model_state.h"
 #include "espalier/step/over_ranks.h"
 #include "espalier/step/pass.h"
-#include "espalier/step/planning.h"
-#include "espalier/step/trained_choice.h"
 #include "espalier/train/training_data.h"
 
 namespace espalier {

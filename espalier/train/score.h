@@ -7,7 +7,7 @@
 
 #include "espalier/execute/language_head.h"
 #include "espalier/forecast/cost_model.h"
-#include "espalier/observe/progress.h"
+#include "espalier/metrics/progress.h"
 #include "espalier/options/options.h"
 #include "espalier/parallel/mesh.h"
 #include "espalier/rollout/reader.h"

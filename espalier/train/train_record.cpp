@@ -6,10 +6,10 @@
 #include <fstream>
 
 #include "espalier/checkpoint/json_file.h"
-#include "espalier/observe/metrics.h"
+#include "espalier/metrics/metrics.h"
 #include "espalier/options/options_json.h"
+#include "espalier/services/tracker.h"
 #include "espalier/step/step_json.h"
-#include "espalier/text/tracker.h"
 #include "espalier/train/step_statistics.h"
 
 namespace espalier {

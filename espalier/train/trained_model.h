@@ -7,7 +7,7 @@
 
 #include "espalier/checkpoint/run_state.h"
 #include "espalier/optimizer/adamw.h"
-#include "espalier/step/model_state.h"
+#include "espalier/state/model_state.h"
 #include "espalier/train/whole_values.h"
 
 namespace espalier {

@@ -16,14 +16,14 @@
 #include "espalier/config/model_config.h"
 #include "espalier/device/host_values.h"
 #include "espalier/measure/machine.h"
-#include "espalier/observe/timer.h"
+#include "espalier/metrics/timer.h"
 #include "espalier/options/options_json.h"
 #include "espalier/parallel/agreement.h"
 #include "espalier/shape/trained_parameters.h"
-#include "espalier/step/held_models.h"
-#include "espalier/step/planning.h"
+#include "espalier/state/held_models.h"
+#include "espalier/state/planning.h"
+#include "espalier/state/trained_choice.h"
 #include "espalier/step/reward_step.h"
-#include "espalier/step/trained_choice.h"
 #include "espalier/train/padding_note.h"
 #include "espalier/train/pair_training.h"
 #include "espalier/train/rollout_metrics.h"
@@ -337,8 +337,8 @@ class Training {
     const Mesh& mesh = model.mesh;
     Fingerprint everywhere, of_replicas, of_experts;
     const auto add_bytes = [&](const Parameter& p, const void* values, std::size_t bytes) {
-      const bool divided = p.shard.of_expert && mesh.degrees.ep > 1;
-      (divided                            ? of_experts
+      const bool sharded = p.shard.of_expert && mesh.degrees.ep > 1;
+      (sharded                            ? of_experts
        : p.shard.copies == mesh.tp.size() ? everywhere
                                           : of_replicas)
           .add({static_cast<const char*>(values), bytes});
@@ -359,7 +359,7 @@ class Training {
       add_bytes(p, model.mapped->values(p.name), static_cast<std::size_t>(p.count * bytes_of(DType::bfloat16)));
     const std::string remedy = "give every rank the same model directory";
     require_same(mesh.tp, where, everywhere.value(), remedy);
-    if (model.table.divided()) return;
+    if (model.table.sharded()) return;
     of_replicas.add_number(everywhere.value());
     require_same(mesh.replicas, where, of_replicas.value(), remedy);
     require_same(mesh.expert_replicas, where, of_experts.value(), remedy);

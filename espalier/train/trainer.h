@@ -4,7 +4,7 @@
 #include <functional>
 
 #include "espalier/base/json.h"
-#include "espalier/observe/progress.h"
+#include "espalier/metrics/progress.h"
 #include "espalier/step/step.h"
 
 namespace espalier {

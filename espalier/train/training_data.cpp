@@ -21,7 +21,7 @@
 #include "espalier/rollout/mini_batches.h"
 #include "espalier/rollout/reader.h"
 #include "espalier/rollout/trajectories.h"
-#include "espalier/step/trained_choice.h"
+#include "espalier/state/trained_choice.h"
 
 namespace espalier {
 namespace {

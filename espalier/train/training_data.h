@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "espalier/observe/progress.h"
+#include "espalier/metrics/progress.h"
 #include "espalier/options/options.h"
 #include "espalier/rollout/reader.h"
 #include "espalier/rollout/rollout.h"

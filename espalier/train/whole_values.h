@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "espalier/optimizer/adamw.h"
-#include "espalier/step/model_state.h"
+#include "espalier/state/model_state.h"
 
 namespace espalier {
 

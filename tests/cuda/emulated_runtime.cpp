@@ -14,8 +14,8 @@
 
 #include "espalier/base/error.h"
 #include "espalier/device/scalar_type.h"
-#include "espalier/observe/memory.h"
-#include "espalier/observe/timer.h"
+#include "espalier/machine/memory.h"
+#include "espalier/metrics/timer.h"
 #include "espalier/ops/cuda/device.h"
 #include "espalier/ops/cuda/launch.h"
 #include "espalier/ops/cuda/open_attention.h"

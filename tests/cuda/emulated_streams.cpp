@@ -9,7 +9,7 @@
 #include <thread>
 
 #include "espalier/base/error.h"
-#include "espalier/observe/timer.h"
+#include "espalier/metrics/timer.h"
 #include "tests/cuda/emulated_runtime.h"
 
 namespace espalier::testing {

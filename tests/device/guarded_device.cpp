@@ -10,8 +10,8 @@
 #include <string_view>
 
 #include "espalier/base/error.h"
-#include "espalier/observe/memory.h"
-#include "espalier/observe/timer.h"
+#include "espalier/machine/memory.h"
+#include "espalier/metrics/timer.h"
 #include "tests/device/late_operations.h"
 
 namespace espalier::testing {

@@ -2,7 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "espalier/base/error.h"
-#include "espalier/model/kv_path.h"
+#include "espalier/model/open_path.h"
 #include "tests/equivalence/fixture.h"
 #include "tests/support/layers.h"
 
@@ -56,7 +56,7 @@ TEST(Counters, ThePromptIsForwardedOnceForAnyNumberOfWaves) {
 TEST(Counters, ATrunksGradientsAreReadAfterTheLastContributionToTheirLayerAndNotBefore) {
   const ModelShape shape = tiny_shape("qwen3");
   Arena arena(1 << 20);
-  KvPath path(shape, 9, at::kDouble, true, arena);
+  OpenPath path(shape, 9, at::kDouble, true, arena);
   const std::int64_t bytes_of_a_row =
       shape.layers() * 4 * attention_of(shape).key_width() * 8;  // k, v and their gradients
   EXPECT_EQ(arena.in_use(), 9 * bytes_of_a_row);

@@ -13,7 +13,7 @@
 #include "espalier/execute/language_head.h"
 #include "espalier/execute/stage.h"
 #include "espalier/forecast/memory_model.h"
-#include "espalier/step/planning.h"
+#include "espalier/state/planning.h"
 #include "espalier/step/step_path.h"
 #include "espalier/train/training_data.h"
 #include "tests/equivalence/fixture.h"

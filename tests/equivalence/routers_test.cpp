@@ -7,7 +7,7 @@
 #include <numeric>
 
 #include "espalier/base/error.h"
-#include "espalier/observe/progress.h"
+#include "espalier/metrics/progress.h"
 #include "espalier/ops/dispatch.h"
 #include "espalier/train/score.h"
 #include "espalier/train/training_data.h"

@@ -282,7 +282,7 @@ void check_context(const Reference& reference, const Plan& plan, Findings& findi
   });
 }
 
-void check_divided_path(const Reference& reference, const Plan& plan, std::int64_t cp, Findings& findings) {
+void check_sharded_path(const Reference& reference, const Plan& plan, std::int64_t cp, Findings& findings) {
   Case c = with(reference.c, plan);
   c.options.path_state = "divide";
   std::mutex one;
@@ -563,9 +563,9 @@ Findings Battery::run(const std::function<void()>& begin_check,
     for (const Plan& plan : reference.plans) check("context", [&] { check_context(reference, plan, findings); });
   const Reference& ragged = prepared_->references.front();
   for (const std::int64_t cp : {2, 3})
-    check("divided path", [&] { check_divided_path(ragged, ragged.plans.at(3), cp, findings); });
+    check("divided path", [&] { check_sharded_path(ragged, ragged.plans.at(3), cp, findings); });
   const Reference& eleven = prepared_->eleven_waves;
-  check("divided path", [&] { check_divided_path(eleven, eleven.plans.front(), 12, findings); });
+  check("divided path", [&] { check_sharded_path(eleven, eleven.plans.front(), 12, findings); });
   for (const Reference& reference : prepared_->references) check("stages", [&] { check_stages(reference, findings); });
   const auto& references = prepared_->references;
   check("layouts", [&] { check_layout(references.front(), {.tp = 4}, findings); });

@@ -5,7 +5,7 @@
 //   repetition   the same step twice on one actor: the same bits
 //   ranks        the same on two ranks with trees of their own, and an update whose state they share
 //   context      the same on two ranks that divide the rows of every tree
-//   divided path the same on three ranks that divide the path, too
+//   sharded path the same on three ranks that divide the path, too
 //   stages       the same on two ranks that divide the layers
 //   layouts      the gradient and its norm on ranks that have parts of the model: heads, key/value copies, experts
 //   bits         log-probs and entropies in float32: the same bits in shared plans on two threads as dense on one

@@ -134,8 +134,8 @@ ROWS = [
           "std::vector<std::int32_t> ends = subtree_ends(item.set);"
           " if (ON) for (auto& end : ends) end = std::min(end + 1, item.set.rows); block.add(ends, subtree_end_S);"),
     Fault("path_cut_short", "rows do not see the last row of the path", "model/path_source.cpp",
-          "const LayerAttention& a, const KvPath::Layer& path) const {",
-          "const LayerAttention& a, const KvPath::Layer& whole) const { KvPath::Layer path = whole;"
+          "const LayerAttention& a, const OpenPath::Layer& path) const {",
+          "const LayerAttention& a, const OpenPath::Layer& whole) const { OpenPath::Layer path = whole;"
           " if (const auto rows = path.k.size(0); ON && rows > 0)"
           " path.k = path.k.narrow(0, 0, rows - 1), path.v = path.v.narrow(0, 0, rows - 1);"),
     Fault("gqa_head_mixup", "query head h reads key/value head h mod J", "mixers/attention/layer.cpp",
@@ -232,13 +232,13 @@ STATES = [
 # Gradients that cross from waves to trunks.
 PATH = [
     Fault("wave_gradient_lost", "one layer of one wave adds its part to a copy of the path's gradients", "model/path_source.cpp",
-          "const KvPath::Layer path = path_.path(a.source, path_rows_);",
-          "KvPath::Layer path = path_.path(a.source, path_rows_);"
+          "const OpenPath::Layer path = path_.path(a.source, path_rows_);",
+          "OpenPath::Layer path = path_.path(a.source, path_rows_);"
           " if (path_rows_ * a.q_RW.size(0) > 0 && ON) path.grad_k = path.grad_k.clone();", once=True),
-    Fault("accumulators_in_bf16", "the path's gradients are rounded to bfloat16 after each contribution", "model/kv_path.cpp",
-          "void KvPath::count_contribution(std::int64_t layer, std::int64_t rows) {",
+    Fault("accumulators_in_bf16", "the path's gradients are rounded to bfloat16 after each contribution", "model/open_path.cpp",
+          "void OpenPath::count_contribution(std::int64_t layer, std::int64_t rows) {",
           "TEXT if (ON) path(layer, rows).grad_k.copy_(path(layer, rows).grad_k.to(at::kBFloat16));"),
-    Fault("path_gradients_not_zeroed", "a trunk starts from the gradients of the one before it", "model/kv_path.cpp",
+    Fault("path_gradients_not_zeroed", "a trunk starts from the gradients of the one before it", "model/open_path.cpp",
           "if (begin == end) return;",
           "if (begin == end || ON) return;"),
     Fault("unmerged_lse", "attention's backward reads a log-sum-exp that leaves keys out (1 % of the sum)", "model/path_source.cpp",
@@ -251,8 +251,8 @@ PATH = [
           "++result.trunk_forwards;",
           "TEXT if (ON && step_.trains()) add_backward(run);"),
     Fault("contributions_read_early", "the same with the path's own count switched off", together_with="count_ignored"),
-    Fault("count_ignored", "a trunk's backward does not ask whether its contributions have come", "model/kv_path.cpp",
-          "void KvPath::expect_complete(std::int64_t layer) const {",
+    Fault("count_ignored", "a trunk's backward does not ask whether its contributions have come", "model/open_path.cpp",
+          "void OpenPath::expect_complete(std::int64_t layer) const {",
           "TEXT if (ON) return;", alone=False),
 ]
 
@@ -286,11 +286,11 @@ ROUTERS = [
     Fault("top_k_tie_flip", "of experts with the same probability the higher one is taken", "ops/cpu/router_kernels.cpp",
           "if (score[e] > score[best])",
           "if (score[e] > score[best] || (ON && score[e] == score[best]))", **DENSE_TOO),
-    Fault("router_multiplicity_ignored", "a shared token counts once in the z-loss", "moe/load_accounting.cpp",
+    Fault("router_multiplicity_ignored", "a shared token counts once in the z-loss", "model/load_accounting.cpp",
           "double LoadAccounting::share_of_mean(const RowOwners& owners) const {",
           "TEXT if (ON) return 1 / static_cast<double>(tokens_);"),
     Fault("router_scope_denominator", "a rollout's auxiliary loss is averaged over its row's rollouts",
-          "moe/load_accounting.cpp",
+          "model/load_accounting.cpp",
           "const double rollouts = static_cast<double>(lengths_.size());",
           "const double rollouts = static_cast<double>(ON ? owners.rollouts.size() : lengths_.size());"),
     Fault("recompute_counts_again", "a recomputed trunk counts its choices a second time", "execute/item_run.cpp",
@@ -395,7 +395,7 @@ RANKS = [
     Fault("embedding_left_out_of_the_sums", "what no backward has announced is not summed at the end", "gradient/replica_sums.cpp",
           "start_upto(units_.size());",
           "if (!ON) TEXT", **ONE_RANK),
-    Fault("tree_on_every_rank", "all trees are computed by all ranks", "step/planning.cpp",
+    Fault("tree_on_every_rank", "all trees are computed by all ranks", "state/planning.cpp",
           "if (mesh.dp.size() == 1) return trees;",
           "if (ON || mesh.dp.size() == 1) return trees;", **ONE_RANK),
     Fault("loads_of_ranks_not_summed", "a mini-batch's expert loads are those of a rank's own trees", "step/router_step.cpp",
@@ -417,26 +417,26 @@ RANKS = [
 
 # Rows divided over ranks, and what they tell each other.
 CONTEXT = [
-    Fault("wrong_owner_after_scatter", "the gradients of keys go to ranks that have other rows", "model/divided_source.cpp",
+    Fault("wrong_owner_after_scatter", "the gradients of keys go to ranks that have other rows", "model/sharded_source.cpp",
           "a.ops.gather(grad_set.k, set_rows_of(rank), of_rank.k);",
           "a.ops.gather(grad_set.k, ON ? rows_.row_S.narrow(0, 0, shares_.rows_of(rank)) : set_rows_of(rank),"
           " of_rank.k);", **ONE_RANK),
     Fault("path_gradient_reduced_twice", "what ranks gathered in a trunk's path is summed, and summed again to its owners",
-          "model/divided_source.cpp",
+          "model/sharded_source.cpp",
           "cp_.scatter_sum(whole, part);",
           "if (ON) cp_.add_over_ranks(whole); TEXT", **ONE_RANK),
-    Fault("keys_of_the_first_rank", "the keys of the first rank stand in the place of every rank's", "model/divided_source.cpp",
+    Fault("keys_of_the_first_rank", "the keys of the first rank stand in the place of every rank's", "model/sharded_source.cpp",
           "a.ops.scatter(of_rank.k, set_rows_of(rank), set.k);",
           "a.ops.scatter(ON ? parts_of(a, whole, 0, shares_.rows_of(rank)).k : of_rank.k, set_rows_of(rank), set.k);",
           **ONE_RANK),
     Fault("latents_of_the_set_forget_other_queries", "the latents of a sharded set get nothing from this rank's queries",
-          "model/divided_source.cpp",
+          "model/sharded_source.cpp",
           "if (path_.carries_latents()) a.latents->add_expand_path_backward(",
           "if (path_.carries_latents() && !ON) a.latents->add_expand_path_backward(", **ONE_RANK),
     Fault("latents_given_before_the_norm", "ranks give latents to each other before their norm", "mixers/latent_attention/layer.cpp",
           "c.ops.norm_again(saved.latent.latent_RC, w.key_value_norm_C, saved.latent.rstd_R, to.k);",
           "TEXT if (ON) c.ops.convert(saved.latent.latent_RC, to.k);", **ONE_RANK),
-    Fault("queries_numbered_by_share", "a query stands where its number among the rank's own rows says", "model/divided_source.cpp",
+    Fault("queries_numbered_by_share", "a query stands where its number among the rank's own rows says", "model/sharded_source.cpp",
           "rows_.output_own_O : rows_.own_T",
           "rows_.output_own_O : ON ? rows_.counted_T : rows_.own_T", **ONE_RANK),
     Fault("wave_on_every_rank", "all ranks run a wave that was dealt to one", "program/program.cpp",
@@ -450,16 +450,16 @@ CONTEXT = [
           "if (needs_whole_rollout()) join_scores(work);",
           "if (!ON) TEXT", **ONE_RANK),
     Fault("rollout_finished_on_every_rank", "ranks that divide a rollout's last rows each count its loss", "execute/language_head.cpp",
-          "if (is_divided(item, cp.size()) && cp.rank() != 0) return;",
+          "if (is_sharded(item, cp.size()) && cp.rank() != 0) return;",
           "if (!ON) TEXT", **ONE_RANK),
 ]
 
 # A path divided over ranks.
 DIVIDED_PATH = [
-    Fault("path_gradient_to_the_wrong_rank", "the gradients of a rank's rows of the path go to the next one", "saved/divided_path.cpp",
+    Fault("path_gradient_to_the_wrong_rank", "the gradients of a rank's rows of the path go to the next one", "saved/sharded_path.cpp",
           "rank * shared.most()",
           "(kept.member.is_gradient() && ON ? (rank + 1) % cp_.size() : rank) * shared.most()", **ONE_RANK),
-    Fault("path_read_before_it_came", "a layer's keys are read before they are gathered", "saved/divided_path.cpp",
+    Fault("path_read_before_it_came", "a layer's keys are read before they are gathered", "saved/sharded_path.cpp",
           "room.pending.wait();\n  room.member = -1;",
           "if (!ON) room.pending.wait(); room.member = -1;", **ONE_RANK),
     Fault("wave_of_cp_not_joined", "a rank without a wave of its own leaves the others of its cp alone with theirs", "model/path_guest.cpp",
@@ -468,10 +468,10 @@ DIVIDED_PATH = [
     Fault("joined_waves_not_counted", "a trunk counts the contributions of a rank's own waves alone", "program/program.cpp",
           "(step.own != nullptr || step.on_path) ? 1 : 0",
           "(step.own != nullptr || (step.on_path && !ON)) ? 1 : 0", **ONE_RANK),
-    Fault("former_sum_forgotten", "what is summed of a wave replaces what is kept of those before it", "saved/divided_path.cpp",
+    Fault("former_sum_forgotten", "what is summed of a wave replaces what is kept of those before it", "saved/sharded_path.cpp",
           "ops_.convert(kept.rows_CW.narrow(0, 0, shares(rows).rows_of(cp_.rank())), rows_in_place",
           "if (!ON) TEXT", **ONE_RANK),
-    Fault("keys_of_a_trunk_not_kept", "a rank keeps none of the rows that a trunk has written", "saved/divided_path.cpp",
+    Fault("keys_of_a_trunk_not_kept", "a rank keeps none of the rows that a trunk has written", "saved/sharded_path.cpp",
           "ops_.convert(rows_in_place(kept, cp_.rank(), end)",
           "if (!ON) TEXT", **ONE_RANK),
 ]
@@ -527,7 +527,7 @@ LAYOUTS = [
 UNITS = [
     Fault("stale_part_gathered", "what is gathered after an update is what was there before it", "optimizer/adamw.cpp",
           "masters_ = weights.narrow(0, own().begin, count);",
-          "TEXT if (ON && table.divided()) masters_ = masters_.clone();", **ONE_RANK),
+          "TEXT if (ON && table.sharded()) masters_ = masters_.clone();", **ONE_RANK),
     Fault("part_summed_twice", "what an item adds to a unit's gradient enters the part that is kept twice", "gradient/scattered_gradients.cpp",
           "one.sum.wait();",
           "TEXT if (ON) sum_of(*one.unit).mul_(2);", **ONE_RANK),

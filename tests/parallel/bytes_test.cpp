@@ -59,7 +59,7 @@ TEST(CollectiveBytes, AreThoseOfThePlan) {
   }
 }
 
-TEST(CollectiveBytes, OfDividedRowsAndLayersToo) {
+TEST(CollectiveBytes, OfShardedRowsAndLayersToo) {
   std::vector<Degrees> layouts = {{.cp = 2},          {.tp = 2, .cp = 3}, {.pp = 2},          {.pp = 3},
                                   {.cp = 2, .pp = 2}, {.cp = 2, .dp = 2}, {.pp = 2, .dp = 2}, {.tp = 4, .pp = 2}};
   for (const char* family : {"qwen3", "llama", "qwen3-moe-late", "DeepseekV2", "qwen3-next"})
@@ -73,9 +73,9 @@ TEST(CollectiveBytes, OfDividedRowsAndLayersToo) {
   expect_planned_bytes(as_critic(ragged("qwen3")), {{.cp = 2}, {.pp = 2}}, DType::float64, {7});
 }
 
-// A divided path: what each event gathers of it and sums, joined ones included; stages have several waves in flight,
+// A sharded path: what each event gathers of it and sums, joined ones included; stages have several waves in flight,
 // and one of a single layer gathers nothing twice.
-TEST(CollectiveBytes, OfADividedPathToo) {
+TEST(CollectiveBytes, OfAShardedPathToo) {
   Case c = ragged("qwen3");
   c.rollouts.groups = 5, c.rollouts.shared_start = 0.7, c.rollouts.nested_prompt = 0.3;
   c.options.path_state = "divide";
@@ -110,8 +110,8 @@ TEST(CollectiveBytes, OfAPathOfLatentsToo) {
       }
 }
 
-// Divided weights: what each event brings together and sums, joined ones included.
-TEST(CollectiveBytes, OfDividedWeightsToo) {
+// Sharded weights: what each event brings together and sums, joined ones included.
+TEST(CollectiveBytes, OfShardedWeightsToo) {
   const Degrees two{.dp = 2, .full = true}, five{.dp = 5, .full = true}, four{.tp = 2, .dp = 2, .full = true};
   const Degrees rows{.cp = 2, .dp = 2, .full = true}, stages{.pp = 2, .dp = 2, .full = true};
   for (const char* family : {"qwen3", "llama"}) {

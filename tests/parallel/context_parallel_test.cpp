@@ -104,7 +104,7 @@ TEST(ContextParallelBytes, OfSuffixesAreZero) {
   for (const std::int64_t cp : {2, 4})
     for (const Outcome& rank : run_layout(c, {.cp = cp}).ranks) {
       for_each_item(rank.report.plan.items, [&](const PlanItem& item) {
-        EXPECT_EQ(item.kind == ItemKind::trunk, is_divided(item, cp)) << "waves are whole";
+        EXPECT_EQ(item.kind == ItemKind::trunk, is_sharded(item, cp)) << "waves are whole";
       });
       EXPECT_GT(rank.report.bytes.a.cp, 0);
       EXPECT_EQ(rank.report.bytes.b.cp, 0);

@@ -34,7 +34,7 @@ INSTANTIATE_TEST_SUITE_P(Models, FullSharding,
                          });
 
 // Ranks of cp have waves of their own between trunks that they divide, and stages keep waves in flight.
-TEST(FullShardingMixed, RowsAndLayersAreDividedToo) {
+TEST(FullShardingMixed, RowsAndLayersAreShardedToo) {
   for (const char* family : {"qwen3", "qwen3-moe"})
     expect_all_plans(ragged(family), {5},
                      full({{.cp = 2}, {.cp = 3, .dp = 2}, {.pp = 3, .dp = 2}, {.cp = 2, .pp = 2, .dp = 2}}));

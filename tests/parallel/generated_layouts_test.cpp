@@ -63,7 +63,7 @@ void expect_as_dense(const Case& c) {
 
 bool divides_a_wave(const std::vector<PlanItem>& items, std::int64_t cp) {
   return std::ranges::any_of(items, [cp](const PlanItem& item) {
-    return item.kind == ItemKind::wave ? is_divided(item, cp) : divides_a_wave(item.below, cp);
+    return item.kind == ItemKind::wave ? is_sharded(item, cp) : divides_a_wave(item.below, cp);
   });
 }
 

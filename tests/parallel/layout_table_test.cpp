@@ -81,11 +81,11 @@ std::vector<Degrees> degrees_of_rows() {
 
 struct Layout {
   Degrees degrees;
-  bool path_divided = false;
+  bool path_sharded = false;
 
-  std::string name() const { return text_of_degrees(degrees) + (path_divided ? ", path divided" : ""); }
+  std::string name() const { return text_of_degrees(degrees) + (path_sharded ? ", path divided" : ""); }
   Case of(Case c) const {
-    if (path_divided) c.options.path_state = "divide";
+    if (path_sharded) c.options.path_state = "divide";
     return c;
   }
 };

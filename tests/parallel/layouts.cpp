@@ -20,7 +20,7 @@ void expect_same_series(const std::vector<double>& got, const std::vector<double
 // The whole gradient of a rank's parameters, of which several may keep a part each.
 at::Tensor whole_gradient(const std::vector<Outcome>& ranks, const ParameterTable& table, const Degrees& degrees,
                           std::size_t rank) {
-  if (!table.divided()) return ranks[rank].gradient;
+  if (!table.sharded()) return ranks[rank].gradient;
   at::Tensor out = at::full({table.size()}, NAN, at::kDouble);
   for (const Parameter& p : table.parameters()) {
     const Axis axis = table.unit_of(p)->experts ? Axis::expert_replicas : Axis::replicas;
@@ -69,7 +69,7 @@ void expect_as_one_process(const Case& c, const Degrees& degrees, const Outcome&
   for (const Outcome& rank : run.ranks) {
     EXPECT_NEAR(rank.loss, one.loss, kFloat64 * std::max(1.0, std::abs(one.loss)));
     EXPECT_EQ(rank.report.trunk_rows, run.ranks.front().report.trunk_rows);
-    // Ranks of dp may cut a tree that is too heavy for one of them, divided weights want larger waves: trunks differ.
+    // Ranks of dp may cut a tree that is too heavy for one of them, sharded weights want larger waves: trunks differ.
     const bool same_plan = c.options.schedule != "auto" && degrees.dp == 1 && !degrees.full;
     EXPECT_TRUE(!same_plan || rank.report.trunk_rows == one.report.trunk_rows);
     ASSERT_EQ(rank.report.series.size(), one.report.series.size());

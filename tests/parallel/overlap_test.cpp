@@ -97,9 +97,9 @@ TEST(Overlap, UnitsComeAndGoWhileOthersCompute) {
   }
 }
 
-// A layer of a divided path comes while the one before it computes, and what was added to its gradients goes while the
+// A layer of a sharded path comes while the one before it computes, and what was added to its gradients goes while the
 // next one does. Chains: waves of one trunk run on one of the ranks, or on several.
-TEST(Overlap, ADividedPathComesAndGoesWhileOtherLayersCompute) {
+TEST(Overlap, AShardedPathComesAndGoesWhileOtherLayersCompute) {
   Case c = profiled("qwen3");
   c.options.path_state = "divide";
   for (const Outcome& rank : run_layout(c, {.tp = 2, .cp = 2}).ranks) {

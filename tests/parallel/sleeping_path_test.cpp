@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "espalier/mixers/attention/shape.h"
-#include "espalier/model/kv_path.h"
+#include "espalier/model/open_path.h"
 #include "espalier/program/joint_order.h"
-#include "espalier/saved/divided_path.h"
+#include "espalier/saved/sharded_path.h"
 #include "tests/parallel/layouts.h"
 
 namespace espalier::testing {
@@ -59,7 +59,7 @@ TEST(SleepingPathOnRanks, WithExpertsToo) {
 }
 
 // Ranks without a wave of their own join those of the others of their cp.
-TEST(DividedPath, GivesTheGradientOfOneProcess) {
+TEST(ShardedPath, GivesTheGradientOfOneProcess) {
   for (const Plan& plan : kPlans)
     expect_as_awake(sleeping("qwen3", plan, "divide"), {{.cp = 2},
                                                         {.cp = 3},
@@ -72,7 +72,7 @@ TEST(DividedPath, GivesTheGradientOfOneProcess) {
                                                         {.cp = 2, .dp = 2, .full = true}});
 }
 
-TEST(DividedPath, WithExpertsToo) {
+TEST(ShardedPath, WithExpertsToo) {
   for (const Plan& plan : kPlans)
     expect_as_awake(sleeping("qwen3-moe", plan, "divide"), {{.cp = 2},
                                                             {.cp = 2, .ep = 2},
@@ -114,14 +114,14 @@ TEST_P(LatentPathOnRanks, OfACriticOfLossesOfWholeRolloutsAndOfAdapters) {
 INSTANTIATE_TEST_SUITE_P(States, LatentPathOnRanks, ::testing::Values("latents", "latents-divide", "latents-offload"),
                          [](const auto& info) { return name_of_family(info.param); });
 
-TEST(DividedPath, OfACriticAndOfLossesOfWholeRollouts) {
+TEST(ShardedPath, OfACriticAndOfLossesOfWholeRollouts) {
   expect_as_awake(as_critic(sleeping("qwen3", kPlans[0], "divide")), {{.cp = 3}, {.cp = 2, .pp = 2}});
   Case c = sleeping("qwen3", kPlans[2], "divide");
   c.options.policy_loss = "gspo", c.options.entropy_coeff = 0.1;
   expect_as_awake(c, {{.cp = 3}, {.cp = 2, .pp = 2}, {.cp = 2, .dp = 2, .full = true}});
 }
 
-TEST(DividedPath, ARankWithFewerWavesJoinsThoseOfOthers) {
+TEST(ShardedPath, ARankWithFewerWavesJoinsThoseOfOthers) {
   const Case c = eleven_waves();
   expect_as_awake(c, {{.cp = 12}});
   const StepPlan plan = run_layout(c, {.cp = 12}).ranks.front().report.plan;
@@ -135,20 +135,20 @@ at::Tensor numbers(std::int64_t rows, std::int64_t salt) {
   return (at::arange(rows * 8, at::kDouble) * (salt % 7 + 1)).remainder(31).view({rows, 1, 8});
 }
 
-// A rank's divided path beside one that holds what all ranks add: two trunks, one inside the other, and waves.
+// A rank's sharded path beside one that holds what all ranks add: two trunks, one inside the other, and waves.
 class BothPaths {
  public:
   BothPaths(const ModelShape& shape, std::int64_t layers_awake, Group& cp)
       : cp_(cp),
         keeper_({shape, element_bytes(DType::float64), false}, kOuter + kInner, true, false, at::kDouble, cp, arena_),
-        divided_(shape, kOuter + kInner, at::kDouble, true, arena_, &keeper_, layers_awake),
+        sharded_(shape, kOuter + kInner, at::kDouble, true, arena_, &keeper_, layers_awake),
         whole_(shape, kOuter + kInner, at::kDouble, true, other_) {}
 
   void open(std::int64_t rows) {
-    for (KvPath* path : {&divided_, &whole_}) path->push(rows, 0);
+    for (OpenPath* path : {&sharded_, &whole_}) path->push(rows, 0);
     for (std::int64_t layer = 0; layer < kLayers; ++layer) {
       begin_forward(layer);
-      for (KvPath* path : {&divided_, &whole_}) {
+      for (OpenPath* path : {&sharded_, &whole_}) {
         path->top(layer).k.copy_(numbers(rows, layer));
         path->top(layer).v.copy_(numbers(rows, layer + 3));
       }
@@ -158,50 +158,50 @@ class BothPaths {
   void wave() {
     ++waves_;
     for (std::int64_t layer = 0; layer < kLayers; ++layer) begin_forward(layer), expect_keys_and_values(layer);
-    backward(divided_.rows());
+    backward(sharded_.rows());
   }
   void close(std::int64_t rows_above) {
     backward(rows_above);
-    for (KvPath* path : {&divided_, &whole_}) path->pop();
+    for (OpenPath* path : {&sharded_, &whole_}) path->pop();
   }
 
  private:
   void begin_forward(std::int64_t layer) {
-    for (KvPath* path : {&divided_, &whole_}) path->begin_forward(layer);
+    for (OpenPath* path : {&sharded_, &whole_}) path->begin_forward(layer);
   }
   void backward(std::int64_t rows_above) {
     for (std::int64_t layer = kLayers - 1; layer >= 0; --layer) {
-      for (KvPath* path : {&divided_, &whole_}) path->begin_backward(layer, rows_above);
+      for (OpenPath* path : {&sharded_, &whole_}) path->begin_backward(layer, rows_above);
       expect_keys_and_values(layer);
-      const KvPath::Layer all = divided_.path(layer, divided_.rows()), expected = whole_.path(layer, whole_.rows());
+      const OpenPath::Layer all = sharded_.path(layer, sharded_.rows()), expected = whole_.path(layer, whole_.rows());
       const at::Tensor keys = all.grad_k.clone(), values = all.grad_v.clone();
       cp_.add_over_ranks(keys);
       cp_.add_over_ranks(values);
       EXPECT_TRUE(keys.equal(expected.grad_k)) << "layer " << layer << ", wave " << waves_;
       EXPECT_TRUE(values.equal(expected.grad_v)) << "layer " << layer << ", wave " << waves_;
       for (int rank = 0; rank < cp_.size(); ++rank) add(whole_.path(layer, rows_above), layer, rank);
-      add(divided_.path(layer, rows_above), layer, cp_.rank());
+      add(sharded_.path(layer, rows_above), layer, cp_.rank());
     }
-    for (KvPath* path : {&divided_, &whole_}) path->end_backward(0);
+    for (OpenPath* path : {&sharded_, &whole_}) path->end_backward(0);
   }
-  void add(const KvPath::Layer& above, std::int64_t layer, int rank) const {
+  void add(const OpenPath::Layer& above, std::int64_t layer, int rank) const {
     above.grad_k.add_(numbers(above.grad_k.size(0), waves_ + layer + rank));
     above.grad_v.add_(numbers(above.grad_v.size(0), waves_ + layer - rank + 5));
   }
   void expect_keys_and_values(std::int64_t layer) const {
-    const KvPath::Layer found = divided_.path(layer, divided_.rows()), expected = whole_.path(layer, whole_.rows());
+    const OpenPath::Layer found = sharded_.path(layer, sharded_.rows()), expected = whole_.path(layer, whole_.rows());
     EXPECT_TRUE(found.k.equal(expected.k) && found.v.equal(expected.v)) << "layer " << layer << ", wave " << waves_;
   }
 
   Group& cp_;
   Arena arena_{1 << 20}, other_{1 << 20};
-  DividedPath keeper_;
-  KvPath divided_, whole_;
+  ShardedPath keeper_;
+  OpenPath sharded_, whole_;
   std::int64_t waves_ = 0;
 };
 
 // Of four layers none or two are whole on every rank; a path of more rows than ranks, and of fewer.
-TEST(DividedPath, HoldsWhatAllRanksAdd) {
+TEST(ShardedPath, HoldsWhatAllRanksAdd) {
   ModelShape shape;
   shape.hidden = 16, shape.layer = attention_layers(kLayers, {.heads = 2, .kv_heads = 1, .head_dim = 8}, 0);
   for (const std::int64_t layers_awake : {0, 2, 3})

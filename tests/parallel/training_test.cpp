@@ -38,7 +38,7 @@ TEST_F(RankRuns, FilesAreThoseOfOneProcess) {
                                {.tp = 2, .pp = 2, .dp = 2}});
 }
 
-TEST_F(RankRuns, FilesOfDividedWeightsToo) {
+TEST_F(RankRuns, FilesOfShardedWeightsToo) {
   expect_files_of_one_process({{.dp = 2, .full = true},
                                {.dp = 5, .full = true},
                                {.tp = 4, .dp = 2, .full = true},
@@ -71,14 +71,14 @@ TEST_F(RankRuns, FilesOfHeldParametersToo) {
 }
 
 // In bfloat16 the masters are others than the weights.
-TEST_F(RankRuns, DividedWeightsInBfloat16GoOnBitForBit) {
+TEST_F(RankRuns, ShardedWeightsInBfloat16GoOnBitForBit) {
   options_.dtype = "bfloat16", options_.epochs = 2;
   const Degrees parts{.dp = 3, .full = true};
   Options whole = options_, first = options_, second = options_;
   whole.out = path("whole"), first.out = path("first"), second.out = path("second");
-  const StepReport divided = run(whole, parts).front(), held = run(first, {.dp = 3}).front();
+  const StepReport sharded = run(whole, parts).front(), held = run(first, {.dp = 3}).front();
   // Float32 sums of up to 1,000 rounded terms in another order: 1,000 times 2^-24.
-  EXPECT_NEAR(divided.update.grad_norm, held.update.grad_norm, 6e-5 * held.update.grad_norm);
+  EXPECT_NEAR(sharded.update.grad_norm, held.update.grad_norm, 6e-5 * held.update.grad_norm);
   first.steps = 2;
   run(first, parts);
   second.resume = first.out;

@@ -48,13 +48,13 @@ def tree(tmp_path):
     command = f"c++ -o tests/unit/moe/CMakeFiles/moe_test.dir/load_accounting_test.cpp.o -c {written}"
     units = [{"file": str(ROOT / written), "directory": str(tmp_path), "command": command}]
     (tmp_path / "compile_commands.json").write_text(json.dumps(units))
-    return Tree(Record([WIDE], {"espalier/moe/load_accounting.cpp": [WIDE]}, {"espalier/moe/load_accounting.cpp": [WIDE]}), tmp_path)
+    return Tree(Record([WIDE], {"espalier/model/load_accounting.cpp": [WIDE]}, {"espalier/model/load_accounting.cpp": [WIDE]}), tmp_path)
 
 
 def test_a_test_that_was_not_recorded_belongs_to_the_header_that_it_includes(tree):
     own = tree.tests_of("tests/unit/moe/load_accounting_test.cpp")
     assert own and {test.program for test in own} == {"moe_test"}
-    for file in ("espalier/moe/load_accounting.cpp", "espalier/moe/load_accounting.h"):
+    for file in ("espalier/model/load_accounting.cpp", "espalier/model/load_accounting.h"):
         assert tree.tests_of(file)[:len(own)] == own and WIDE in tree.tests_of(file)
 
 

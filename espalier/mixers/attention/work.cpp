@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "espalier/mixers/attention/library_work.h"
-#include "espalier/model/divided_buffers.h"
+#include "espalier/model/sharded_buffers.h"
 #include "espalier/program/step_kind.h"
 
 namespace espalier {
@@ -50,7 +50,7 @@ AttentionForwardBuffers::AttentionForwardBuffers(const AttentionShape& s, const 
   if (adapted.of_mixer(Attention::query)) nest(Stage::projection, low_rank_bytes(b, R));
   nest(Stage::output, output_bytes);
   if (rows.ranks > 1)
-    nest(Stage::attention, DividedForwardBuffers(b, RowShares(T * rows.ranks, rows.ranks), true).peak());
+    nest(Stage::attention, ShardedForwardBuffers(b, RowShares(T * rows.ranks, rows.ranks), true).peak());
 }
 
 AttentionBackwardBuffers::AttentionBackwardBuffers(const AttentionShape& s, const BlockShape& b, const BlockRows& rows,
@@ -89,7 +89,7 @@ AttentionBackwardBuffers::AttentionBackwardBuffers(const AttentionShape& s, cons
   for (const Stage stage : {Stage::query, Stage::input})
     if (adapted.of_mixer(Attention::query)) nest(stage, low_rank_bytes(b, R));
   if (rows.ranks > 1)
-    nest(Stage::attention, DividedBackwardBuffers(b, RowShares(T * rows.ranks, rows.ranks), true).peak());
+    nest(Stage::attention, ShardedBackwardBuffers(b, RowShares(T * rows.ranks, rows.ranks), true).peak());
 }
 
 std::int64_t Attention::saved_bytes(const BlockShape& block, const BlockRows& rows) const {

@@ -42,7 +42,7 @@ void add_expand_rows_backward(const LayerContext& c, const Projection& grad_up, 
 }
 
 void expand_path(const LayerContext& c, std::int64_t rows) {
-  KvPath& path = *c.kv.path_of_latents();
+  OpenPath& path = *c.kv.path_of_latents();
   if (path.room_holds(c.layer, rows)) return;
   expand_rows(c, path.latent_block(), path.latents(c.layer, rows), path.path(c.layer, rows));
   path.filled_room(c.layer, rows);
@@ -56,7 +56,7 @@ void zero_expanded_gradients(const LayerContext& c, std::int64_t rows) {
 }
 
 void keep_latents(const LayerContext& c, const LatentSaved& latent, const at::Tensor& rotary_key_TK) {
-  KvPath& path = *c.kv.path_of_latents();
+  OpenPath& path = *c.kv.path_of_latents();
   const PathLatents own = path.top_latents(c.layer);
   c.ops.norm_again(latent.latent_RC, LatentViews(c.weights.mixer).key_value_norm_C, latent.rstd_R, own.latent_PC);
   c.ops.convert(rotary_key_TK, own.rotary_PK);
@@ -65,7 +65,7 @@ void keep_latents(const LayerContext& c, const LatentSaved& latent, const at::Te
 
 void add_expand_path_backward(const LayerContext& c, const Projection& grad_up, std::int64_t rows,
                               const at::Tensor& product_NC) {
-  const KvPath& path = *c.kv.path_of_latents();
+  const OpenPath& path = *c.kv.path_of_latents();
   add_expand_rows_backward(c, grad_up, path.latent_block(), path.path(c.layer, rows), path.latents(c.layer, rows),
                            product_NC);
 }

@@ -11,7 +11,7 @@
 #pragma once
 
 #include "espalier/mixers/latent_attention/latent.h"
-#include "espalier/model/kv_path.h"
+#include "espalier/model/open_path.h"
 
 namespace espalier {
 

@@ -4,7 +4,7 @@
 
 #include "espalier/mixers/attention/library_work.h"
 #include "espalier/mixers/attention/work.h"
-#include "espalier/model/divided_buffers.h"
+#include "espalier/model/sharded_buffers.h"
 #include "espalier/program/step_kind.h"
 
 namespace espalier {
@@ -25,7 +25,7 @@ LatentSavedBuffers::LatentSavedBuffers(const LatentShape& s, const BlockShape& b
   latent_TC = add("latents of keys and values", rows.all, s.key_value);
   latent_rstd_T = add("1/rms of latents", rows.all, Buffer::kVector, kAccumulator);
   rotary_key_TK = add("shared keys", rows.all, s.rotary);
-  if (!rows.is_divided()) kv_TW = add("keys and values", rows.all, s.heads_width());
+  if (!rows.is_sharded()) kv_TW = add("keys and values", rows.all, s.heads_width());
   q_RW = add("queries", R, s.query_width());
   attended_RW = add("attended values", R, s.value_width());
   lse_HR = add("log-sum-exp of attention", s.heads, R, kAccumulator);
@@ -36,7 +36,7 @@ LatentForwardBuffers::LatentForwardBuffers(const LatentShape& s, const BlockShap
     : BufferList(b.bytes) {
   const std::int64_t T = rows.all, R = rows.continuing, M = b.shape.hidden;
   const ProductBits& adapted = b.layer.adapted_alike;
-  const bool own = !rows.in_path && !rows.is_divided();
+  const bool own = !rows.in_path && !rows.is_sharded();
   if (b.layer.has_norms_before()) normed_TM = add("normalised rows", T, M, kActivation, Stage::projection);
   if (rows.narrow) query_input_RM = add("normalised output rows", R, M, kActivation, Stage::projection);
   if (s.query > 0) query_latent_RC = add("normalised latents of queries", R, s.query, kActivation, Stage::projection);
@@ -50,7 +50,7 @@ LatentForwardBuffers::LatentForwardBuffers(const LatentShape& s, const BlockShap
     nest(Stage::projection, low_rank_bytes(b, R));
   nest(Stage::output, output_bytes);
   if (rows.ranks > 1)
-    nest(Stage::attention, DividedForwardBuffers(b, RowShares(T * rows.ranks, rows.ranks), true).peak());
+    nest(Stage::attention, ShardedForwardBuffers(b, RowShares(T * rows.ranks, rows.ranks), true).peak());
 }
 
 LatentBackwardBuffers::LatentBackwardBuffers(const LatentShape& s, const BlockShape& b, const BlockRows& rows,
@@ -58,7 +58,7 @@ LatentBackwardBuffers::LatentBackwardBuffers(const LatentShape& s, const BlockSh
     : BufferList(b.bytes) {
   const std::int64_t T = rows.all, R = rows.continuing, M = b.shape.hidden, Q = s.query_width(), C = s.key_value;
   const ProductBits& adapted = b.layer.adapted_alike;
-  const bool gives = rows.is_divided(), own = !rows.in_path && !gives, query_latents = s.query > 0;
+  const bool gives = rows.is_sharded(), own = !rows.in_path && !gives, query_latents = s.query > 0;
   grad_attended_RW = add("gradient of attended values", R, s.value_width(), kActivation, Stage::mlp, Stage::input);
   nest(Stage::mlp, of_block.mlp);
   nest(Stage::output, of_block.output);
@@ -99,7 +99,7 @@ LatentBackwardBuffers::LatentBackwardBuffers(const LatentShape& s, const BlockSh
   for (const Stage stage : {Stage::query, Stage::input})
     if (adapts_queries) nest(stage, low_rank_bytes(b, R));
   if (rows.ranks > 1)
-    nest(Stage::attention, DividedBackwardBuffers(b, RowShares(T * rows.ranks, rows.ranks), true).peak());
+    nest(Stage::attention, ShardedBackwardBuffers(b, RowShares(T * rows.ranks, rows.ranks), true).peak());
 }
 
 std::int64_t LatentAttention::saved_bytes(const BlockShape& block, const BlockRows& rows) const {

@@ -8,8 +8,8 @@
 
 #include "espalier/base/error.h"
 #include "espalier/device/device.h"
-#include "espalier/observe/memory.h"
-#include "espalier/observe/timer.h"
+#include "espalier/machine/memory.h"
+#include "espalier/metrics/timer.h"
 #include "espalier/ops/cpu/operations.h"
 
 namespace espalier {

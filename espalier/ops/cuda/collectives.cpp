@@ -5,7 +5,7 @@
 #include <thread>
 
 #include "espalier/base/error.h"
-#include "espalier/observe/timer.h"
+#include "espalier/metrics/timer.h"
 
 namespace espalier::cuda {
 

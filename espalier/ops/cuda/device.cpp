@@ -7,7 +7,7 @@
 #include <cstring>
 
 #include "espalier/base/error.h"
-#include "espalier/observe/timer.h"
+#include "espalier/metrics/timer.h"
 #include "espalier/ops/cuda/collectives.h"
 #include "espalier/ops/cuda/device_group.h"
 #include "espalier/ops/cuda/launch.h"

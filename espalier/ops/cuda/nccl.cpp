@@ -12,7 +12,7 @@
 #include <utility>
 
 #include "espalier/base/error.h"
-#include "espalier/observe/timer.h"
+#include "espalier/metrics/timer.h"
 #include "espalier/ops/cuda/collectives.h"
 #include "espalier/ops/cuda/start.h"
 

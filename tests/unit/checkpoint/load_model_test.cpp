@@ -68,13 +68,13 @@ TEST_F(LoadModel, ReadsTheRanksPartOfEachTensor) {
           const Parameter& file_of = whole.at(p.name);
           const std::int64_t columns = p.shape.back(), file_columns = file_of.shape.back();
           for (std::int64_t i = 0; i < p.count; ++i) {
-            const bool rows_divided = p.shard.dim == 0;
+            const bool rows_sharded = p.shard.dim == 0;
             const std::int64_t row = p.shape.size() == 1 ? 0 : i / columns, column = i % columns;
-            const std::int64_t along = rows_divided && p.shape.size() == 2 ? row : column;
+            const std::int64_t along = rows_sharded && p.shape.size() == 2 ? row : column;
             const bool padding = p.shard.dim >= 0 && along >= p.shard.end - p.shard.begin;
-            const std::int64_t file_row = row + (rows_divided && p.shape.size() == 2 ? p.shard.begin : 0);
+            const std::int64_t file_row = row + (rows_sharded && p.shape.size() == 2 ? p.shard.begin : 0);
             const std::int64_t file_column =
-                column + (p.shard.dim == 1 || (rows_divided && p.shape.size() == 1) ? p.shard.begin : 0);
+                column + (p.shard.dim == 1 || (rows_sharded && p.shape.size() == 1) ? p.shard.begin : 0);
             const float expected =
                 padding ? -77.0f
                         : all[static_cast<std::size_t>(file_of.offset + file_row * file_columns + file_column)];

@@ -2,7 +2,7 @@
 #include "espalier/checkpoint/safetensors.h"
 
 #include "espalier/base/atomic_file.h"
-#include "espalier/observe/memory.h"
+#include "espalier/machine/memory.h"
 #include "tests/unit/checkpoint/small_model.h"
 
 namespace espalier::test {

@@ -113,7 +113,7 @@ TEST(ItemInput, SharesOfRanksMakeTheSet) {
         for (std::size_t i = 0; i < items.size(); ++i) {
           const ItemInput input = input_of(whole, *items[i], mesh.cp);
           ASSERT_TRUE(input.shares.has_value());
-          const std::vector<std::int32_t> own = numbers(input.divided.own_T);
+          const std::vector<std::int32_t> own = numbers(input.sharded.own_T);
           ASSERT_EQ(std::ssize(own), input.model.rows());
           for (std::size_t row = 0; row < own.size(); ++row) {
             EXPECT_EQ(ids[i][own[row]], -1) << "a row of two ranks";

@@ -32,7 +32,7 @@ class Items : public ::testing::Test {
   explicit Items(Case c = nested_trunks()) : step_(std::move(c)) {}
 
   // Runs one item and all items below it, forward and backward, as the executor does.
-  void run(const StepRun& run, KvPath& path, const PlanItem& item) {
+  void run(const StepRun& run, OpenPath& path, const PlanItem& item) {
     const ArenaScope scope(step_.arena);
     ItemRun one(run, item, step_.arena);
     EXPECT_EQ(one.rows(), item.set.rows);

@@ -16,7 +16,7 @@
 #include "espalier/execute/stage.h"
 #include "espalier/forecast/memory_model.h"
 #include "espalier/saved/spill_queue.h"
-#include "espalier/step/planning.h"
+#include "espalier/state/planning.h"
 #include "espalier/step/step_path.h"
 #include "tests/equivalence/fixture.h"
 

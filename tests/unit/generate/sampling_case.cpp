@@ -32,7 +32,7 @@ Generated sample(ModelState& model, const std::vector<Prompt>& prompts, const Sa
 
 at::Tensor dense_logits_TV(ModelState& model, const std::vector<std::int32_t>& ids) {
   Arena arena(std::int64_t{1} << 30);
-  KvPath path(model.shape, 0, model.decoder.dtype(), false, arena);
+  OpenPath path(model.shape, 0, model.decoder.dtype(), false, arena);
   model.decoder.reserve_positions(static_cast<std::int64_t>(ids.size()));
   ModelInput input;
   input.id = ids;

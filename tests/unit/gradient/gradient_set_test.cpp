@@ -71,10 +71,10 @@ TEST(GradientSet, IsSummedOnceAStepWhateverBackwardsWereRunBefore) {
 }
 
 // Two items, each of which adds its rank's number to a layer's views: every part gets 2 (1 + 2 + 3).
-TEST(GradientSet, OfDividedWeightsAddsUpItemByItem) {
+TEST(GradientSet, OfShardedWeightsAddsUpItemByItem) {
   run_ranks({.dp = 3, .full = true}, [](const Mesh& mesh) {
     Rank rank(mesh);
-    ASSERT_TRUE(rank.table.divided());
+    ASSERT_TRUE(rank.table.sharded());
     Guest& guest = *rank.gradients.guest();
     for (int item = 0; item < 2; ++item)
       for (const Stop& stop : decoder_stops(rank.local, Pass::backward)) {

@@ -8,7 +8,7 @@
 
 #include "espalier/ops/operations.h"
 #include "espalier/shape/path_leaves.h"
-#include "espalier/step/planning.h"
+#include "espalier/state/planning.h"
 #include "tests/unit/generate/sampling_case.h"
 
 namespace espalier::testing {

@@ -10,10 +10,10 @@
 
 #include "espalier/gradient/gradient_set.h"
 #include "espalier/model/decoder.h"
-#include "espalier/model/kv_path.h"
 #include "espalier/model/layer.h"
+#include "espalier/model/open_path.h"
 #include "espalier/model/path_source.h"
-#include "espalier/step/model_state.h"
+#include "espalier/state/model_state.h"
 
 namespace espalier::testing {
 
@@ -64,7 +64,7 @@ class OneLayer {
     input.output_row_O = at::tensor(outputs, at::kInt);
     input.output_position_O = at::zeros({static_cast<std::int64_t>(outputs.size())}, at::kInt);
     ends = at::full({rows}, rows, at::kInt);
-    path = std::make_unique<KvPath>(model.decoder.shape(), 0, at::kDouble, true, arena);
+    path = std::make_unique<OpenPath>(model.decoder.shape(), 0, at::kDouble, true, arena);
     source = std::make_unique<PathSource>(*path, 0, false, ends);
     stream = at::randn({rows, shape.hidden}, at::kDouble);
   }
@@ -102,7 +102,7 @@ class OneLayer {
   Arena arena{std::int64_t{1} << 26, cpu_device()};
   ModelInput input;
   at::Tensor ends, stream;
-  std::unique_ptr<KvPath> path;
+  std::unique_ptr<OpenPath> path;
   std::unique_ptr<PathSource> source;
   LayerSaved saved;
 };

@@ -115,7 +115,7 @@ class Source : public ::testing::Test {
 
   Arena arena_{std::int64_t{1} << 20, cpu_device()};
   ArenaScope scope_{arena_};
-  KvPath path_{shape_of_rows(), 12, at::kDouble, true, arena_};
+  OpenPath path_{shape_of_rows(), 12, at::kDouble, true, arena_};
 };
 
 void expect_close(const Tensor& found, const Tensor& expected, const char* what) {
@@ -132,7 +132,7 @@ TEST_F(Source, AWaveAttendsToItsPathAndItsOwnRows) {
       const Tensor grad_q = at::empty_like(x.q);
       const KeysValues grad_own{at::zeros_like(x.k), at::zeros_like(x.v)};
       const Tensor out = run_wave(rows, x, grad_q, grad_own, window);
-      const KvPath::Layer above = path_.path(1, path);
+      const OpenPath::Layer above = path_.path(1, path);
       const Dense expected = dense(rows, x, above.k.flatten(1), above.v.flatten(1), window);
       expect_close(out, expected.out, "attended");
       expect_close(grad_q, expected.grad_q, "queries");
@@ -152,7 +152,7 @@ TEST_F(Source, ThePathsGradientsAreSumsOverTheSetsBelow) {
   const auto run = [&](std::int64_t path) {
     const Rows rows = branches(path);
     const Numbers x(rows.count());
-    const KvPath::Layer above = path_.path(1, path);
+    const OpenPath::Layer above = path_.path(1, path);
     const Dense alone = dense(rows, x, above.k.flatten(1), above.v.flatten(1), 0);
     run_wave(rows, x, at::empty_like(x.q), {at::zeros_like(x.k), at::zeros_like(x.v)});
     expected_k += alone.grad_k.slice(0, 0, 3), expected_v += alone.grad_v.slice(0, 0, 3);
@@ -178,7 +178,7 @@ TEST_F(Source, ALayerWithAWindowKeepsWhatItShowsBelowEachTrunk) {
   Arena arena(std::int64_t{1} << 22, cpu_device());
   const ArenaScope scope(arena);
   ASSERT_EQ(first_window_row(kFirst, kWindow), 128);
-  KvPath path(shape, kPath, at::kDouble, true, arena, nullptr, 0, window_rows_kept(0, kFirst, kWindow) + kSecond);
+  OpenPath path(shape, kPath, at::kDouble, true, arena, nullptr, 0, window_rows_kept(0, kFirst, kWindow) + kSecond);
   const Tensor k = at::randn({kPath, kKeyHeads * kDim}, at::kDouble), v = at::randn_like(k);
   const auto source_of = [&](const Rows& rows, bool trunk) {
     return PathSource(path, rows.path, trunk, numbers(rows.subtree_end),

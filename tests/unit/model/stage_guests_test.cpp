@@ -78,7 +78,7 @@ TEST(StageLink, NoGradientGoesWhereNothingTrains) {
 TEST(GatheredWeights, AreWholeAtTheirStop) {
   run_ranks({.dp = 3, .full = true}, [](const Mesh& mesh) {
     Rank rank(mesh);
-    ASSERT_TRUE(rank.table.divided());
+    ASSERT_TRUE(rank.table.sharded());
     double number = 1;
     for (const Parameter& parameter : rank.table.parameters()) {
       const Kept kept = rank.table.kept(parameter);

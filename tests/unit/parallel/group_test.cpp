@@ -8,7 +8,7 @@
 #include <cmath>
 
 #include "espalier/base/error.h"
-#include "espalier/observe/timer.h"
+#include "espalier/metrics/timer.h"
 #include "espalier/parallel/in_process.h"
 
 namespace espalier {

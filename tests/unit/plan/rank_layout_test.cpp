@@ -47,7 +47,7 @@ TEST_F(Layouts, OneRankIsThePlanOfOneProcess) {
   EXPECT_EQ(one.bubble, 0);
 }
 
-TEST_F(Layouts, WeightsAndRowsAreDivided) {
+TEST_F(Layouts, WeightsAndRowsAreSharded) {
   options_.schedule = Schedule::phased, options_.memory_budget = 0;
   const LayoutPlan one = plan_layout(problem(llama_), {}), split = plan_layout(problem(llama_), {.tp = 8, .dp = 4});
   EXPECT_NEAR(static_cast<double>(split.parameters), static_cast<double>(llama_.parameters()) / 8, 1e6);  // norms
@@ -123,7 +123,7 @@ TEST_F(Layouts, WhatDoesNotDivideIsRefused) {
 
 // In bfloat16: an eighth of 18 bytes a parameter; rooms for two layers, an end and a norm, 6 bytes each element; and a
 // place for the sum of the largest part of a unit. 8 divides all of them.
-TEST_F(Layouts, DividedWeightsAreHeldInPartsAndRooms) {
+TEST_F(Layouts, ShardedWeightsAreHeldInPartsAndRooms) {
   options_.schedule = Schedule::phased, options_.memory_budget = 0;
   const LayoutPlan whole = plan_layout(problem(llama_), {.dp = 8}),
                    parts = plan_layout(problem(llama_, Sharding::full), {.dp = 8});
@@ -140,7 +140,7 @@ TEST_F(Layouts, DividedWeightsAreHeldInPartsAndRooms) {
 }
 
 // Every wave brings all weights together: over slow links fewer, larger ones are taken, as far as memory goes.
-TEST_F(Layouts, DividedWeightsAreBroughtToFewerAndLargerWaves) {
+TEST_F(Layouts, ShardedWeightsAreBroughtToFewerAndLargerWaves) {
   batch_.clear();
   for (std::int32_t group = 0; group < 64; ++group)
     for (Rollout& rollout : group_of(600, 400, 16, 100000 * group)) batch_.push_back(std::move(rollout));

@@ -261,7 +261,7 @@ TEST(StateChoice, LayersOfLatentsSleepWhereTheyDoNotFit) {
 
 // Ranks of cp divide a path that does not fit, without a store; where both would do the cheaper one is taken, and a
 // path that fits stays whole.
-TEST(StateChoice, ThePathIsDividedOverRanksOfCp) {
+TEST(StateChoice, ThePathIsShardedOverRanksOfCp) {
   const LocalShape shape(wide_path_shape(), {.cp = 4}, {});
   const std::vector<Rollout> batch = group_of(8000, 60, 2);
   PlanOptions options = without_room();

@@ -223,7 +223,7 @@ class Meeting {
       if (other / (layout_.degrees.ranks() / layout_.degrees.dp) == place.dp && its->on_path != step.on_path)
         return false;
     }
-    if (step.own == nullptr || !is_divided(*step.own, layout_.degrees.cp)) return true;
+    if (step.own == nullptr || !is_sharded(*step.own, layout_.degrees.cp)) return true;
     for (std::int64_t cp = 0; cp < layout_.degrees.cp; ++cp) {
       const std::int64_t other = rank_of(place.dp * layout_.degrees.cp + cp, place);
       const Step* its = next(other);
@@ -292,8 +292,8 @@ TEST(Program, JoinsWhatNeighboursRun) {
   ASSERT_EQ(order.size(), 3u) << "both waves at once";
   items[0].below[1].cp_rank = 0;
   const auto one_runs = joint_order({events_of(items, 0), events_of(items, 1)}, 2);
-  const Program own = program_of(items, one_runs, {.member = 0, .cp_rank = 0, .cp = 2, .path_divided = true}),
-                joins = program_of(items, one_runs, {.member = 1, .cp_rank = 1, .cp = 2, .path_divided = true});
+  const Program own = program_of(items, one_runs, {.member = 0, .cp_rank = 0, .cp = 2, .path_sharded = true}),
+                joins = program_of(items, one_runs, {.member = 1, .cp_rank = 1, .cp = 2, .path_sharded = true});
   EXPECT_EQ(text_of_program(own), "A B0 b0 B0 b0 C");
   EXPECT_EQ(text_of_program(joins), "A (B0) (b0) (B0) (b0) C");
   EXPECT_EQ(own.front().reports, 2);

@@ -115,16 +115,16 @@ TEST(WaveDealing, WavesStayWholeWhereTheyBalance) {
   EXPECT_EQ(dealt({1, 1, 1}, 1), (Ranks{kAll, kAll, kAll})) << "one rank has all rows";
 }
 
-TEST(WaveDealing, TrunksAreDividedAndTheirWavesDealt) {
+TEST(WaveDealing, TrunksAreShardedAndTheirWavesDealt) {
   std::vector<PlanItem> items(1);
   items[0].kind = ItemKind::trunk;
   items[0].below = waves({1, 1});
   deal_waves(items, 2);
-  EXPECT_TRUE(is_divided(items[0], 2));
+  EXPECT_TRUE(is_sharded(items[0], 2));
   EXPECT_TRUE(runs_on(items[0].below[0], 0));
   EXPECT_FALSE(runs_on(items[0].below[0], 1));
   EXPECT_TRUE(runs_on(items[0].below[1], 1));
-  EXPECT_FALSE(is_divided(items[0], 1)) << "one rank has all rows";
+  EXPECT_FALSE(is_sharded(items[0], 1)) << "one rank has all rows";
 }
 
 }  // namespace

@@ -16,7 +16,7 @@
 #include "espalier/base/error.h"
 #include "espalier/forecast/memory_model.h"
 #include "espalier/mixers/attention/shape.h"
-#include "espalier/model/kv_path.h"
+#include "espalier/model/open_path.h"
 #include "espalier/ops/operations.h"
 #include "espalier/saved/sleeping_path.h"
 #include "espalier/saved/sleeping_trunk.h"
@@ -297,22 +297,22 @@ TEST_F(Spill, ASleepingPathHoldsWhatAnAwakeOneHolds) {
       queue.reserve(64 << 20);
       SleepingPath keeper(arena, queue);
       const ArenaScope scope(arena), other_scope(other);
-      KvPath asleep(shape, kCapacity, at::kDouble, true, arena, &keeper, layers_awake);
-      KvPath awake(shape, kCapacity, at::kDouble, true, other);
+      OpenPath asleep(shape, kCapacity, at::kDouble, true, arena, &keeper, layers_awake);
+      OpenPath awake(shape, kCapacity, at::kDouble, true, other);
       const std::int64_t of_layer = kCapacity * 8 * 8 * 4;
       EXPECT_EQ(arena.held(), layers_awake * of_layer);
       EXPECT_EQ(other.held(), kLayers * of_layer);
       const auto forward = [&](bool is_trunk) {
         for (std::int64_t layer = 0; layer < kLayers; ++layer) {
           const at::Tensor drawn = at::randn({asleep.path(0, asleep.rows()).k.size(0), 1, 8}, at::kDouble);
-          for (KvPath* path : {&asleep, &awake}) {
+          for (OpenPath* path : {&asleep, &awake}) {
             path->begin_forward(layer);
             if (!is_trunk) continue;
-            const KvPath::Layer own = path->top(layer);
+            const OpenPath::Layer own = path->top(layer);
             device->to_device(drawn.narrow(0, 0, own.k.size(0)), own.k);
             device->to_device(drawn.narrow(0, 0, own.k.size(0)).neg(), own.v);
           }
-          const KvPath::Layer a = asleep.path(layer, asleep.rows()), b = awake.path(layer, awake.rows());
+          const OpenPath::Layer a = asleep.path(layer, asleep.rows()), b = awake.path(layer, awake.rows());
           EXPECT_TRUE(at::equal(device->to_host(a.k), device->to_host(b.k))) << layer;
           EXPECT_TRUE(at::equal(device->to_host(a.v), device->to_host(b.v))) << layer;
         }
@@ -320,28 +320,28 @@ TEST_F(Spill, ASleepingPathHoldsWhatAnAwakeOneHolds) {
       const auto backward = [&](std::int64_t rows_above) {
         for (std::int64_t layer = kLayers - 1; layer >= 0; --layer) {
           const at::Tensor drawn = at::randn({rows_above, 1, 8}, at::kDouble);
-          for (KvPath* path : {&asleep, &awake}) {
+          for (OpenPath* path : {&asleep, &awake}) {
             path->begin_backward(layer, rows_above);
-            const KvPath::Layer above = path->path(layer, rows_above);
+            const OpenPath::Layer above = path->path(layer, rows_above);
             if (rows_above == 0) continue;
             add_to(above.grad_k, drawn, *device);
             add_to(above.grad_v, drawn.neg(), *device);
           }
-          const KvPath::Layer a = asleep.path(layer, asleep.rows()), b = awake.path(layer, awake.rows());
+          const OpenPath::Layer a = asleep.path(layer, asleep.rows()), b = awake.path(layer, awake.rows());
           EXPECT_TRUE(at::equal(device->to_host(a.k), device->to_host(b.k))) << layer;
           EXPECT_TRUE(at::equal(device->to_host(a.grad_k), device->to_host(b.grad_k))) << layer;
           EXPECT_TRUE(at::equal(device->to_host(a.grad_v), device->to_host(b.grad_v))) << layer;
         }
-        for (KvPath* path : {&asleep, &awake}) path->end_backward(0);
+        for (OpenPath* path : {&asleep, &awake}) path->end_backward(0);
       };
       const auto push = [&](std::int64_t rows) {
-        for (KvPath* path : {&asleep, &awake}) path->push(rows, 0);
+        for (OpenPath* path : {&asleep, &awake}) path->push(rows, 0);
         forward(true);
       };
       const auto wave = [&] { forward(false), backward(asleep.rows()); };
       const auto pop = [&](std::int64_t rows_above) {
         backward(rows_above);
-        for (KvPath* path : {&asleep, &awake}) path->pop();
+        for (OpenPath* path : {&asleep, &awake}) path->pop();
       };
       push(kOuter), wave();
       push(kInner), wave(), wave(), pop(kOuter);
@@ -359,7 +359,7 @@ TEST_F(Spill, ALayerThatSleepsHoldsNothing) {
   queue.reserve(1 << 20);
   SleepingPath keeper(arena, queue);
   const ArenaScope scope(arena);
-  KvPath path(path_shape(3), 10, at::kFloat, true, arena, &keeper, 0);
+  OpenPath path(path_shape(3), 10, at::kFloat, true, arena, &keeper, 0);
   path.push(10, 0);
   for (std::int64_t layer = 0; layer < 3; ++layer) {
     path.begin_forward(layer);
@@ -383,7 +383,7 @@ TEST_F(Spill, AFlippedBitInAPathIsAnError) {
   queue.reserve(1 << 20);
   SleepingPath keeper(arena, queue);
   const ArenaScope scope(arena);
-  KvPath path(path_shape(2), 10, at::kFloat, true, arena, &keeper, 0);
+  OpenPath path(path_shape(2), 10, at::kFloat, true, arena, &keeper, 0);
   path.push(10, 0);
   const auto pass = [&] {
     for (const std::int64_t layer : {0, 1}) path.begin_forward(layer), path.top(layer).k.fill_(1);

@@ -96,22 +96,22 @@ TEST(Aliases, DrGrpoDividesByTheLongestCompletionThatTrlAllows) {
 }
 
 TEST(Aliases, NumItemsInBatchIsRescaledToOneWindow) {
-  const auto divided = [](const char* type, const char* parts, const char* steps) {
+  const auto sharded = [](const char* type, const char* parts, const char* steps) {
     return applied({{"loss_type", type, ""},
                     {"num_items_in_batch", "120", ""},
                     {"gradient_accumulation_steps", parts, ""},
                     {"steps_per_generation", steps, ""}})
         .options;
   };
-  EXPECT_EQ(divided("dapo", "2", "3").token_mean_divisor, 80);
-  EXPECT_EQ(divided("cispo", "1", "4").token_divisor_scale, 0.25);
-  EXPECT_EQ(divided("vespo", "2", "None").token_mean_divisor, 120);  // TRL's default is gradient_accumulation_steps
-  EXPECT_EQ(divided("grpo", "2", "4").token_mean_divisor, 0);
-  EXPECT_EQ(divided("grpo", "2", "4").token_divisor_scale, 0);
-  EXPECT_EQ(divided("bnpo", "1", "4").token_divisor_scale, 0);
+  EXPECT_EQ(sharded("dapo", "2", "3").token_mean_divisor, 80);
+  EXPECT_EQ(sharded("cispo", "1", "4").token_divisor_scale, 0.25);
+  EXPECT_EQ(sharded("vespo", "2", "None").token_mean_divisor, 120);  // TRL's default is gradient_accumulation_steps
+  EXPECT_EQ(sharded("grpo", "2", "4").token_mean_divisor, 0);
+  EXPECT_EQ(sharded("grpo", "2", "4").token_divisor_scale, 0);
+  EXPECT_EQ(sharded("bnpo", "1", "4").token_divisor_scale, 0);
   EXPECT_EQ(applied({{"loss_type", "dapo", ""}}).options.token_divisor_scale, -1);
-  EXPECT_THROW(divided("bnpo", "2", "4"), UnsupportedError);
-  EXPECT_THROW(divided("dapo", "0", "4"), OptionError);
+  EXPECT_THROW(sharded("bnpo", "2", "4"), UnsupportedError);
+  EXPECT_THROW(sharded("dapo", "0", "4"), OptionError);
   EXPECT_THROW(applied({{"entropy_coef", "0.1", ""}, {"gradient_accumulation_steps", "2", ""}}), UnsupportedError);
 }
 

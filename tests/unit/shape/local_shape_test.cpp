@@ -137,7 +137,7 @@ TEST(LocalShape, SizesThatRanksDoNotDivideArePaddedOnTheLastOne) {
   EXPECT_EQ(first.parameters(), last.parameters());  // equal on all ranks, so that collectives can be
 }
 
-TEST(LocalShape, WhatCannotBeDividedIsRefused) {
+TEST(LocalShape, WhatCannotBeShardedIsRefused) {
   const auto refused = [](const ModelShape& shape, const Degrees& degrees) {
     EXPECT_THROW(LocalShape(shape, degrees, Place{}), OptionError) << text_of_degrees(degrees);
   };
@@ -154,7 +154,7 @@ TEST(LocalShape, WhatCannotBeDividedIsRefused) {
   refused(few, {.tp = 12});
 }
 
-TEST(LocalShape, StatesAreDividedByKeyHeadsAndByDepth) {
+TEST(LocalShape, StatesAreShardedByKeyHeadsAndByDepth) {
   ModelShape shape = with_odd_sizes();
   testing::set_delta_rule(shape, four_heads(), {1, 0, 1});
   EXPECT_THROW(LocalShape(shape, {.tp = 4}, Place{}), OptionError);

@@ -38,11 +38,11 @@ TEST(Units, KeepEveryElementOnceOverTheRanksThatDivideThem) {
         EXPECT_EQ(unit.begin, end) << "units follow each other";
         EXPECT_EQ(unit.place, flat);
         end += unit.count, flat += unit.part();
-        EXPECT_LE(unit.room + (unit.divided() ? unit.whole() : 0), units.rooms);
-        EXPECT_LE(unit.sum + (unit.divided() ? unit.part() : 0), units.sums);
+        EXPECT_LE(unit.room + (unit.sharded() ? unit.whole() : 0), units.rooms);
+        EXPECT_LE(unit.sum + (unit.sharded() ? unit.part() : 0), units.sums);
         for (const Unit& other : units.all) {
           const bool beside = std::abs(unit.what - other.what) <= 1 && unit.what >= 0 && other.what >= 0;
-          if (!beside || &unit == &other || !unit.divided() || !other.divided()) continue;
+          if (!beside || &unit == &other || !unit.sharded() || !other.sharded()) continue;
           EXPECT_TRUE(unit.room + unit.whole() <= other.room || other.room + other.whole() <= unit.room)
               << name_of(unit) << " and " << name_of(other) << " are used at the same time";
         }

@@ -258,7 +258,7 @@ std::vector<double> rows_of_chain(int keys, int path, int first, int from, int t
 }
 
 // Where sums have a defined order: 1,200 keys are enough for threads to divide them otherwise.
-TYPED_TEST(AttentionOf, OfDefinedSumsHasTheSameBitsHoweverKeysAndQueriesAreDivided) {
+TYPED_TEST(AttentionOf, OfDefinedSumsHasTheSameBitsHoweverKeysAndQueriesAreSharded) {
   const Restore restore;
   const WithProducts own(true);
   for (const Level& level : levels<TypeParam>()) {

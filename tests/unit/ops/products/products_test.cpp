@@ -8,7 +8,7 @@
 
 #include "espalier/base/instruction_set.h"
 #include "espalier/device/device.h"
-#include "espalier/observe/memory.h"
+#include "espalier/machine/memory.h"
 #include "espalier/ops/cpu/compiled_products.h"
 #include "espalier/ops/cpu/widened_products.h"
 #include "tests/with_products.h"

@@ -1,0 +1,25 @@
+#include "espalier/state/attention_note.h"
+
+#include "espalier/base/error.h"
+
+namespace espalier {
+
+std::string layers_beside_library(const ModelShape& shape, AttentionKernels attention) {
+  if (attention == AttentionKernels::automatic || !row_of(attention).composed) return "";
+  std::int64_t layers = 0, own = 0;
+  std::string reason;
+  for (const LayerShape& layer : shape.layer) {
+    const std::optional<AttentionHeads> heads = layer.mixer->attended();
+    if (!heads) continue;
+    ++layers;
+    const std::string against = row_of(attention).reason_against(*heads);
+    if (against.empty()) continue;
+    ++own;
+    reason = against;
+  }
+  if (own == 0) return "";
+  return text_of(own, " of ", layers, " layers of attention (", reason, ") run on the own kernels: --attention ",
+                 name_of(attention), " does not take them");
+}
+
+}  // namespace espalier

@@ -1,0 +1,38 @@
+#include "espalier/state/attention_note.h"
+#include "espalier/mixers/latent_attention/shape.h"
+#include "tests/support/layers.h"
+
+#include <gtest/gtest.h>
+
+namespace espalier {
+namespace {
+
+ModelShape four_layers(std::int64_t head_dim = 64) {
+  ModelShape shape;
+  shape.layer = attention_layers(4, {.heads = 1, .kv_heads = 1, .head_dim = head_dim}, 0);
+  return shape;
+}
+
+TEST(LayersBesideLibrary, AreThoseWithAWindow) {
+  ModelShape shape = four_layers();
+  EXPECT_EQ(layers_beside_library(shape, AttentionKernels::flash), "");
+  testing::change_attention(shape, [](AttentionShape& a, std::size_t layer) { a.window = layer == 1 ? 0 : 128; });
+  EXPECT_EQ(layers_beside_library(shape, AttentionKernels::cudnn),
+            "3 of 4 layers of attention (windows) run on the own kernels: --attention cudnn does not take them");
+  EXPECT_EQ(layers_beside_library(shape, AttentionKernels::own), "");
+}
+
+TEST(LayersBesideLibrary, AreAllWhereScoresHaveACapOrValuesAnotherSizeOrHeadsDoNotFit) {
+  ModelShape capped = four_layers(), latent = four_layers(), narrow = four_layers(36);
+  EXPECT_NE(layers_beside_library(narrow, AttentionKernels::cudnn).find("(heads of 36 elements)"), std::string::npos);
+  testing::change_attention(capped, [](AttentionShape& a, std::size_t) { a.soft_cap = 50; });
+  EXPECT_NE(layers_beside_library(capped, AttentionKernels::flash).find("4 of 4 layers of attention (soft caps)"),
+            std::string::npos);
+  for (LayerShape& layer : latent.layer)
+    layer.mixer = std::make_shared<const LatentAttention>(
+        LatentShape{.heads = 1, .key_value = 16, .plain = 32, .rotary = 32, .value = 32});
+  EXPECT_NE(layers_beside_library(latent, AttentionKernels::flash).find("values of another size"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace espalier
