@@ -11,6 +11,7 @@ used at all.
 """
 
 import argparse
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -75,6 +76,7 @@ def stages(device):
     wide = ("--model", str(CASES / shape))
     this = [sys.executable, __file__]
     models = [sys.executable, str(CHECKS / "device_models.py")]
+    small_megatron = "--layers 2 --hidden 64 --prompt 64 --response 8 --n 4 --repetitions 1".split() if emulated else ()
     listed = [Stage("facts", "the machine, its driver and its packages", [*this, "--facts"])]
     listed += [Stage(f"selftest-{kernels}", f"every operation against float64, then rates, attention {kernels}",
                      [program, "selftest", *on, "--attention", kernels, "--json"]) for kernels in KERNELS]
@@ -93,6 +95,9 @@ def stages(device):
               [*models, "program", program, *on], packages=("transformers",), limit=120),
         Stage("verbs", "training, sampling and scoring", [*this, "--verbs", device]),
         Stage("hf", "espalier.hf: one step of a transformers model, verified", [*this, "--hf", torch_device], packages=("transformers",)),
+        Stage("megatron", "espalier.megatron: layers of Llama-3-8B in Megatron-Core with Transformer Engine: verified, then dense against shared",
+              [sys.executable, str(CHECKS / "device_megatron.py"), "--device", torch_device, *small_megatron],
+              packages=("megatron", *(() if emulated else ("transformer_engine",))), limit=120),
         Stage("trl", "espalier.trl: examples/trl_grpo.py", [sys.executable, str(EXAMPLES / "trl_grpo.py"), "--steps", "1"], json=False,
               packages=("trl", "datasets"), environment={"CUDA_VISIBLE_DEVICES": ""} if emulated else {}),
         Stage("hf-llama", f"espalier.hf: layers of Llama-3-8B, {splits}, N = {n}: dense against shared", [*this, "--hf-wide", torch_device],
@@ -217,9 +222,11 @@ def facts():
     linked = linked_torch()
     told = {"python": sys.version.split()[0], "torch": torch.__version__, "torch_cuda": torch.version.cuda, "processors": os.cpu_count(),
             "kernel": platform.release(), "gpus": []}
-    for name in ("transformers", "trl", "verl"):
-        spec = importlib.util.find_spec(name)
-        told[name] = importlib.import_module("importlib.metadata").version(name) if spec else None
+    for name in ("transformers", "trl", "verl", "megatron-core", "transformer-engine"):
+        try:
+            told[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            told[name] = None
     if shutil.which("nvidia-smi"):
         done = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version,memory.total,compute_cap", "--format=csv,noheader"],
                               capture_output=True, text=True)
@@ -355,6 +362,10 @@ def line_of(result):
         rates = {rate["operation"]: rate for rate in told.get("rates", [])}
         attention = rates.get("attention", {}).get("flops_per_second")
         return f"{len(told['checks'])} checks" + (f"; attention {attention / 1e12:.1f} TFLOP/s forward" if attention else "")
+    if "row_ratio" in told:
+        seconds = told["seconds_of"]
+        return (f"{told['verdict']}; dense {seconds['dense']:.3f} s, shared {seconds['shared']:.3f} s, speed-up {told['speedup']:.2f} of "
+                f"{told['row_ratio']:.2f}; without shared prompts {100 * told['overhead']:+.1f} %")
     if "verdict" in told:
         worst = told.get("worst", {})
         return f"{told['verdict']}; worst {worst.get('parameter')}: {worst.get('ratio', 0):.2f} of the floor"

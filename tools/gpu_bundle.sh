@@ -31,8 +31,9 @@ elif [ ! -f "$bin/libespalier_cuda.so" ]; then
 fi
 cp examples/trl_grpo.py "$out/examples/"
 cp tools/first_hour.py "$out/first_hour.py"
-mkdir "$out/checks"
-for name in device_models.py make_model.py comparison.py hf_every_model.py hf_models.py hf_sweep.json; do
+mkdir "$out/checks" "$out/checks/megatron"
+cp tests/python/megatron/cpu.py "$out/checks/megatron/"
+for name in device_megatron.py device_models.py make_model.py comparison.py hf_every_model.py hf_models.py hf_sweep.json; do
   cp "tests/python/$name" "$out/checks/"
 done
 tools/gpu_cases.sh "$out/cases"

@@ -81,7 +81,7 @@ def rehearsed(bundle, out, *arguments):
 
 
 def test_the_bundle_runs_without_the_tree_and_without_a_network(bundle, tmp_path):
-    done = rehearsed(bundle, tmp_path / "out", "--only", "facts,hf,hf-llama,llama-own,verbs,nccl,selftest-flash", "--limit", "300")
+    done = rehearsed(bundle, tmp_path / "out", "--only", "facts,hf,hf-llama,llama-own,megatron,verbs,nccl,selftest-flash", "--limit", "300")
     assert done.returncode == 0, done.stdout + done.stderr
     results = {found["stage"]: found for found in (json.loads(path.read_text()) for path in (tmp_path / "out").glob("[0-9]*.json"))}
     assert {name: found["status"] for name, found in results.items()} == {

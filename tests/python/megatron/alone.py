@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnMaskType
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import espalier.megatron
 from espalier.errors import Error
@@ -92,6 +93,30 @@ def arguments(chunks):
     return out
 
 
+class Waits(TorchDispatchMode):
+    """Counts operations for whose result the host waits on a GPU."""
+    NAMES = {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::masked_select"}
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function.name().partition(".")[0] in self.NAMES
+        return function(*args, **(kwargs or {}))
+
+
+def waits(chunks):
+    """[waits, waves] of a step in one wave, of the same step in many waves, and of one whose loss waits."""
+    plain, waiting = lambda wave: wave.logprobs.sum(), lambda wave: wave.logprobs.sum() * float(wave.logprobs.detach().sum() < 1)
+    out = []
+    for rows, loss in ((4096, plain), (6, plain), (6, waiting)):
+        with Waits() as counted:
+            waves = espalier.megatron.phased_step(chunks, rollouts("flat"), loss, wave_tokens=rows).waves
+        out.append((counted.count, waves))
+    return out
+
+
 def program(generator, depth=0):
     """A random program of one rank in letters."""
     out = ""
@@ -140,7 +165,8 @@ def main():
     chunks, experts = chunks_of(configuration()), chunks_of(configuration(**EXPERTS))
     found = dict(fields={name: with_field(chunks, name, value) for name, value in FIELDS.items()}, usual=[refused(chunks), refused(experts)],
                  routers=[with_field(experts, name, value) for name, values in ROUTERS.items() for value in values], modules=modules(chunks),
-                 arguments=arguments(chunks), order=orders(), splits=splits())
+                 arguments=arguments(chunks), order=orders(), splits=splits(),
+                 waits=[waits(chunks), waits(chunks_of(configuration(gdn=True)))])
     for chunk in chunks:
         chunk.eval()
     found["evaluated"] = with_field(chunks, "hidden_dropout", .1)

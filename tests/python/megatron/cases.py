@@ -43,6 +43,8 @@ CASES = {
         "trainer_padded_rows": dict(trainer="padded rows"),
         "slime": dict(package="slime"),
         "miles": dict(package="miles"),
+        "recipe_nemo_rl": dict(recipe="NeMo-RL", module="nemo_rl.models.megatron.train"),
+        "recipe_megatron_bridge": dict(recipe="Megatron-Bridge", module="megatron.bridge.training.train"),
         "trainer_verify": dict(trainer=True, verify=True),
         "trainer_one_micro_batch": dict(trainer=True, size=100, values=2),
         "trainer_nothing_shared": dict(trainer=True, apart=True),

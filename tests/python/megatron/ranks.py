@@ -25,6 +25,7 @@ from faults import FAULTS
 from models import chunks_of, configuration, global_name, logged_router_losses
 from optimizers import moves, wrapped
 from steps import Plain, gradients, loss_of_wave, replay, rollouts, with_recorded_experts, worst
+from versions import ROOT
 
 FOLDER, RANK, WORLD, NAMES = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -167,32 +168,62 @@ def in_padded_rows(**case):
                 tensors=len(wanted), rows=list(shared.rows.values()), shared=True)
 
 
+@contextlib.contextmanager
+def standing_in(name):
+    """Context manager with a module that stands in for a trainer's, which does not import without a GPU. It has Megatron's function."""
+    parts = [name.rsplit(".", at)[0] for at in range(name.count("."), -1, -1)]
+    absent = [part for part in parts if part not in sys.modules]
+    sys.modules.update({part: types.ModuleType(part) for part in absent})
+    sys.modules[name].get_forward_backward_func = get_forward_backward_func
+    try:
+        yield sys.modules[name]
+    finally:
+        for part in absent:
+            del sys.modules[part]
+
+
 def under_slime(package, **case):
-    """The hook of slime and miles, on modules that stand in for theirs: they do not import without a GPU."""
-    parts = [f"{package}.backends.megatron_utils.model".rsplit(".", at)[0] for at in range(3, -1, -1)]
-    modules = {name: types.ModuleType(name) for name in parts}
-    modules[parts[-1]].get_forward_backward_func = get_forward_backward_func
-    sys.modules.update(modules)
+    """The hook of slime and miles."""
     chunks = chunks_of(configuration(**case), packed=True)
     found = trainer_step.batches(trainer_step.rollouts(), 2, trainer_step.pad_of(chunks[0].config))
-    model = modules[parts[-1]]
-    trainer_step.train(model.get_forward_backward_func(), chunks, found)
-    wanted = gradients(chunks)
-    for _ in range(2):  # every actor of a process calls it
-        espalier.megatron.slime.install()
-    trainer_step.train(model.get_forward_backward_func(), chunks, found)
-    rows = list(model.get_forward_backward_func().rows.values())
-    for name in parts:
-        del sys.modules[name]
+    with standing_in(f"{package}.backends.megatron_utils.model") as model:
+        trainer_step.train(model.get_forward_backward_func(), chunks, found)
+        wanted = gradients(chunks)
+        for _ in range(2):  # every actor of a process calls it
+            espalier.megatron.slime.install()
+        trainer_step.train(model.get_forward_backward_func(), chunks, found)
+        rows = list(model.get_forward_backward_func().rows.values())
     return dict(gradient=worst(wanted, gradients(chunks)), loss=0.0, scores=0.0, scored=1, tensors=len(wanted), rows=rows, shared=True)
 
 
-def run(ddp=None, another_order=False, verify=False, trainer=False, package=None, **case):
+def by_recipe(recipe, module, **case):
+    """A recipe of docs/megatron.md as it stands there."""
+    page = (ROOT / "docs/megatron.md").read_text().partition(f"### {recipe}\n")[2]
+    code, hooks, functions = page.partition("```python\n")[2].partition("```")[0], [], []
+    chunks, found = chunks_of(configuration(**case), packed=True), trainer_step.rollouts()
+    padded = recipe == "NeMo-RL"
+    batches = found if padded else trainer_step.batches(found, 2, 1)
+    step = trainer_step.train_padded if padded else trainer_step.train
+    with standing_in(module) as train:
+        step(train.get_forward_backward_func(), chunks, batches, 3)
+        wanted = gradients(chunks)
+        exec(code, dict(provider=types.SimpleNamespace(register_pre_wrap_hook=hooks.append)))
+        for hook in hooks or [espalier.megatron.install]:
+            hook(chunks)
+        functions.append(train.get_forward_backward_func())
+        step(functions[0], chunks, batches, 3)
+    return dict(gradient=worst(wanted, gradients(chunks)), loss=0.0, scores=0.0, scored=1, tensors=len(wanted), rows=list(functions[0].rows.values()),
+                shared=True)
+
+
+def run(ddp=None, another_order=False, verify=False, trainer=False, package=None, recipe=None, **case):
     begin(**case if verify and not trainer else {**case, "cp": 1})
     if another_order:
         return in_another_order(**case)
     if trainer == "padded rows":
         return in_padded_rows(**case)
+    if recipe:
+        return by_recipe(recipe, **case)
     if package:
         return under_slime(package, **case)
     if trainer:

@@ -96,7 +96,8 @@ def train_padded(function, chunks, found, size):
         ids = torch.zeros(len(some), longest, dtype=torch.long)
         for row, (prompt, response, _) in zip(ids, some):
             row[:len(prompt) + len(response)] = torch.cat([prompt, response])
-        batches.append(dict(ids=ids, rollouts=list(enumerate(some, begin)), firsts=[len(prompt) - 1 for prompt, _, _ in some]))
+        batches.append(dict(ids=ids, rollouts=list(enumerate(some, begin)), firsts=[len(prompt) - 1 for prompt, _, _ in some],
+                            token_mask=[torch.tensor([0] * len(prompt) + [1] * len(response)) for prompt, response, _ in some]))
 
     def loss(batch, logits):
         total = 0
