@@ -4,6 +4,7 @@ Without a GPU the check says so. Where something calls itself a GPU, the check e
 rehearsed with the emulated device, outside of the source tree and without a network.
 """
 
+import importlib.util
 import json
 import os
 import shutil
@@ -86,6 +87,7 @@ def test_the_bundle_runs_without_the_tree_and_without_a_network(bundle, tmp_path
     results = {found["stage"]: found for found in (json.loads(path.read_text()) for path in (tmp_path / "out").glob("[0-9]*.json"))}
     assert {name: found["status"] for name, found in results.items()} == {
         "facts": "passed", "hf": "passed", "hf-llama": "passed", "llama-own": "passed", "verbs": "passed",
+        "megatron": "passed" if importlib.util.find_spec("megatron") else "skipped",
         "nccl": "skipped", "selftest-flash": "skipped"}
     assert results["llama-own"]["result"]["cells"] and results["hf"]["result"]["rows"] < results["hf"]["result"]["rows_without_sharing"]
     assert "2 GPUs needed" in results["nccl"]["reason"] and "FlashAttention" in results["selftest-flash"]["reason"]
@@ -147,6 +149,16 @@ def test_a_library_that_is_not_there_fails_the_facts_with_its_name(bundle, tmp_p
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", into, "uses.c", "-L.", "-llost"], cwd=tmp_path, check=True)
     done = rehearsed(broken, tmp_path / "out", "--only", "facts")
     assert done.returncode == 6 and "libespalier_cuda.so misses liblost.so" in done.stdout
+
+
+def test_the_stage_of_megatron_needs_transformer_engine_and_says_what_it_found():
+    stage = next(stage for stage in first_hour.stages("cuda") if stage.name == "megatron")
+    assert ("transformer_engine" in first_hour.reason_to_skip(stage, "cuda")) == (importlib.util.find_spec("transformer_engine") is None)
+    found = dict(verdict="pass", seconds_of=dict(dense=4.0, shared=1.0), speedup=4.0, row_ratio=4.5, overhead=.004)
+    assert first_hour.line_of(dict(status="passed", result=found)) == (
+        "pass; dense 4.000 s, shared 1.000 s, speed-up 4.00 of 4.50; without shared prompts +0.4 %")
+    done = subprocess.run([sys.executable, ROOT / "tests/python/device_megatron.py", "--device", "cuda"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 8 and ("transformer_engine" in done.stderr or "is_available() is False" in done.stderr)
 
 
 def test_sanitized_operations_are_some_of_the_self_test(program):
