@@ -100,6 +100,8 @@ def replay(chunk, record, multiple):
     """Gives Megatron's own RouterReplay the experts of a rollout, for the next forward of the chunk's layers on this rank."""
     given = record.get("routed_experts")
     for layer in get_attr_wrapped_model(chunk, "decoder").layers:
+        if not hasattr(getattr(layer, "mlp", None), "router"):
+            continue
         router = layer.mlp.router.router_replay
         router.clear_indices()
         router.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD if given else None)
