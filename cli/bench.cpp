@@ -28,7 +28,7 @@ Json by_schedule(const BenchCell& cell, Member member) {
   return out;
 }
 
-// The scalars are those of auto; every schedule's own figures stand under "schedules".
+// The scalars describe the schedule auto; every schedule's own figures stand under "schedules".
 Json cell_json(const BenchCell& cell) {
   Json out;
   out["prefix"] = cell.prefix;

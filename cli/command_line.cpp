@@ -73,7 +73,7 @@ std::string verbs_taking(const OptionRow& row) {
   throw OptionError({shown, expected, '"' + shown + '"', remedy});
 }
 
-// What no option took: arguments, and words that look like options but are none. After "--" all are arguments.
+// Words that no option took: arguments, and words that look like options but are none. After "--" all are arguments.
 std::vector<std::string> arguments_among(const Verb& verb, const std::vector<std::string>& rest) {
   std::vector<std::string> arguments;
   bool only_arguments = false;

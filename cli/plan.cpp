@@ -181,7 +181,7 @@ struct Shortage {
   std::string remedy;
 };
 
-// Of the step that lacks most.
+// The shortage of the step that lacks most.
 Shortage shortage_of(const std::vector<StepPlan>& plans) {
   const auto worst = std::ranges::max_element(plans, {}, &StepPlan::missing_bytes);
   return worst == plans.end() ? Shortage{} : Shortage{worst->missing_bytes, worst->remedy};
@@ -215,7 +215,7 @@ class Planning {
       if (&other != &model) beside_.push_back(other.shape.whole());
   }
 
-  // Of the degrees given, or with --layout auto of those that the longest mini-batch asks for; nothing for one process.
+  // The layout of the given degrees, or with --layout auto of degrees for the longest mini-batch; none for one process.
   std::optional<FoundLayout> layout() const {
     const Degrees degrees = degrees_of(options_);
     const bool automatic = options_.layout == LayoutChoice::automatic;
@@ -289,7 +289,7 @@ void print_plans(Context& context, const std::vector<StepPlan>& plans) {
   if (context.options.explain) print_explanations(context.text, plans);
 }
 
-// What would be ignored is refused.
+// Refuses options that would be ignored.
 void check_layout_options(const Options& options) {
   const bool automatic = options.layout == LayoutChoice::automatic, alone = degrees_of(options).ranks() == 1;
   const char* const degrees = "give the degrees: --tp, --cp, --pp, --dp, --ep";

@@ -36,7 +36,7 @@
 namespace espalier::cli {
 namespace {
 
-// What is known of the run so far; an error may come before most of it.
+// The run as far as it is known; an error may come before most of it is.
 struct Run {
   CommandLine line;
   Options options;
@@ -138,7 +138,7 @@ void check_options(const Verb& verb, const Run& run, const std::vector<std::stri
   choose_products(run.options);
 }
 
-// The fields that every object has, before those of the verb or of the error.
+// The fields that every object has, before the fields of the verb or of the error.
 Json common_fields(const Run& run) {
   Json json;
   json["espalier"] = ESPALIER_VERSION;
@@ -305,7 +305,7 @@ int run_program(const std::vector<std::string>& words) {
   } catch (const std::bad_alloc&) {
     return report(run, as_json, no_memory.kind(), no_memory.exit_code(), no_memory.text());
   } catch (const std::exception& error) {
-    // What libtorch throws where the system refuses memory has no class of its own.
+    // libtorch throws no class of its own where the system refuses memory.
     if (std::string_view(error.what()).find("allocate memory") != std::string_view::npos)
       return report(run, as_json, no_memory.kind(), no_memory.exit_code(), no_memory.text());
     return report(run, as_json, "internal", kInternal, {"", "", error.what(), kReport});

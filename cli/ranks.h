@@ -30,7 +30,7 @@ class RunRanks {
 
   // Folder from which --resume can continue this run of train or grpo: --out (grpo: else --resume), if this run has
   // saved there; else "". Also "" with --overwrite if the launcher gives no run id: the checkpoint may be another
-  // run's. Errors: those of a damaged file.
+  // run's. Errors: InputError for a damaged file.
   std::string saved_point(const Verb& verb, const Options& options) const;
 
   // Errors: OptionError where the degrees do not match the number of processes (if there is one process, with the
@@ -39,7 +39,7 @@ class RunRanks {
   void check(const Verb& verb, const Options& options, const std::vector<std::string>& words) const;
 
   // With --layout auto: overwrites the degrees with those that rank 0 finds for the number of processes, and gives the
-  // reason in a note. Errors: those of find_degrees; CommunicationError if rank 0 failed or is silent.
+  // reason in a note. Errors: as find_degrees; CommunicationError if rank 0 failed or is silent.
   void choose_layout(const Verb& verb, Options& options, Progress& progress);
 
   // Connects the ranks. Errors: CommunicationError, also if their options or versions differ.

@@ -21,7 +21,7 @@ struct Context {
   const std::vector<std::string>& arguments;  // what stands on the command line without an option before it
   Progress& progress;                         // to stderr, or nowhere with --quiet; throws on an interrupt
   std::ostream& text;                         // to stdout for a person; nowhere with --json, or on other ranks than 0
-  const Mesh& mesh;                           // this process among those of the run
+  const Mesh& mesh;                           // this process among the processes of the run
   Json result = Json::object();               // the verb's own fields of the --json object
 };
 

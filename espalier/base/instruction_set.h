@@ -46,7 +46,7 @@ void force_instruction_set(InstructionSet set);
     return set::__VA_ARGS__;
 
 // How kernels multiply bfloat16 with avx512, always with float32 sums; converted with every other set.
-//   converted: as float32 numbers; dot: by the AVX512_BF16 instructions; tiles: by those of AMX_BF16;
+//   converted: as float32 numbers; dot: by the AVX512_BF16 instructions; tiles: by the AMX_BF16 instructions;
 //   emulated_tiles: as tiles, the AMX instructions written out in C++ (slow: for tests).
 enum class Bfloat16Products { converted, dot, emulated_tiles, tiles };
 inline constexpr Bfloat16Products kBfloat16Products[] = {Bfloat16Products::converted, Bfloat16Products::dot,

@@ -1,5 +1,5 @@
 // The C interface of the CPU kernels, for other languages: shared-prefix attention, and rows of logits. It needs no
-// torch. The functions are in the same library as those of core_interface.h. The Python package calls them in
+// torch. The functions are in the library of core_interface.h. The Python package calls them in
 // python/espalier/kernels.py.
 //
 // dtype is "float32", "float64" or "bfloat16". A is the accumulator's type: float64 if dtype is float64, else float32.
@@ -35,7 +35,7 @@ ESPALIER_EXPORT int32_t espalier_attention_forward(const char* dtype, const espa
                                                    const espalier_attention_inputs* in, void* out, void* lse);
 
 // Overwrites grad_q. Adds to the gradients of keys and values: grad_k, grad_v [T, J, D] and path_grad_k, path_grad_v
-// [P, J, D]. out and lse are those of the forward.
+// [P, J, D]. out and lse are the forward's.
 ESPALIER_EXPORT int32_t espalier_add_attention_backward(const char* dtype, const espalier_attention_shape* shape,
                                                         const espalier_attention_inputs* in, const void* out,
                                                         const void* lse, const void* grad_out, void* grad_q,

@@ -265,7 +265,7 @@ void Adapter::place_whole(const SafetensorsEntry& entry, const std::string& tens
                       "'" + printable(tensor) + "', which the base model lacks", kBelongs});
 }
 
-// Of a model whose head is its embedding peft's ensure_weight_tying saves both alike; without it peft changes one
+// If a model's head is its embedding, peft's ensure_weight_tying saves both alike; without it peft changes one
 // alone.
 void Adapter::check_tied_head() const {
   const auto saved = [&](const char* name) {
@@ -311,7 +311,7 @@ void Adapter::check(const std::string& parameter, Change& change, const Paramete
   change.scale = scale_of(size);
 }
 
-// The model with an adapter of every module that can have one; of experts those of target_parameters.
+// The model with an adapter of every module that can have one; of experts, only of the modules in target_parameters.
 ModelShape Adapter::joint_shape(const ModelShape& base, std::int64_t rank) const {
   ModelShape all = with_every_adapter(base, rank);
   std::vector<AdaptedLayer> of_layer;
@@ -329,7 +329,7 @@ ModelShape Adapter::joint_shape(const ModelShape& base, std::int64_t rank) const
   return all;
 }
 
-// Experts are those of the config's target_parameters, whose order in the file follows from which of them there are.
+// The adapted experts are the config's target_parameters. Their order in the file follows from which of them there are.
 Adapter::Joint Adapter::joint_of(const ModelShape& base, const ParameterTable& table) const {
   Joint out;
   out.tied_head = base.tied_head;

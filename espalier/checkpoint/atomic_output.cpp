@@ -151,7 +151,7 @@ void AtomicDirectory::commit() {
   sync_tree(partial_);
   swap_in();
   sync_directory(target_.parent_path());
-  // What stands under the partial name now, if anything, is the old content.
+  // Anything that stands under the partial name now is the old content.
   std::error_code ignored;
   fs::remove_all(partial_, ignored);
   partial_.clear();

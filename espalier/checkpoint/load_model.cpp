@@ -42,7 +42,7 @@ struct Tensors {
   std::map<std::string, const SafetensorsEntry*> by_name;
   std::list<SafetensorsEntry> parts;            // of fused tensors, under the names they have on their own
   std::vector<const SafetensorsEntry*> beside;  // of a model with a vision tower, and of layers that do not run
-  std::int64_t further = 0;                     // of them those of layers that predict further tokens
+  std::int64_t further = 0;                     // the number of them in layers that predict further tokens
   std::map<std::string, std::string> absent;    // that the index names: name -> file
 };
 

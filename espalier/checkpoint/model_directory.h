@@ -79,7 +79,7 @@ class StoredTensors {
   // Errors: InputError where the directory has no such tensor any more.
   const SafetensorsEntry& at(const std::string& name) const;
 
-  // The tensors outside the text model: those of a vision tower, and of layers that predict further tokens.
+  // The tensors outside the text model: of a vision tower, and of layers that predict further tokens.
   const std::vector<const SafetensorsEntry*>& beside_text() const;
 
  private:

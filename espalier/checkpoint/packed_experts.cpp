@@ -22,7 +22,7 @@ const SafetensorsEntry* find(const Tensors& tensors, const std::string& name) {
   return found == tensors.end() ? nullptr : found->second;
 }
 
-// Of a model's tensors: those that are split, and what they become.
+// Splits the packed experts among a model's tensors.
 class Splitter {
  public:
   Splitter(Tensors& tensors, std::list<SafetensorsEntry>& parts) : tensors_(tensors), parts_(parts) {}

@@ -19,7 +19,7 @@ struct Diagnosis {
 };
 
 // Reads `paths`, in any format that is read. With --model it also replays rollouts of --sample response tokens, spread
-// over the dump, and reads histories with the model's tokenizer. Errors: those of reading and of the model.
+// over the dump, and reads histories with the model's tokenizer. Errors: from reading and from the model.
 Diagnosis diagnose(const std::vector<std::string>& paths, const Options& options, Progress& progress);
 
 }  // namespace espalier

@@ -20,7 +20,7 @@ struct SeriesName {
   std::vector<double> Rollout::*values;
 };
 
-// What an explanation expects at the tokens of a row; NaN where it says nothing.
+// The log-probs that an explanation expects at the tokens of a row; NaN where it says nothing.
 using Expected = std::vector<double>;
 
 struct Explanation {

@@ -172,7 +172,7 @@ double advantage_of(Rule rule, double reward, const std::vector<double>& votes) 
   return rule == Rule::dr_grpo ? reward - mean : (reward - mean) / (deviation(votes, mean) + 1e-6);
 }
 
-// Recorded advantages that are those of a mean over records, and not of one over trajectories.
+// Finds recorded advantages that come from a mean over records, and not from a mean over trajectories.
 void look_at_votes(std::span<const Rollout> rollouts, const Trajectories& trajectories, std::vector<Finding>& out) {
   if (!trajectories.any()) return;
   struct Member {

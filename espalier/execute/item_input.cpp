@@ -80,7 +80,7 @@ void add_given(ModelInput& input, const RowSet& set, std::span<const Rollout> ro
     }
 }
 
-// Those of the output rows in the last layer of experts, which are all that run there in a narrow last block.
+// Adds the given experts of the output rows in the last layer of experts; a narrow last block runs these rows alone.
 void add_given_of_outputs(ModelInput& input, const ModelShape& shape) {
   if (input.given.empty() || input.all_rows_choose || !shape.has_experts(shape.layers() - 1)) return;
   const std::int64_t k = shape.experts_per_token;

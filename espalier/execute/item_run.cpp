@@ -112,7 +112,7 @@ void ItemRun::add_backward(const at::Tensor& penalty_L2) {
        [&](const Stop& stop) { rows.run(stop); });
 }
 
-// What the routers chose, for those who count it or write it down.
+// Takes the routers' choices, for callers that count them or write them down.
 void ItemRun::take_choices() {
   if (!input_.model.keeps_choices) return;
   const ModelShape& shape = step_.decoder.shape();
@@ -123,7 +123,7 @@ void ItemRun::take_choices() {
   std::int64_t place = local.expert_layers_before();
   for (std::int64_t layer = 0; layer < shape.layers(); ++layer) {
     if (!shape.has_experts(layer)) continue;
-    // A narrow last block sees output rows alone: their choices are not those of all tokens.
+    // A narrow last block sees output rows alone: their choices are not the choices of all tokens.
     const bool narrow = local.is_last_stage() && layer + 1 == shape.layers() && !input_.model.all_rows_choose;
     if (step_.accounting != nullptr && !narrow)
       step_.accounting->add_choices(local.layers().begin + layer, input_.owners, choice);

@@ -26,7 +26,7 @@ struct Line {
   std::int64_t ranks = 1;
   double bytes_per_second = 1, latency = 0;
 
-  // Of rings: every rank sends and receives at the link's rate.
+  // By rings: every rank sends and receives at the link's rate.
   double seconds(Collective kind, double bytes) const {
     const double n = static_cast<double>(ranks), steps = std::ceil(std::log2(n)) * latency;
     switch (kind) {
@@ -161,7 +161,7 @@ class Communication::Walk {
     traffic.seconds += line.seconds(kind, static_cast<double>(bytes));
   }
 
-  // What a rank of cp has of an item: its rows, and those with edges.
+  // A cp rank's part of an item: all its rows, and the rows with edges.
   struct Rows {
     std::int64_t all = 0, outputs = 0;
   };
@@ -227,13 +227,13 @@ class Communication::Walk {
     return is_narrow(layer) ? rows.outputs : rows.all;
   }
 
-  // Of a layer of a divided item.
+  // Counts the context of a layer, if the item is sharded over cp.
   void gather_context(const PlanItem& item, std::int64_t layer, AxisBytes& phase) {
     if (is_sharded(item, cp_.ranks)) give(cp_, Collective::gather, most_rows(item) * given_width(layer) * b_, phase.cp);
   }
 
-  // Of a recurrent layer of a divided item (SharedStates). Ranks run their rows in turn, so that each waits for what
-  // all send. `passes`: over the rows of other ranks, in forwards of the recurrence.
+  // Counts the states of a recurrent layer if the item is sharded over cp (SharedStates). Ranks run their rows in turn,
+  // so that each waits for what all send. `passes`: over the rows of other ranks, in forwards of the recurrence.
   void pass_states(const Turn& turn, std::int64_t layer, bool back, double passes, AxisBytes& phase) {
     const std::int64_t bytes = state_bytes(turn, layer);
     if (bytes == 0) return;
@@ -252,7 +252,7 @@ class Communication::Walk {
     if (const std::int64_t bytes = state_bytes(turn, layer); bytes > 0 && turn.item->kind == ItemKind::trunk)
       give(cp_, Collective::sum, bytes, phase.cp);
   }
-  // Of one state, where ranks share the rows; else 0.
+  // Bytes of one state, where ranks share the rows; else 0.
   std::int64_t state_bytes(const Turn& turn, std::int64_t layer) const {
     return turn.item && is_sharded(*turn.item, cp_.ranks) ? own_.mixer(layer).state() * s_ : 0;
   }
@@ -276,7 +276,7 @@ class Communication::Walk {
            static_cast<std::int64_t>(item.set.rollouts.size()) * whole.layers() * whole.experts * kNumber, phase.cp);
   }
 
-  // Of units that ranks divide.
+  // Counts the gathers of sharded units.
   void gather(std::int64_t what, AxisBytes& phase) {
     for (const Units* units : {&units_, &held_units_})
       for (const Unit& unit : units->all)
@@ -334,7 +334,7 @@ class Communication::Walk {
     const bool experts = own_.has_experts(layer);
     const std::int64_t T = turn.rows.all, R = continuing(turn.rows, layer), M = own_.hidden;
     bring_path(turn, layer, open_rows_, phase), sum_path(turn, layer, rows_above(turn), phase);
-    // What a trunk gave is in the path: keys and values, or latents.
+    // The path has what a trunk gave: keys and values, or latents.
     if (again || (item && own_.mixer(layer).narrows_path() && !path_.latents)) gather_context(*item, layer, phase);
     if (again && recomputes) gather_context(*item, layer, phase);
     if (recomputes) pass_states(turn, layer, false, 1, phase);
@@ -382,7 +382,7 @@ class Communication::Walk {
     give(ep_, Collective::exchange, others * k / d.ep * back, phase.ep);
   }
 
-  // Of what ranks of cp give to each other of a row.
+  // Numbers that ranks of cp give to each other for a row.
   std::int64_t given_width(std::int64_t layer) const {
     const Mixer& mixer = own_.mixer(layer);
     std::int64_t width = 0;

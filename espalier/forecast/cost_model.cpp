@@ -14,10 +14,10 @@ namespace espalier {
 namespace {
 
 constexpr double kManyRows = MachineProfile::kGradientRows, kHeadRows = MachineProfile::kHeadRows;
-// Of one forward of a layer beside its mixer: a norm and a product around it; norm, products and activation of an MLP.
+// Kernel calls of a layer's forward: a norm and a product around its mixer; norm, products and activation of an MLP.
 constexpr int kCallsPerMixer = 2, kCallsPerMlp = 4;
 constexpr int kCallsPerExpert = 5;  // rows gathered, two products, activation, sum
-// Of a forward's traffic in rows, and of its calls, what making gate and up again repeats: a norm and a product.
+// The part of a forward's traffic in rows, and of its calls, that recomputing gate and up repeats: norm and product.
 constexpr double kGateUpPass = 0.15;
 // Attention multiplies in blocks of 64 rows, and masks half of the block on the diagonal.
 constexpr double kMaskedPairs = 32;
@@ -118,7 +118,7 @@ MachineProfile default_profile(Choice<DeviceType> device, DType dtype, int threa
 
 namespace {
 
-// Those that were measured, by name.
+// The measured rates, by name.
 Json row_rates(const MachineProfile& profile) {
   Json rates = Json::object();
   for (const MixerKind kind : kMixerKinds)

@@ -135,7 +135,7 @@ class CostModel {
   UnitFlops kept_, mlp_again_, all_again_;  // by what is recomputed
   double expert_layers_ = 0;
   double seconds_per_row_flop_ = 0;  // of Flops::states
-  std::int64_t calls_ = 0;           // kernels of one forward of all layers, without those of experts
+  std::int64_t calls_ = 0;           // kernels of one forward of all layers, without the experts'
   double bytes_per_row_ = 0;         // memory-bound traffic of one row and pass through all layers
   double logit_bytes_ = 0;           // and of the logits of one output row
   double backward_share_ = 1;        // fraction of layers that have a backward

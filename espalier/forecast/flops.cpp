@@ -21,7 +21,7 @@ enum class Times { forward, backward };
 // The mixer of a layer, with this many FLOPs of rows and pairs.
 Flops mixer_flops(const LayerShape& layer, const PartParameters& p, const Work& work, Times times);
 
-// A product's FLOPs for so many rows.
+// A product's FLOPs for `rows` rows.
 double product_flops(const ProductShape& product, bool trains, double rows, Times times) {
   const auto weights = static_cast<double>(product.weights()), low_rank = static_cast<double>(product.low_rank_work());
   if (times == Times::forward) return 2 * rows * (weights + low_rank);
@@ -122,7 +122,7 @@ Flops recompute_flops(const ModelShape& shape, const Work& work, bool all_rows_c
   return flops_of_layers(shape, 0, work, all_rows_choose, Times::forward);
 }
 
-// Of the layers that have a backward.
+// FLOPs of gate and up in the layers that have a backward.
 Flops gate_up_flops(const ModelShape& s, const Work& work, bool all_rows_choose) {
   return sum_of_layers(s, s.trained.first_layer, work, all_rows_choose,
                        [&](const LayerShape& layer, const LayerParameters& p, const Work& rows) {

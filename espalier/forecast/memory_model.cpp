@@ -19,8 +19,8 @@ namespace {
 // that of those for small ones, beside which the head and rows beyond the whole pieces are multiplied in float32.
 constexpr std::int64_t kProcessBytes = 128 << 20, kCodeBytes = 10 << 20, kPieceCodeBytes = 19 << 20, kPieceRows = 256,
                        kSmallPieceCodeBytes = 8 << 20;
-// Of a GPU: its context, the libraries' code and the matrix library's workspace; of one that this process has opened,
-// what comes after the context. Round, not measured.
+// A GPU's bytes beside tensors: its context, the libraries' code and the matrix library's workspace. On a GPU that this
+// process has opened, only what comes after the context. Round, not measured.
 constexpr std::int64_t kCudaBytes = std::int64_t{1} << 30, kOpenedCudaBytes = std::int64_t{128} << 20;
 // The matrix library packs a product's factors, each thread up to a limit, in float64 up to one that grows with the
 // rows. Products of a few rows pack nothing.
@@ -34,7 +34,7 @@ constexpr std::int64_t kNumberBytesPerRow = 2 * 12, kNumberBytesPerOutput = 72, 
 // Kept sets of a block of logits: columns twice, being made and being copied, or of two blocks on a GPU. Records hold
 // all sets of the mini-batch on the host.
 constexpr std::int64_t kBytesPerKeptId = 8, kRecordBytesPerKeptId = 4;
-// Of experts: a slot's place among those sorted, and its choice in every layer (model/expert_mlp.cpp).
+// Experts need a slot's place among the sorted slots, and its choice in every layer (model/expert_mlp.cpp).
 constexpr std::int64_t kSortedBytesPerSlot = 12, kChoiceBytesPerSlot = 4;
 
 constexpr std::int64_t kPage = 4096;  // where something begins in a store
@@ -364,8 +364,8 @@ std::int64_t ActivationBytes::saved_of(const Work& work, ItemState state, bool w
 std::int64_t ActivationBytes::forward_peak_of(const Work& work, ItemState state, bool wave, std::int64_t after) const {
   const std::int64_t outputs = outputs_held(work) + read_later(work, wave, false) + states(wave);
   const bool keeps = kind_.gradients;
-  // What is held while a layer runs: its members all, those of the layers before it that are kept, and inputs of
-  // layers: all so far and the next one's; without those stored away; in a forward alone one that serves all of them.
+  // Bytes held while a layer runs: all its members, the kept members of the layers before it, and inputs of layers: all
+  // so far and the next one's, without inputs stored away. A forward alone has one input, which serves all layers.
   const auto in_layer = [&](const LayerShape& layer, const BlockRows& rows, bool saved, std::int64_t streams,
                             std::int64_t kept) {
     const std::int64_t inputs = !saved ? 1 : state.stream == kKeep ? streams : rows.narrow ? 1 : 2;

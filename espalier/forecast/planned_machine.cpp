@@ -44,7 +44,7 @@ constexpr Gpu kGpus[] = {
     {"a100", "NVIDIA A100 SXM 80 GB", 312e12, 19.5e12, 19.5e12, 2.04e12, std::int64_t{79} << 30, 32e9, 300e9, 25e9, 80,
      kAmpereAttention},
 };
-// What large products and copies reach of the peaks: measured on an H200, 790 TFLOP/s and 4.3 TB/s.
+// Large products and copies reach this part of the peaks: measured on an H200, 790 TFLOP/s and 4.3 TB/s.
 constexpr double kReachedFlops = 0.8, kReachedBytes = 0.9;
 constexpr double kReachedLink = 0.8;  // of a link's peak by large collectives; round, not measured
 // Attention in float32 and float64 has no published rate: half of what products reach.

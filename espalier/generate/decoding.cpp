@@ -35,7 +35,7 @@ bool alike(const DecodingRules& a, const DecodingRules& b) {
          a.choice.top_p == b.choice.top_p && a.raw_logprobs == b.raw_logprobs && a.kept_sets == b.kept_sets;
 }
 
-// Of the log-probs that the rules ask for.
+// The temperature of the log-probs that the rules ask for.
 double temperature_of_logprobs(const DecodingRules& rules) {
   return rules.raw_logprobs || rules.choice.temperature == 0 ? 1 : rules.choice.temperature;
 }
@@ -212,7 +212,7 @@ std::int64_t Decoding::promised_bytes() const {
   return promised;
 }
 
-// Drops kept prompts, the longest unused first, until so many bytes fit beside what is promised to the others.
+// Drops kept prompts, the longest unused first, until `bytes` fit beside what is promised to the others.
 bool Decoding::make_room(std::int64_t bytes) {
   while (promised_bytes() + bytes > limits_.kv_bytes) {
     const auto oldest = oldest_unused();
@@ -222,7 +222,7 @@ bool Decoding::make_room(std::int64_t bytes) {
   return true;
 }
 
-// Of the prompts without a response.
+// The longest unused of the prompts without a response.
 std::list<std::unique_ptr<Decoding::Prompt>>::iterator Decoding::oldest_unused() {
   auto oldest = prompts_.end();
   for (auto at = prompts_.begin(); at != prompts_.end(); ++at)
@@ -450,8 +450,8 @@ void Decoding::add_rows_of_step(AppendedRows& rows, ChoiceRows& asked) {
   }
 }
 
-// Hidden rows of the step, and behind them those of each prompt whose responses wait for their first token, once for
-// each rule; undefined where the step only ran rows of given tokens.
+// Hidden rows of the step, and behind them the last row of each prompt whose responses wait for their first token, once
+// for each rule; undefined where the step only ran rows of given tokens.
 at::Tensor Decoding::hidden_of_step(AppendedRows& rows, ChoiceRows& asked) {
   std::vector<at::Tensor> parts;
   if (rows.input.rows() > 0) {
@@ -640,7 +640,7 @@ void Decoding::append(std::int64_t number, const Draws& draws, std::size_t draw)
   ++counts_.sampled_tokens;
 }
 
-// Ends those of the responses that their newest token ends. The others have rows behind the prompt's from now on.
+// Ends each response that its newest token ends. The others have rows behind the prompt's from now on.
 std::vector<std::int64_t> Decoding::end_some(std::span<const std::int64_t> chosen) {
   std::map<StopStrings*, std::vector<std::int64_t>> by_text;
   for (const std::int64_t number : chosen)

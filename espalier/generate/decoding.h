@@ -72,8 +72,8 @@ struct DecodedResponse {
   std::int64_t cached_rows = 0;  // of the prompt, which were there before the response began
 };
 
-// Log-probs over the positions of a prompt: row i has the distribution after tokens [0, i]. They are those of
-// temperature 1, with the bits that a pass of training gives.
+// Log-probs over the positions of a prompt: row i has the distribution after tokens [0, i]. The temperature is 1, and
+// the log-probs are bitwise identical to a training pass's.
 struct PromptReading {
   std::vector<HeadEdge> edges;  // whose `output` is the row, ascending
   std::int64_t top = 0;         // the likeliest tokens of each row

@@ -51,7 +51,7 @@ std::vector<std::int64_t> ranks_of_prompts(std::span<const Prompt> prompts, std:
   return rank_of;
 }
 
-// What `ask` answers on rank 0, on every rank of the group, its failure included.
+// Gives every rank of the group the answers that `ask` has on rank 0, or its failure.
 template <class Ask>
 std::vector<Json> answers_of_first(Group& group, const Ask& ask) {
   if (group.size() == 1) return ask();
@@ -112,7 +112,7 @@ void EnvironmentTurns::begin(std::span<const Prompt> prompts, std::int64_t n, st
   add_first(reset(items));
 }
 
-// Of all trajectories; those of another rank of dp from there.
+// Returns the answers for all trajectories; the other ranks of dp send theirs.
 std::vector<Json> EnvironmentTurns::reset(const std::vector<Json>& items) {
   std::vector<Json> own;
   std::vector<std::size_t> place;
@@ -135,7 +135,7 @@ std::vector<Json> EnvironmentTurns::reset(const std::vector<Json>& items) {
   return all;
 }
 
-// What reset returned joins the prompts.
+// Adds the answers of reset to the prompts.
 void EnvironmentTurns::add_first(const std::vector<Json>& answers) {
   std::vector<std::size_t> plain, chat;
   std::vector<Observation> observations;
@@ -245,7 +245,7 @@ void EnvironmentTurns::render(const std::vector<Json>& answers, std::span<const 
   }
 }
 
-// Those of the turns that other ranks of dp played.
+// Gets the rewards of the turns that other ranks of dp played.
 void EnvironmentTurns::gather_rewards() {
   if (mesh_.dp.size() == 1) return;
   std::vector<std::int64_t> turns;

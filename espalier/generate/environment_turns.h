@@ -18,7 +18,7 @@ class EnvironmentTurns final : public Turns {
   // Begins n trajectories of each prompt. Each is a separate prompt in prompts(), to be sampled with n = 1, and ends
   // with the observation of reset (in the user's last message if the prompt is a list of messages). `stops` may be
   // null. A rank of dp plays the trajectories of its prompts, `longest` tokens each, and sends reset's observations
-  // to the others; among ranks of tp only the first asks the environment. Errors: those of Environment and
+  // to the others; among ranks of tp only the first asks the environment. Errors: as Environment and
   // TurnTexts.
   // With `renders`, observations are histories (NextTurn), and every prompt is a list of messages.
   EnvironmentTurns(Environment& environment, TurnTexts& texts, const StopStrings* stops,
@@ -27,7 +27,7 @@ class EnvironmentTurns final : public Turns {
 
   const std::vector<Prompt>& prompts() const { return prompts_; }
 
-  // The environment is called on a separate thread. Errors: those of Environment and TurnTexts.
+  // The environment is called on a separate thread. Errors: as Environment and TurnTexts.
   void ask(std::vector<EndedTurn> turns) override;
   std::vector<NextTurn> answers() override;
 

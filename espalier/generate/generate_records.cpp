@@ -35,7 +35,7 @@ double mean_reward(const Generated& generated) {
   return sum / static_cast<double>(generated.report.responses);
 }
 
-// What ranks must have the same of.
+// The prompts as one text, which all ranks must have the same.
 std::string text_of_prompts(std::span<const Prompt> prompts) {
   std::string text;
   for (const Prompt& prompt : prompts) {

@@ -35,7 +35,7 @@ struct GeneratedRecords {
 };
 
 // Loads --model, reads --prompts, writes the responses to --out in prompt order: with their text where the model has a
-// tokenizer, and with rewards where --reward or --env gives them. Errors: those of the parts; --out is then unchanged,
+// tokenizer, and with rewards where --reward or --env gives them. Errors: from the parts; --out is then unchanged,
 // except after an InputError of the user's Python: the responses are in --out, without the rewards of --reward, and
 // under --env with unfinished trajectories cut. Every rank of the mesh generates its part; rank 0 rewards and writes.
 GeneratedRecords generate_records(const Options& options, Progress& progress, const Mesh& mesh = mesh_of_one());

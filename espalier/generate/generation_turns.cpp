@@ -45,7 +45,7 @@ void Generation::observe(std::int64_t index, std::span<const std::int32_t> ids) 
   report_.observation_tokens += count, done_ += count;
 }
 
-// The trajectory goes on from `history`. What it has in common with the tokens so far stays.
+// The trajectory goes on from `history`. Tokens that the history has in common with the tokens so far stay.
 void Generation::take_history(std::int64_t index, std::span<const std::int32_t> history) {
   Response& one = response(index);
   Rollout& rollout = result(index);

@@ -1,7 +1,7 @@
 // The source for rows that append to sequences held elsewhere: tokens of prompts, or the newest token of each response.
 //
 // Every row belongs to one group, groups in order. The rows of a group see the group's path [P] and rows kept in `own`:
-// a row kept at r sees own row j iff j <= r < subtree_end[j]. In a layer with a window W it sees only those of them
+// a row kept at r sees own row j iff j <= r < subtree_end[j]. In a layer with a window W it sees only the rows
 // that are less than W above it. Keys and values of the group's rows are written to `own` before anything reads them;
 // unwritten rows of `own` must hold finite numbers.
 #pragma once

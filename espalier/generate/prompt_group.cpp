@@ -13,7 +13,7 @@ namespace {
 
 BufferSizes sizes_of(const ModelShape& shape, at::ScalarType dtype) { return {shape, element_bytes(dtype), false}; }
 
-// What the group takes: a row of width M, what layers leave for each row in two stores, and states.
+// The bytes that the group takes: a row of width M, what layers leave for each row in two stores, and states.
 std::int64_t bytes_taken(const ModelShape& shape, at::ScalarType dtype, std::int64_t prompt_rows,
                          std::int64_t response_rows, std::int64_t responses) {
   const BufferSizes sizes = sizes_of(shape, dtype);

@@ -32,7 +32,7 @@ class PromptGroup {
 
   // True if rows of another prompt can be taken: where no layer's rows carry a state, which only the last row has.
   bool can_take_rows() const { return states_ == 0; }
-  // The first `rows` rows become those of `other`, whose prompt begins with the same tokens.
+  // Overwrites the first `rows` rows with the rows of `other`, whose prompt begins with the same tokens.
   void take_rows(const PromptGroup& other, std::int64_t rows);
 
   void add(std::int64_t response);

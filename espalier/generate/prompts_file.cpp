@@ -30,7 +30,7 @@ constexpr std::string_view kCarriedFields[] = {"id",         "meta",         "da
 
 using JsonType = simdjson::ondemand::json_type;
 
-// Of a prompt that is text or messages: its JSON, and where it stands among the prompts.
+// A prompt that is text or messages: its JSON, and its place among the prompts.
 struct TextPrompt {
   std::size_t place;
   std::string json;

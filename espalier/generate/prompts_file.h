@@ -27,7 +27,7 @@ struct PromptFile {
 // `messages` if it was given as messages; `prompt_ids` beside a `prompt` override its text.
 // Errors: InputError with "file:line", the field, what was expected and found; ids are checked against the vocabulary.
 // Also errors of PythonRecords for Parquet, and of Tokenizer.
-// `columns`: --columns, the user's names of fields. Errors also: those of column_names.
+// `columns`: --columns, the user's names of fields. Errors also: as column_names.
 PromptFile read_prompts(const std::string& path, std::int64_t vocabulary, LazyTokenizer& tokenizer, Progress& progress,
                         const std::string& columns = "");
 

@@ -99,7 +99,7 @@ std::int64_t positions_needed(const ModelShape& shape, std::span<const Prompt> p
 // index of their first turn; a trajectory's records follow each other.
 //
 // rollout_logprobs are log-softmax(logits / temperature) over the whole vocabulary, before top-k and top-p, as training
-// computes them. At temperature 0 they are those of temperature 1, and the record's temperature is 1. With kept_sets,
+// computes them. At temperature 0 they are as at temperature 1, and the record's temperature is 1. With kept_sets,
 // rollouts record what top-k and top-p kept for each token (kept_sets, for tokens with less than the whole vocabulary);
 // rollout_logprobs are then over these sets, as training computes them, and full_logprobs over the whole vocabulary.
 // Random numbers depend on (seed, prompt, response, position) alone. So a response does not depend on the number of

@@ -49,7 +49,7 @@ struct Inspection {
   Quantiles answers;                  // of a set
   Quantiles set_share;                // over sets: 1 - physical / logical tokens of the set alone
 
-  // Loss tokens equal to those of an earlier record, after equal tokens: on branches of one trajectory (sampled once,
+  // Loss tokens equal to an earlier record's, after equal tokens: on branches of one trajectory (sampled once,
   // --shared-tokens), in other records of one trajectory, and in other rollouts of the group. The last two train each
   // time.
   struct Repeated {

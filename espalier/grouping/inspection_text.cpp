@@ -102,7 +102,7 @@ std::string repeat_lines(const Inspection::Repeated& repeated) {
   return out;
 }
 
-// What each turn adds: the first kShown turns, the rest as one row.
+// A row for each turn, with what it adds: the first kShown turns, the rest as one row.
 std::string turn_rows(const Inspection& inspection) {
   constexpr std::size_t kShown = 10;
   const auto turn_row = [](const std::string& label, const Inspection::Turn& turn) {

@@ -1,5 +1,5 @@
 // Built-in tasks as the closed loop sees them: questions for a run without --prompts, a model for one without --model,
-// and right answers for a model without weights. The loop knows no task; the program gives it those of
+// and right answers for a model without weights. The loop knows no task; the program gives it the tasks of
 // espalier/tasks/.
 #pragma once
 

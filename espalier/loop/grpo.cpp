@@ -211,8 +211,8 @@ void Loop::restore(const std::filesystem::path& checkpoint, const MetricLine& on
                        "a trace needs every step; leave --record out, or start again in another --out"});
 }
 
-// What batches need besides the model. A run that begins is evaluated and saved first: checkpoint 0 is also the
-// reference.
+// Prepares what batches need besides the model. A run that begins is evaluated and saved first: checkpoint 0 is also
+// the reference.
 void Loop::prepare() {
   actor_.emplace(*model_, options_, start_.machine, &*optimizer_);
   sampling_.emplace(options_, *start_.questions, model_->decoder, models_of_loop(model_->shape, options_, mesh_),
@@ -260,7 +260,7 @@ void Loop::prepare_critic() {
 // False where no group was left to learn from.
 // Nothing changes while a batch is sampled, so an interrupt there need not wait for its end.
 SampledBatch Loop::sample() {
-  // Of several ranks none leaves the others alone.
+  // With several ranks, none leaves the others alone.
   if (mesh_.world.size() == 1) progress_.on_interrupt(OnInterrupt::unwind);
   std::optional<SampledBatch> sampled;
   try {
@@ -384,7 +384,7 @@ void Loop::run_steps(const TrainingData& data, const Json& batch) {
   parts_.end();
 }
 
-// Without held-out prompts the samples are those of the last batch.
+// Without held-out prompts the samples come from the last batch.
 void Loop::evaluate() {
   evaluated_at_ = state_.step;
   if (const std::optional<Evaluation> found = sampling_->evaluate()) {

@@ -2,16 +2,16 @@
 // log-probs, advantages, optimizer steps; evaluations on held-out problems, checkpoints, the trained model.
 //
 //   batch b = 0, 1, ...:  --train-batch-size prompts of --task or --prompts x --n responses by the current weights
-//     rewards        the task's own, or those of --reward or --env (responses are then trajectories of turns), plus
+//     rewards        the task's own, or from --reward or --env (responses are then trajectories of turns), plus
 //                    overlong shaping; with --filter-groups, unequal groups alone
 //     old log-probs  where a batch takes several steps or --rollout-is compares them with the sampler's: by the shared
-//                    score pass, or the sampler's own if these are bitwise those of training; otherwise the policy's
+//                    score pass, or the sampler's own if these are bitwise equal to training's; otherwise the policy's
 //                    own in the step (ratio 1)
 //     ref log-probs  by the weights the loop started from, where --kl-loss-coef is not 0
 //     steps          advantages over the batch, --epochs passes over mini-batches of --mini-batch-size
 //
 // Everything is a function of the options: the same command gives bitwise identical results. A killed run continues
-// from its newest checkpoint, and its results are bitwise identical to those of an uninterrupted run.
+// from its newest checkpoint, and its results are bitwise identical to an uninterrupted run's.
 #pragma once
 
 #include <filesystem>
@@ -48,7 +48,7 @@ struct GrpoReport {
 // Works in the folder --out, or continues the run in --resume (or in --out, where that is one). `on_line` sees
 // every line of metrics.jsonl as it is written. No new batch is begun once --steps optimizer steps are done. On
 // an interrupt the batch's running steps are finished and saved, then Interrupted is thrown. Errors:
-// OptionError, InputError, UnsupportedError, and those of the parts; the run can be continued after each. Every
+// OptionError, InputError, UnsupportedError, and errors of the parts; the run can be continued after each. Every
 // rank of the mesh runs it; rank 0 writes, rewards and sees the lines. --out must be a folder that all of them
 // see.
 GrpoReport grpo(const Options& options, const LoopParts& parts, Progress& progress, const MetricLine& on_line,

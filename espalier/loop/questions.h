@@ -40,7 +40,7 @@ class Questions {
   // The first --val-size held-out prompts, always the same; none where there are none.
   virtual std::vector<Prompt> held_out() = 0;
 
-  // Adds `response`, its text, to the rollouts' carried fields, and scores them. Errors: those of RewardFunction.
+  // Adds `response`, its text, to the rollouts' carried fields, and scores them. Errors: as RewardFunction.
   virtual std::vector<Judgement> judge(std::vector<Rollout>& rollouts, Progress& progress) = 0;
 
   virtual std::int64_t longest_prompt() const = 0;                // tokens

@@ -21,7 +21,7 @@ namespace espalier {
 namespace fs = std::filesystem;
 namespace {
 
-// What may differ between a run and its continuation.
+// Options that may differ between a run and its continuation.
 constexpr std::array<std::string_view, 20> kFree = {"threads",
                                                     "out",
                                                     "resume",
@@ -111,7 +111,7 @@ std::optional<std::int64_t> RunFolder::newest_checkpoint() const {
 }
 
 void RunFolder::clear() const {
-  // What makes it a run goes last: killed before that, it is one without checkpoints, which starts anew.
+  // run.json goes last, since it makes the folder a run: a clear that is killed leaves a run without checkpoints.
   std::error_code ignored;
   for (const fs::path& part : {root_ / "checkpoints", model(), fresh(), last_rollouts(), metrics()})
     fs::remove_all(part, ignored);

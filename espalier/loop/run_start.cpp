@@ -148,7 +148,7 @@ RunStart start_on_disk(const Options& given, const BuiltInTasks& tasks, Progress
   return new_run(root, given, tasks, progress, mesh);
 }
 
-// What rank 0 has found, as text, and the start that another rank makes of it.
+// The start that rank 0 has found, as text, and the start that another rank makes of it.
 std::string told(const RunStart& start) {
   return Json{{"options", options_to_json(start.options, 'l')},
               {"machine", to_json(start.machine)},

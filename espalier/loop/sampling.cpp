@@ -87,7 +87,7 @@ Sampling::Sampling(const Options& options, Questions& questions, const Decoder& 
       held_bytes_(bytes_held(held, options.dtype)),
       sampled_(sampling_settings(options)) {
   sampled_.stop_ids = questions.stop_ids(), sampled_.stops = questions.stops();
-  // Of the run's budget, not of what is free now: how many are decoded at once decides how sums round.
+  // From the run's budget, not from what is free now: how many are decoded at once decides how sums round.
   const std::int64_t rows = std::max(sampled_.token_budget > 0 ? sampled_.token_budget : kMostPromptRows,
                                      sampled_.max_num_seqs > 0 ? sampled_.max_num_seqs : kMostDecoded);
   const std::int64_t room = budget_ - held_bytes_ - sampling_bytes(decoder.shape(), options.dtype, rows);
@@ -102,7 +102,7 @@ Sampling::Scored Sampling::answer(std::vector<Prompt> prompts, const std::string
     prompts[i].group = json_quoted(name);
     if (prompts[i].where.empty()) prompts[i].where = name;
   }
-  // What an update touched of the arena would be held beside the keys and values.
+  // Memory of the arena that an update touched would be held beside the keys and values.
   if (held_bytes_ + arena_.touched() + most_kv_bytes() > budget_) arena_.trim();
   Scored out;
   Generated generated = sampled(prompts, settings);
@@ -227,7 +227,7 @@ std::int64_t Sampling::longest_rollout() const {
   return prompt >= positions || !options_.env.empty() ? whole : std::min(whole, positions);
 }
 
-// That a batch or an evaluation holds at once.
+// The most bytes of keys and values that a batch or an evaluation holds at once.
 std::int64_t Sampling::most_kv_bytes() const {
   const std::int64_t prompt = questions_.longest_prompt();
   const std::int64_t batch = options_.train_batch_size * (prompt + sampled_.n * options_.max_response_length);

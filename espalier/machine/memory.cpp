@@ -29,7 +29,7 @@ constexpr std::int64_t kNoLimit = std::numeric_limits<std::int64_t>::max();
 
 std::int64_t kilobytes(std::int64_t value, std::int64_t missing) { return value < 0 ? missing : value * 1024; }
 
-// What a group leaves below its limit. Version 2: memory.max, memory.current; version 1: *_in_bytes.
+// The bytes of a control group below its limit. Version 2: memory.max, memory.current; version 1: *_in_bytes.
 std::int64_t left_in(const std::filesystem::path& group) {
   auto limit = number_in(group / "memory.max"), used = number_in(group / "memory.current");
   if (!limit) limit = number_in(group / "memory.limit_in_bytes");

@@ -16,7 +16,7 @@ namespace espalier {
 bool keep_gpu_profile(const MachineProfile& profile, const OpenedGpu& gpu);
 
 // The profile for the GPU and kernels of this run: the stored one; else the published rates of an H100, H200 or A100 if
-// the GPU's name says that it is one; else those of an H100.
+// the GPU's name says that it is one; else the rates of an H100.
 MachineProfile gpu_profile(const OpenedGpu& gpu, DType dtype);
 
 // The kept one, if it can be read.

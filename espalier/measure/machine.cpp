@@ -63,7 +63,7 @@ MachineProfile::Rate matrix_rate(std::int64_t rows, at::ScalarType dtype) {
   return {rows, product.flops() / best_seconds(product)};
 }
 
-// Of a layer's square weights from many rows, as a backward adds it.
+// The rate of the gradient of a layer's square weights from many rows, as a backward adds it.
 double weight_gradient_rate(at::ScalarType dtype, double columns) {
   constexpr std::int64_t kRows = MachineProfile::kGradientRows;
   const auto width = static_cast<std::int64_t>(columns);
@@ -126,7 +126,7 @@ std::filesystem::path file_of_cpu(DType dtype) {
                             at::get_num_threads(), defined_sums() ? "-own" : "-library"));
 }
 
-// Of the file system that --spill-dir lies on: empty where nothing can be offloaded there, or nothing kept.
+// The cache file for the file system of --spill-dir: empty where nothing can be offloaded there, or nothing kept.
 std::filesystem::path disk_cache_file(const std::filesystem::path& folder) {
   struct stat status {};
   std::error_code ignored;
@@ -135,7 +135,7 @@ std::filesystem::path disk_cache_file(const std::filesystem::path& folder) {
   return cache_file(text_of("disk-", kProfileVersion, "-", status.st_dev));
 }
 
-// What a disk's cached rate says; else it is measured and kept, or where that cannot be, stays as it is stated.
+// A disk's cached rate. Without one the rate is measured and kept or, where that cannot be, stays as it is stated.
 double spill_rate(const Options& options, double stated, Progress& progress) {
   const std::filesystem::path file = disk_cache_file(options.spill_dir);
   if (file.empty()) return stated;
@@ -148,7 +148,7 @@ double spill_rate(const Options& options, double stated, Progress& progress) {
     return rate;
   } catch (const nlohmann::json::exception&) {
     return stated;
-  } catch (const OptionError&) {  // a folder that takes nothing: whoever stores there says so
+  } catch (const OptionError&) {  // a folder that takes nothing: storing there reports it
     return stated;
   }
 }

@@ -13,7 +13,7 @@
 namespace espalier {
 
 // The collectives of a step on one rank, and its last backward, during which the summing of gradients begins. Times are
-// those of Timer::steady_seconds.
+// in Timer::steady_seconds.
 struct StepTraffic {
   double began = 0;  // the step
   TrafficLog events;

@@ -31,7 +31,7 @@ bool whitens(Estimator estimator) {
 // Advantages are recorded, or there is no token that could have one.
 bool is_settled(const Rollout& rollout) { return !rollout.advantages.empty() || rollout.response_ids.empty(); }
 
-// What a unit's rollouts are, apart from their tokens. Rewards and groups: one per trajectory.
+// The rollouts of a unit, apart from their tokens. Rewards and groups: one per trajectory.
 struct Unit {
   explicit Unit(std::span<const Rollout> all)
       : rollouts(all), trajectories(trajectories_of(all)), rewards(rewards_of(all, trajectories)) {

@@ -20,7 +20,7 @@ std::int64_t count_loss_tokens(std::span<const Rollout> rollouts) {
 
 namespace {
 
-// What the records' num_items_in_batch is multiplied by; 0: it has no part.
+// The factor of the records' num_items_in_batch; 0: it has no part.
 double items_scale_of(const Options& options, std::span<const Rollout> rollouts) {
   const double scale = options.token_divisor_scale;
   const auto has_items = [](const Rollout& rollout) { return rollout.num_items_in_batch.has_value(); };

@@ -41,10 +41,10 @@ class HeadPass {
   // The logits of every block in turn, which are gone when the next one is visited.
   template <class Visit>
   void run(Visit visit);
-  // True if a block's logits may be computed while those of the block before are in use.
+  // True if a block's logits may be computed while the logits of the block before are in use.
   bool has_two_rooms() const { return declared_.has_two(); }
   std::int64_t outputs() const { return outputs_; }
-  // Of the block that begins at row `first`; those of the block before are gone unless there are two rooms.
+  // Logits of the block that begins at row `first`; the block before loses its logits unless there are two rooms.
   Block logits_from(std::int64_t first);
   // From the logits' gradient, which stands in their place now: overwrites the hidden rows', adds to the weights'.
   void add_gradients(const Block& block);
@@ -69,7 +69,7 @@ class HeadPass {
   const HeadGradients* out_;
   const Operations& ops_;
   std::int64_t outputs_, vocabulary_, width_;
-  // For the largest block; those of a block are their first rows. All but the logits exist for bfloat16 only.
+  // For the largest block; smaller blocks use the first rows. All but the logits exist for bfloat16 only.
   HeadBuffers declared_;
   HeldBuffers held_;
 };

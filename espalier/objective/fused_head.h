@@ -2,7 +2,7 @@
 //
 // Shapes: O output rows, M width, V vocabulary, E edges, D distributions (a row has several if its edges have different
 // kept sets). z_ov = shaped(hidden_o . weight_v) / temperature_o (LogitShape); log-prob, entropy and the gradient of a
-// logit are those of ops/head.h. Logits exist for one block of
+// logit: ops/head.h. Logits exist for one block of
 // rows at a time, or for two ([block, V], in the arena), in the accumulator type (float32; float64 in float64 runs);
 // HeadBuffers (objective/head_buffers.h) declares all buffers. If the vocabulary is sharded over tp, each rank has the
 // logits of its own V tokens: maxima, sums and the logits of targets are exchanged, and the gradients of the hidden

@@ -32,7 +32,7 @@ struct HeadBuffers : BufferList {
   std::int64_t block_rows, vocabulary_run;  // rows with logits at once; rows of the vocabulary widened at once
   std::array<Room, 2> rooms;
   Place weight_run_NM, grad_logits_BV, grad_hidden_BM;
-  // The adapter's products are those of accumulators: rows, A and B are widened where they are narrower.
+  // The adapter's products are in the accumulator type: rows, A and B are widened where they are narrower.
   Place low_rank_Br, low_rank_hidden_BM, low_rank_a_rM, low_rank_b_Vr;
 };
 

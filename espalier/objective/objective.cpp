@@ -120,7 +120,7 @@ double Objective::State::sampler_weight_of(double log_ratio_sum, double tokens) 
   return tokens == 0 || correction.keeps(log_ratio_sum / tokens) ? 1 : 0;
 }
 
-// Weights of sequences whose old log-probs are all recorded; those of others follow from the current log-probs. Tokens
+// Weights of sequences whose old log-probs are all recorded; the others follow from the current log-probs. Tokens
 // that --rollout-rs rejected still belong to their sequence here, as in verl.
 void Objective::State::prepare_sampler_weights() {
   sampler_weight.assign(sequences.rollouts.size(), 1.0);
@@ -197,7 +197,7 @@ void Objective::State::add_mean_gradients(std::span<const std::int32_t> members,
   constants.ratio_gradient = ratio_sum / tokens;
 }
 
-// What a token's policy loss is multiplied by.
+// The factor of a token's policy loss.
 double Objective::State::factor_of(std::int32_t rollout, std::size_t position, double old, double advantage,
                                    const SequenceConstants& constants) const {
   if (constants.off_policy && advantage < 0) return 0;
@@ -263,7 +263,7 @@ Objective::Objective(std::span<const Rollout> rollouts, std::span<const std::vec
   state.all_loss_tokens = count_loss_tokens(rollouts);
   AggregationDivisors divisors = AggregationDivisors::from(options, rollouts, policy_aggregation(options));
   state.token_weight = compute_token_weights(rollouts, state.sequences, policy_aggregation(options), divisors);
-  divisors.loss_tokens = divisors.items_scale = 0;  // those of the policy loss alone
+  divisors.loss_tokens = divisors.items_scale = 0;  // the policy loss alone has them
   state.entropy_weight = options.entropy_agg_mode == Aggregation::of_the_loss
                              ? state.token_weight
                              : compute_token_weights(rollouts, state.sequences, options.entropy_agg_mode, divisors);

@@ -55,7 +55,7 @@ class Objective final : public EdgeLoss {
   // True if it depends on other rollouts of its sequence instead (--loss-unit trajectory): settle_sequences comes
   // first. Then needs_whole_rollout() is false.
   bool needs_sequences() const;
-  // Takes the log-probs that the policy has now, one series per rollout; those of masked tokens are not read.
+  // Takes the log-probs that the policy has now, one series per rollout; log-probs of masked tokens are not read.
   void settle_sequences(std::span<const std::vector<double>> logprobs);
 
   // Adds the edges' parts to parts() and overwrites their derivatives. Masked tokens give zeros and add nothing.

@@ -3,7 +3,7 @@
 // lp is the current log-prob, old the old policy's, A the advantage, r = exp(clamp(lp - old, -B, B)), B = 20 unless
 // --log-ratio-bound is given. At sequence level r = exp(min(mean of lp - old over the rollout's loss tokens, 10)),
 // without the 10 if B is infinite. Equations: docs/objectives.md (9) to (15c). Names: verl 0.9, register_policy_loss;
-// TRL 1.16's GRPOTrainer and prime-rl for losses that verl does not have. Derivatives equal those of torch.autograd,
+// TRL 1.16's GRPOTrainer and prime-rl for losses that verl does not have. Derivatives equal torch.autograd's,
 // also at kinks: clamp passes the gradient at its bounds, maximum and minimum of equal numbers give half of it to each.
 #pragma once
 

@@ -40,7 +40,7 @@ struct ScoreLoss {
 ScoreLoss score_loss(std::span<const Rollout> rollouts, std::span<const double> scores, const Options& options);
 
 // The derivative of score_loss in the form that a head takes. Every edge gets dL/dr of its rollout, so the edges must
-// be those of the appended tokens alone.
+// belong to the appended tokens alone.
 class ScoreSlopes : public ValueSlopes {
  public:
   explicit ScoreSlopes(std::span<const double> slope) : slope_(slope) {}

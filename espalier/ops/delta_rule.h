@@ -33,7 +33,7 @@ struct StateRun {
   at::Tensor start_N;  // undefined: 0
   // Overwritten; undefined: not stored. May be start_N if there is no backward and no other run begins with start_N.
   at::Tensor end_N;
-  // For a backward. grad_start_N is added to; undefined: dropped. grad_end_N must hold all contributions but those of
+  // For a backward. grad_start_N is added to; undefined: dropped. grad_end_N must hold all contributions except from
   // this call's runs; undefined: 0.
   at::Tensor grad_start_N, grad_end_N;
   bool forks = false;  // other runs of the set begin with its last state
@@ -66,7 +66,7 @@ struct DeltaRuleOperations {
   // Overwrites o. If o is undefined, computes the states only.
   void (*delta_rule)(const DeltaRuleProblem& problem, const at::Tensor& o_TV);
   // Goes from the last run to the first, so that grad_end_N is complete when its run is reached. Every start_N must
-  // hold the state of the forward: delta_rule without o computes those of forks again.
+  // hold the state of the forward: delta_rule without o computes the states of forks again.
   void (*add_delta_rule_backward)(const DeltaRuleProblem& problem, const at::Tensor& grad_o_TV,
                                   const DeltaRuleGradients& gradients);
   // Overwrites y.

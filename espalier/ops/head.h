@@ -30,7 +30,7 @@ struct LogitShape {
   bool is_plain() const { return scale == 1 && cap == 0; }
 };
 
-// Which distributions the rows of a block have, if some are over kept sets. All int32.
+// The distributions of a block's rows, if some are over kept sets. All int32.
 struct KeptBlock {
   at::Tensor row_D;           // the row, counted from the block's first
   at::Tensor begin_D, end_D;  // columns [begin_d, end_d) of `column`, ascending; end -1: all columns
@@ -57,7 +57,7 @@ struct LogitSums {
 struct HeadOperations {
   // Applies the shape in place.
   void (*shape_logits)(const LogitShape& shape, const at::Tensor& logits_BV);
-  // Overwrites sums with those of these columns, and raw with each target's logit, or 0 if another rank has its column.
+  // Overwrites sums with these columns' sums, and raw with each target's logit, or 0 if another rank has its column.
   void (*logit_sums)(const EdgeBlock& edges, std::int64_t first, const at::Tensor& logits_BV, const LogitSums& sums,
                      const at::Tensor& raw_E);
   // Rescales the sums to max_D, a maximum at least as large, which becomes sums.max.

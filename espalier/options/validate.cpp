@@ -1,4 +1,4 @@
-// Rules between options (the meanings are those of docs/options.md and of the objective).
+// Rules between options (their meanings: docs/options.md and the objective).
 #include <cmath>
 
 #include "espalier/base/error.h"

@@ -11,7 +11,7 @@ struct Word {
   std::string_view option, word, meaning;
 };
 
-// Read as the row's own word. The words of --dtype are those of --save-dtype, too.
+// Read as the row's own word. --save-dtype has the words of --dtype, too.
 constexpr std::array kSpellings = {Word{"dtype", "bf16", "bfloat16"},
                                    Word{"dtype", "torch.bfloat16", "bfloat16"},
                                    Word{"dtype", "fp32", "float32"},

@@ -17,7 +17,7 @@ struct Degrees {
   std::int64_t tp = 1, cp = 1, pp = 1, dp = 1, ep = 1;
   bool full = false;  // --shard full: weights are sharded over the ranks that would hold copies (shape/units.h)
 
-  std::int64_t ranks() const { return tp * cp * pp * dp; }  // ep reuses those of dp, cp and tp
+  std::int64_t ranks() const { return tp * cp * pp * dp; }  // ep reuses the ranks of dp, cp and tp
   bool operator==(const Degrees&) const = default;
 };
 Degrees degrees_of(const Options& options);

@@ -47,7 +47,7 @@ void Pending::wait() {
 void Pending::drop() noexcept {
   try {
     wait();
-  } catch (const std::exception&) {  // whoever asks for the next one finds out
+  } catch (const std::exception&) {  // the next collective reports it
   }
 }
 

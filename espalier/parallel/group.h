@@ -73,7 +73,7 @@ class Group {
   Pending start_add(const at::Tensor& x, std::string of = {});
   Pending start_gather(const at::Tensor& part, const at::Tensor& whole, std::string of = {});
   Pending start_scatter_sum(const at::Tensor& whole, const at::Tensor& part, std::string of = {});
-  // Rows (along dimension 0) of `send` go to ranks 0, 1, ... in turn, send_rows[r] to rank r; `receive` gets those of
+  // Rows (along dimension 0) of `send` go to ranks 0, 1, ... in turn, send_rows[r] to rank r; `receive` gets rows of
   // rank 0, 1, ... in turn. Counts may be 0 and must agree between sender and receiver.
   void exchange(const at::Tensor& send, std::span<const std::int64_t> send_rows, const at::Tensor& receive,
                 std::span<const std::int64_t> receive_rows);

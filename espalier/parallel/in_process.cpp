@@ -24,7 +24,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// What a rank brings to a collective.
+// A rank's part in a collective.
 struct Offer {
   const char* call = "";
   std::int64_t argument = 0;  // root or the like: must be the same on all ranks
@@ -44,7 +44,7 @@ struct Collective {
   double ended = 0;
 };
 
-// What the threads of one group share. One lock for the whole world: tests have few ranks, and small tensors.
+// State that the threads of one group share. One lock for the whole world: tests have few ranks, and small tensors.
 struct Meeting {
   explicit Meeting(std::size_t ranks) : size(ranks) {}
 

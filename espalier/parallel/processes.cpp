@@ -46,7 +46,7 @@ auto called(const char* name, double timeout, Call&& call) {
   }
 }
 
-// What a backend has begun. Its future is asked for the time of its end, where it has one.
+// Work that a backend has begun. Its future is asked for the time of its end, where it has one.
 class BegunWork final : public Pending::Work {
  public:
   BegunWork(const char* name, double timeout, WorkOfBackend work)
@@ -89,8 +89,8 @@ class BegunWorks final : public Pending::Work {
 // copy: gathers go in pieces, of all ranks together, and sums are made in place.
 constexpr std::int64_t kGatherBytes = std::int64_t{4} << 20;
 
-// What Gloo took for a piece goes back to the machine at once. By default glibc raises this bound to the largest block
-// that was ever dropped, and blocks below it stay with the thread that took them: tens of MiB beside the budget.
+// Memory that Gloo took for a piece goes back to the machine at once. By default glibc raises this bound to the largest
+// block that was ever dropped; blocks below it stay with the thread that took them: tens of MiB beside the budget.
 constexpr int kReturnedBytes = 256 << 10;
 
 class ProcessGroup : public Group {
@@ -331,7 +331,7 @@ bool Processes::is_first_to_fail() {
   } catch (const std::exception&) {
     // the meeting place is gone with the rank that made it
   }
-  // Whoever waits for this rank in a collective finds out now, while the meeting place is there, and comes second.
+  // Ranks that wait for this one in a collective fail now, while the meeting place is there, and come second.
   state_->mesh.reset();
   return is_first;
 }

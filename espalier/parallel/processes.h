@@ -23,7 +23,7 @@ class Processes {
   // Connects every rank with those that share an axis with it. Called once. Errors: CommunicationError.
   const Mesh& connect(const Degrees& degrees);
 
-  // The text that `make` returns on rank 0, sent to all ranks before they connect. Errors: on rank 0 those of `make`;
+  // The text that `make` returns on rank 0, sent to all ranks before they connect. Errors: on rank 0 as `make`;
   // on other ranks CommunicationError if rank 0 failed or is silent.
   std::string told_by_rank_0(const std::string& what, const std::function<std::string()>& make);
 

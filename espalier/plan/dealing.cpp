@@ -79,8 +79,8 @@ Dealt deal_pieces(const std::vector<TreeCut>& trees, const std::vector<bool>& is
   return dealt;
 }
 
-// Which trees are tried for cutting: those of more than `heavy` seconds, and with them some of the lightest, whose cuts
-// repeat least: those that are left over where every rank has equally many, and several other numbers of them.
+// Choices of trees to try cutting: all of more than `heavy` seconds, and with them some of the lightest, whose cuts
+// repeat least: as many as are left over where every rank has equally many, and several other numbers of them.
 std::vector<std::vector<bool>> trees_to_cut(const std::vector<double>& seconds, double heavy, std::int64_t ranks) {
   std::vector<bool> cut(seconds.size());
   std::vector<std::size_t> light;

@@ -115,7 +115,7 @@ std::string path_text(const StepPlan& plan) {
                  plan.path.latents ? text_of("\nPath: ", computed) : "", "\n");
 }
 
-// What was tried before the plan fitted, and what each would cost.
+// The plans that were tried before one fitted, and what each would cost.
 std::string tried_text(const StepPlan& plan) {
   std::string out;
   for (const TriedPlan& tried : plan.tried)

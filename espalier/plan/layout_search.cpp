@@ -40,7 +40,7 @@ std::vector<Degrees> candidates(const LayoutProblem& problem, std::int64_t ranks
   return out;
 }
 
-// What weights, gradients and state leave no room for need not be planned.
+// A layout needs no plan if weights, gradients and state leave no room for one.
 TriedLayout tried_layout(const LayoutProblem& problem, const Degrees& degrees) {
   const PlanOptions options = options_of_rank(problem, degrees);
   const std::int64_t constant =

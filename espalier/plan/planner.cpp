@@ -61,7 +61,7 @@ class Search {
   Candidate best(Schedule schedule) const;
   double dense_flops() const;
   double ideal_flops() const;
-  // Of two candidates the one that fits, and is the cheaper; of two that do not, the smaller.
+  // True if `a` is better: it alone fits, or both fit and it is faster, or neither fits and it is smaller.
   static bool better(const Candidate& a, const Candidate& b);
 
   const Forest& forest() const { return forest_; }
@@ -236,7 +236,7 @@ void Search::choose_states(Candidate& candidate, const PathPlan& chosen) const {
 void Search::choose_with_sleeping_path(Candidate& candidate, const PathPlan& path) const {
   choose_states(candidate, path);
   if (!candidate.path.sleeps() || !candidate.cost.fits) return;
-  // What is left over keeps layers awake, with which it still fits.
+  // The bytes left over keep layers awake, as many as still fit.
   std::int32_t fits = 0, fails = static_cast<std::int32_t>(bytes_.layers()) - 1;  // a last layer would not sleep
   while (fails - fits > 1) {
     const std::int32_t middle = fits + (fails - fits) / 2;
@@ -412,7 +412,7 @@ std::int64_t peak_of(std::span<const Rollout> rollouts, const std::vector<Prefix
   return best_of_schedules(search, options.schedule, ignored).cost.bytes.peak();
 }
 
-// What cannot be lowered by any schedule, where it alone is beyond the budget.
+// The bytes that no schedule can lower, as text if they alone are beyond the budget.
 std::string text_of_constant(const ActivationBytes& bytes, const PlanOptions& options) {
   if (bytes.constant() < options.memory_budget) return "";
   const std::int64_t beside = options.setting.held.beside_bytes, own = bytes.constant() - bytes.model() - beside;
@@ -444,7 +444,7 @@ std::string remedy_for(std::int64_t needed, const PlanOptions& options,
                         then <= options.memory_budget ? "it fits" : amount(then) + " would do");
   };
   if (const std::string words = held_back(options); !words.empty()) advise(words, freed(options));
-  // What other models would hold in bfloat16 is not known here.
+  // The bytes of other models in bfloat16 are not known here.
   if (options.dtype != DType::bfloat16 && options.setting.held.beside_bytes == 0) {
     PlanOptions changed = options;
     changed.dtype = DType::bfloat16;

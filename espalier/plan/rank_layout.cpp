@@ -69,7 +69,7 @@ class StageWalk {
   }
   double forward_seconds_of(const PlanItem& item) const { return forward_.seconds(work_on(item, local_), ItemState()); }
 
-  // Of the trunk, if there is one, and of the waves among the items, the mean.
+  // Seconds of the trunk, if there is one, and of the mean of the waves among the items.
   StageSeconds stage_of(const PlanItem* trunk, const std::vector<PlanItem>& items) const {
     StageSeconds out;
     if (trunk != nullptr) {

@@ -62,7 +62,7 @@ struct LayoutPlan {
   std::int64_t parameters = 0;      // maximum over ranks
   std::int64_t trunk_forwards = 0;  // of prompts, over all ranks; prompts of a cut tree count in every part
   PhasePeaks bytes;                 // maximum over ranks, by phase
-  double seconds = 0, compute_seconds = 0, communication_seconds = 0;  // the last two are those of the slowest rank
+  double seconds = 0, compute_seconds = 0, communication_seconds = 0;  // the last two are the slowest rank's
   double balance = 1, bubble = 0;
   double row_balance = 1;          // maximum over mean of the rows of a rank of dp
   std::int64_t repeated_rows = 0;  // run by several ranks of dp because a tree is cut (plan/dealing.h)

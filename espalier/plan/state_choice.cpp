@@ -48,7 +48,7 @@ void StateChoice::choose(std::vector<Draft>& items, std::int64_t room) const {
     choose_item(item, room, 0);
     stored = std::max(stored, stored_by(item, bytes_));
   }
-  // What is on its way to and from the store for one is held beside the others, too.
+  // Bytes in flight to and from the store for one item are held beside the others, too.
   const std::int64_t in_flight = bytes_.in_flight(stored);
   if (in_flight == 0) return;
   for (Draft& item : items) choose_item(item, room, in_flight);

@@ -20,7 +20,7 @@ Number of_part(const std::vector<Number>& path, const std::vector<Number>& sums,
   return path[begin] + (sums[end] - sums[begin + 1]);  // of one leaf exactly its path
 }
 
-// What two leaves share is the least that neighbours between them share: all of these are on the way to their fork.
+// Two leaves share the least that neighbours between them share: all of these are on the way to their fork.
 template <class Number>
 Number of_parts(const std::vector<Number>& path, const std::vector<Number>& shared, const std::vector<Number>& sums,
                 std::span<const TreeCut::Part> parts) {

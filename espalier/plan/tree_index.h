@@ -46,7 +46,7 @@ class EdgeIndex {
 
 class TreeIndex {
  public:
-  // `place`: one entry for each rollout, overwritten for those of this tree. The tree and the edges must
+  // `place`: one entry for each rollout, overwritten for the rollouts of this tree. The tree and the edges must
   // outlive the object.
   TreeIndex(const PrefixTree& tree, const EdgeIndex& edges, std::span<std::int32_t> place);
 

@@ -121,7 +121,7 @@ class Validator {
         fail(at, "multiplicity ", segment.multiplicity);
       if (!above.empty() && (segment.first < above.back()->first || segment.last > above.back()->last))
         fail(at, "rollouts that do not pass the segment above");
-      // Those above follow each other without gaps, as each was checked here in turn.
+      // The segments above follow each other without gaps, as each was checked here in turn.
       const std::int32_t visible = item.path_rows + (above.empty() ? 0 : above.back()->end - above.front()->begin);
       if (segment.begin != visible) fail(at, "begins at depth ", segment.begin, ", sees ", visible, " rows");
       tokens(segment, set, at);

@@ -68,7 +68,7 @@ namespace {
 template <class Alike>
 std::vector<LossEdge> first_of_each(const std::vector<LossEdge>& edges, const Alike& alike) {
   std::vector<LossEdge> found;
-  std::size_t row_begin = 0;  // of those of the edge's row
+  std::size_t row_begin = 0;  // first of the found edges of this row
   for (const LossEdge& edge : edges) {
     if (found.empty() || found.back().row != edge.row) row_begin = found.size();
     const bool known = std::any_of(found.begin() + static_cast<std::ptrdiff_t>(row_begin), found.end(),

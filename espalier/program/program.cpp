@@ -49,7 +49,7 @@ class Writer {
     in_flight_.pop_front();
   }
 
-  // What a trunk's steps say of those below it.
+  // Completes a trunk's steps by the steps below it.
   void add_up() {
     struct Open {
       std::size_t forward, last_below;  // numbers of steps

@@ -41,7 +41,7 @@ struct DeviceTraits {
   bool queued = false;       // its work is queued: the head computes a block of logits ahead
   bool writes_sums = false;  // its products write sums (ops/products.h)
   AttentionKernels attention = AttentionKernels::own;  // of a GPU, in bfloat16
-  bool deterministic = true;                           // those of a library sum in one order
+  bool deterministic = true;                           // a library's kernels sum in one order
 };
 
 // The traits of a device type; the device need not be present.

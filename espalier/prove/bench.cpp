@@ -80,7 +80,7 @@ std::vector<std::int64_t> parse_group_sizes(const std::string& text) {
   return out;
 }
 
-// Of what all ranks have, each element once.
+// The norm of the elements of all ranks, each element once.
 double norm_of(const ModelState& model, const at::Tensor& flat) {
   double squares = 0;
   const auto add_run = [&](std::int64_t begin, std::int64_t count, bool counted) {
@@ -91,7 +91,7 @@ double norm_of(const ModelState& model, const at::Tensor& flat) {
   return std::sqrt(sums_over_ranks(model.mesh.world, {squares}).front());
 }
 
-// |gradient - dense| / |dense|, the numerator alone where dense is zero. What is no number counts as infinitely far.
+// |gradient - dense| / |dense|, the numerator alone where dense is zero. A result that is no number counts as infinity.
 // The gradient on the host is a copy, or is overwritten by the next step.
 double distance(const Actor& actor, const at::Tensor& dense, double norm) {
   const at::Tensor gradient = actor.model.decoder.device().to_host(actor.gradients.flat());
@@ -134,14 +134,14 @@ constexpr Entrant kEntrants[] = {{"dense", &BenchCell::dense},
                                  {"phased", &BenchCell::phased},
                                  {"auto", &BenchCell::automatic}};
 
-// What a cell runs.
+// The work of a cell.
 struct Task {
   TrainingData data;
   Split split;
   std::int64_t n;
 };
 
-// Of --rollouts, or of --splits and --n: every rank of dp then has a group of its own.
+// The tasks of --rollouts, or of --splits and --n: every rank of dp then has a group of its own.
 std::vector<Task> tasks_of(const Options& options, const ModelShape& shape, Progress& progress, const Mesh& mesh) {
   std::vector<Task> out;
   const std::vector<Split> splits = parse_splits(options.splits);
@@ -224,7 +224,7 @@ BenchCell measure_cell(Actor& actor, const Options& options, const TrainingData&
       measure.product_flops_per_second.push_back(rate);
       measure.predicted_seconds = report.plan.chosen.seconds;
       measure.predicted_peak_bytes = report.plan.chosen.bytes.peak();
-      // What is kept on the host to compare gradients with is no part of the step.
+      // The dense gradient, kept on the host for the comparison, is no part of the step.
       measure.peak_bytes =
           report.peak_bytes.peak() - (device.in_host_memory() ? static_cast<std::int64_t>(dense.nbytes()) : 0);
       measure.physical_rows = report.plan.physical_rows();

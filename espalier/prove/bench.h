@@ -44,7 +44,7 @@ struct BenchCell {
 };
 
 // One cell for every --splits x --n, or one for --rollouts. Calls on_cell when a cell ends. Every rank of the mesh
-// calls it; under dp a cell of --splits has a group for each rank, and seconds are those of the slowest rank. With one
+// calls it; under dp a cell of --splits has a group for each rank, and seconds are the slowest rank's. With one
 // rank on a CPU the machine's cached profile is fitted to the steps that ran, if there were enough and the machine was
 // quiet enough (measure/cost_fit.h); a note reports it.
 std::vector<BenchCell> bench(const Options& options, Progress& progress,

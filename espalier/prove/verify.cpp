@@ -53,7 +53,7 @@ StepOutcome run_reversed(VerifiedStep& step, const MiniBatch& mini_batch, Option
   const std::vector<Rollout> rollouts(mini_batch.rollouts.rbegin(), mini_batch.rollouts.rend());
   const TokenSeries advantages(mini_batch.advantages.rbegin(), mini_batch.advantages.rend());
   const TokenSeries targets(mini_batch.targets.rbegin(), mini_batch.targets.rend());
-  options.token_budget = whole;  // other waves than those of dense_of
+  options.token_budget = whole;  // other waves than in dense_of
   StepOutcome out = step.run({rollouts, advantages, targets}, options);
   choices.given = given;
   for (TokenSeries& series : out.series) std::ranges::reverse(series);
@@ -164,7 +164,7 @@ std::optional<CriticChoice> checked_critic(const Options& options) {
   return critic;
 }
 
-// Dense and every variant, before any weight is read. What is run in float64 besides is not held to the budget.
+// Dense and every variant, before any weight is read. Further runs in float64 are not held to the budget.
 // Returns the rows of a dense wave that holds every rollout whole, or 0 where it does not fit.
 std::int64_t require_runs_fit(const ModelShape& shape, const Options& options, const MachineProfile& machine,
                               const TrainingData& data, const Mesh& mesh) {
@@ -329,13 +329,13 @@ class Verification {
     take(loss, errors[parameters.size() + 1]);
   }
 
-  // What this rank keeps of a parameter.
+  // The part of a parameter that this rank keeps.
   at::Tensor kept(const at::Tensor& flat, const Parameter& here) const {
     const Kept kept = model_.table.kept(here);
     return flat.narrow(0, kept.place, kept.count);
   }
 
-  // Of every parameter of the whole model the sum over its elements, of which ranks have parts.
+  // For every parameter of the whole model the sum over its elements, of which ranks have parts.
   std::vector<double> over_parameters(const std::function<double(const Parameter& here)>& sum_here) const {
     std::vector<double> sums;
     for (const Parameter& parameter : whole_.parameters()) {
@@ -345,8 +345,8 @@ class Verification {
     return sums_over_ranks(model_.mesh.world, std::move(sums));
   }
 
-  // Of every parameter, relative to the dense one's norm; where that vanishes, to what rounding makes of the whole
-  // gradient.
+  // The distance of every parameter's gradient, relative to the dense one's norm; where that vanishes, to what rounding
+  // makes of the whole gradient.
   std::vector<double> relative_distances(const at::Tensor& gradient) const {
     std::vector<double> distances = over_parameters(
         [&](const Parameter& here) { return sum_of_squares(kept(gradient, here) - kept(dense_.gradient, here)); });
@@ -447,7 +447,7 @@ ChoosingRun float64_run(const Options& options, const MiniBatch& mini_batch, std
   return exact_run(*step, mini_batch, exact);
 }
 
-// How far the choices of a dense run that chooses freely are from those of float64.
+// The difference between the choices of a dense run that chooses freely and the choices in float64.
 moe::ChoiceDifference free_difference(VerifiedStep& step, const MiniBatch& mini_batch, Options options,
                                       const moe::ChosenExperts& exact) {
   options.schedule = "dense";

@@ -40,7 +40,7 @@ at::Tensor recorded_weights(const std::filesystem::path& file, const ParameterTa
   return flat;
 }
 
-// Of the weights of all ranks, each of which has a part of them; padding is 0 on both sides.
+// Compares the weights of all ranks, each of which has a part of them; padding is 0 on both sides.
 CheckpointDifference compare(std::int64_t step, const ModelState& model, const at::Tensor& ours,
                              const at::Tensor& theirs, const at::Tensor& initial) {
   double largest = 0, absolute = 0, squares = 0, moved = 0;

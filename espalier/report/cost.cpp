@@ -25,7 +25,7 @@ std::string phase_table(const std::vector<StackPart>& phases, double whole) {
          rows + "</tbody></table>";
 }
 
-// The plan's seconds are those of the phases A, B and C.
+// The plan's seconds cover the phases A, B and C.
 Points phase_seconds(const std::vector<Json>& steps) {
   Points out;
   for (const Json& step : steps) {

@@ -9,7 +9,7 @@
 namespace espalier {
 namespace {
 
-// What of the run's description identifies it, in a line.
+// One line of the run's description, which identifies the run.
 std::string subtitle(const RunRecord& run) {
   std::string out;
   for (const auto& [field, before] : {std::pair("/espalier", "espalier "),

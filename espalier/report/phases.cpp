@@ -12,7 +12,7 @@ struct Phase {
   const char* colour;
   const char* field;
 };
-// What a step holds besides the update of the actor.
+// The parts of a step besides the update of the actor.
 constexpr Phase kBeside[] = {{"generate", "generate", "/seconds/generate"},
                              {"score", "score", "/seconds/score"},
                              {"critic's values", "values", "/critic/seconds/values"},

@@ -12,7 +12,7 @@
 namespace espalier {
 
 // The "plan" of docs/run_folder.md: {"trees": [...], "tree_count", "nodes": [...], "schedule": [...],
-// "entry_count", "rows", "seconds"}. `rollouts` are those of the plan. At most 200 nodes and 300 entries of the
+// "entry_count", "rows", "seconds"}. `rollouts` are the plan's. At most 200 nodes and 300 entries of the
 // schedule, the first ones of each; the counts say how many there are. Trees are drawn as the tokens have them, also
 // where the options forbid sharing. Time: O(tokens).
 Json plan_picture(const StepPlan& plan, std::span<const Rollout> rollouts);
@@ -35,7 +35,7 @@ struct PictureTree {
 struct PictureEntry {
   std::string phase;             // "A" a trunk's forward, "B" a wave, "C" a trunk's backward
   std::int64_t level;            // open trunks above
-  std::int64_t rows, path_rows;  // its own, and those of the trunks above that it reads
+  std::int64_t rows, path_rows;  // its own, and the rows of the trunks above that it reads
   std::int64_t rollouts;
   std::int64_t tree, trees;  // the first tree with rows in it, and how many have
   double seconds;            // predicted

@@ -1,4 +1,4 @@
-// What is text on the page: sample responses, the numbers behind the curves, options and versions.
+// Text on the page: sample responses, the numbers behind the curves, options and versions.
 #include <algorithm>
 
 #include "espalier/base/error.h"

@@ -24,7 +24,7 @@ std::unique_ptr<ByteStream> open_file_bytes(const std::string& path, std::int64_
 // Text that outlives the stream.
 std::unique_ptr<ByteStream> memory_bytes(std::string_view text);
 
-// `stream` itself, or unpacked where its first bytes are those of gzip or zstd. Several members end to end are one
+// `stream` itself, or unpacked where its first bytes say gzip or zstd. Several members end to end are one
 // text; a stream cut short or damaged is an InputError that names `name`.
 std::unique_ptr<ByteStream> unpacked(std::unique_ptr<ByteStream> stream, const std::string& name);
 

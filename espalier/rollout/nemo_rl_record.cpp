@@ -6,8 +6,8 @@
 //   token_loss_mask      1 where a token was generated and counts; sample_loss_mask 0 drops the whole sample
 //   advantages           per token; generation_logprobs -> rollout_logprobs, prev_logprobs -> old_logprobs,
 //                        reference_policy_logprobs -> ref_logprobs: the log-prob of token t stands at t, the first is 0
-//   filtered_rewards     -> reward, else rewards. With dynamic sampling `rewards` are those of all prompts that were
-//                        sampled, and do not belong to the samples of the file
+//   filtered_rewards     -> reward, else rewards. With dynamic sampling `rewards` belong to all prompts that were
+//                        sampled, and not to the samples of the file
 //   content, idx, agent_ref are carried through, other fields too, with a note
 //
 // The format has no border between prompt and response. Here the prompt ends before the first token with loss; what

@@ -45,7 +45,7 @@ std::string_view last_line(std::string_view text) {
   return text.substr(text.rfind('\n') + 1);
 }
 
-// What the child says as its last line; false: it is no object with these members.
+// Reads the error in the child's last line; false: it is no object with these members.
 bool parse_error(std::string_view line, ErrorText& out) {
   simdjson::dom::parser parser;
   simdjson::dom::element object;

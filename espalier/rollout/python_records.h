@@ -1,6 +1,6 @@
 // Records that the Python package reads: `python -m espalier.records PATH` runs as a child, and the neutral JSON Lines
 // it prints are the stream. No shell and no temporary file; the child never outlives the stream. The Python and its
-// environment are those of python_interpreter.h.
+// environment: python_interpreter.h.
 #pragma once
 
 #include <sys/types.h>

@@ -17,7 +17,7 @@
 namespace espalier {
 
 // Rows of text as TRL's data sets have them become records by a model's tokenizer (python/espalier/texts/rows.py):
-// those of files of JSON Lines whose first record has no ids, and of Parquet.
+// rows of JSON Lines whose first record has no ids, and of Parquet.
 struct TextRows {
   std::string objective;  // "dpo", "reward" or "sft"; empty: text is refused
   std::string model;      // directory

@@ -41,7 +41,7 @@ class RecordedExpertsReader {
   // Before the first record nobody knows how wide one is.
   void add_free() { out_.ids.resize(out_.ids.size() + width(), RecordedExperts::kFree); }
 
-  // Of every layer: a token without a record. Experts of a layer are distinct, so zeros are what a writer puts where it
+  // True for a token without a record in any layer. Experts of a layer are distinct, so a writer puts zeros where it
   // has nothing; zeros in some layers stay as they came (fit_recorded_experts).
   bool is_padding() const {
     return std::ranges::all_of(

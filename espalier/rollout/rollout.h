@@ -29,7 +29,7 @@ struct RecordedExperts {
 };
 
 // The tokens that the sampler could draw, after top-k and top-p, for each response token. Log-prob, entropy and
-// gradient of a token with such a set are those of the policy over the set; without one, over the whole vocabulary.
+// gradient of a token with such a set are over the set; without one, over the whole vocabulary.
 struct KeptSets {
   std::vector<std::int64_t> begin;  // [response tokens + 1]; empty: no token has a set
   std::vector<std::int32_t> ids;    // the set of token t: [begin_t, begin_{t + 1}), ascending, the token among them

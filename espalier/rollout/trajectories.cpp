@@ -40,7 +40,7 @@ void order_turns(std::span<const Rollout> rollouts, Turns& turns) {
   }
 }
 
-// Of a trajectory's turns, those that lie on one branch; all of a trajectory without branches.
+// The turns of a trajectory that lie on one branch; all turns of a trajectory without branches.
 Turns turns_on(std::span<const Rollout> rollouts, const Turns& turns, const std::string& branch) {
   Turns out;
   for (const std::int64_t index : turns)

@@ -85,7 +85,7 @@ class RecordText {
   std::string text_;
 };
 
-// What does not depend on the response.
+// Adds the fields that do not depend on the response.
 void add_begin(RecordText& record, const Rollout& rollout) {
   if (!rollout.carried.empty()) {
     JsonMembers members(rollout.carried);

@@ -39,7 +39,7 @@ struct AttentionSize {
   bool counted = false;          // results say how many pairs are seen (counted_operands)
 };
 
-// The number of rows above each own row, those of the path included.
+// The number of rows above each own row, the path's rows included.
 std::vector<std::int32_t> depths_of(const std::vector<std::int32_t>& end, std::int64_t path) {
   std::vector<std::int32_t> depth(end.size(), static_cast<std::int32_t>(path));
   for (std::size_t row = 0; row < end.size(); ++row)
@@ -98,7 +98,7 @@ AttentionOperands random_operands(const AttentionSize& size, std::int64_t Q, std
 }
 
 // Operands of one head whose scores are all 0, so that query i with n_i keys gives each the weight 1 / n_i and has the
-// log-sum-exp log n_i. Key j, those of the path first, is 1 in column j mod D/2 of k, and j mod 2 in v; query i is 1 in
+// log-sum-exp log n_i. Key j, the path's first, is 1 in column j mod D/2 of k, and j mod 2 in v; query i is 1 in
 // column i mod D/2 of the other half of q, and n_i in column i mod D of the result's gradient. With f_i the share of
 // odd keys that i sees:
 //   gV_j: in column c how many of the queries i = c (mod D) see j
@@ -151,8 +151,8 @@ void add_attention_case(std::vector<OperationCase>& cases, const AttentionSize& 
                             0, cap};
   };
   // bfloat16: the weights and their slopes are rounded as factors of a second product, whose sums over keys (or over
-  // queries) of either sign are as large as the root of their number, less than the largest result. Of what is counted
-  // all summands have one sign: four roundings are those of the result in delta, of slope or weight, of the gradient of
+  // queries) of either sign are as large as the root of their number, less than the largest result. Where numbers are
+  // counted all summands have one sign: four roundings, of the result in delta, of slope or weight, of the gradient of
   // the result, and of a gradient. The log-sum-exp, compared alone, has no factor that is rounded.
   const double keys = static_cast<double>(T + P), exponents = 8 + scale * static_cast<double>(D);
   cases.push_back({"attention",
@@ -274,7 +274,7 @@ std::vector<OperationCase> attention_cases() {
   add_attention_case(cases, {.own = 66, .path = 40, .window = 20, .first_query = 66});
   // A cap without a window, where tiles are seen whole.
   add_attention_case(cases, {.own = 129, .path = 0, .soft_cap = 1, .branch_rows = 129});
-  // Which pairs are seen, where one row of a tile is another than the rest: one that nobody below it sees, in several
+  // Pairs that are seen where one row of a tile is another than the rest: one that nobody below it sees, in several
   // places; the one at which a window ends; a branch that begins in the second half of a tile of queries, the last of
   // which has one half; a branch without queries before all others.
   for (const AttentionSize& size :

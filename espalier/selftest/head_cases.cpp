@@ -55,7 +55,7 @@ void add_logit_cases(std::vector<OperationCase>& cases, std::int64_t rows, std::
     logits.select(1, V - 1).fill_(2e-18);
   }
   // A logit's exponent is off by its distance from the maximum. Where one token has all the probability, log-prob and
-  // entropy are differences of logarithms that cancel: their errors are those of an exponent, relative to 1.
+  // entropy are differences of logarithms that cancel: their errors are an exponent's, relative to 1.
   const double distance = 16 * scale + 16, terms = distance + root(V) * 8;
   OperationCase score{"logit_sums, raise_maximum, score_edges", sizes, shared, {}, 0, terms};
   for (int i = 0; i < 3; ++i) score.arguments.push_back(numbers(edges.edges));
@@ -201,7 +201,7 @@ struct ExpertSize {
   bool renormalise;
 };
 
-// Which expert each slot has: distinct in a row, the first expert in all rows, some experts in none.
+// The expert of each slot: distinct in a row, the first expert in all rows, some experts in none.
 std::vector<std::int32_t> choices_of(const ExpertSize& size) {
   std::vector<std::int32_t> choice;
   for (std::int64_t r = 0; r < size.rows; ++r)
@@ -211,7 +211,7 @@ std::vector<std::int32_t> choices_of(const ExpertSize& size) {
   return choice;
 }
 
-// `equal`: logits are whole numbers, so that experts of one lane and of several are as likely; backward, those of
+// `equal`: logits are whole numbers, so that experts of one lane and of several are as likely; backward, logits of
 // experts 32 and 65 are so large that exponents are finite relative to them alone.
 void add_router_cases(std::vector<OperationCase>& cases, const ExpertSize& size, bool equal = false) {
   const auto [R, E, k, renormalise] = size;
@@ -351,7 +351,7 @@ void add_sorted_cases(std::vector<OperationCase>& cases, const ExpertSize& size,
 }
 
 // Logits that are few numbers, 0 and -0 among them, or that differ in the last bits of a float32 and of a float64; all
-// the same; the same but for tokens 1 and 2, which are likelier; and those of which a draw leaves a rest.
+// the same; the same but for tokens 1 and 2, which are likelier; and logits of which a draw leaves a rest.
 enum class Logits { random, equal, neighbours, same, pair, rest, rest_before_tie };
 
 // Token 0 has weight 1; token 1 and the k - 1 even ones have w = 0.7 ulp, ulp = 2^-52 being that of 1; the others have
@@ -478,7 +478,7 @@ std::vector<OperationCase> optimizer_cases() {
                      [step](const Ops& o, const Tensors& t) { o.adamw(t[0], t[1], t[2], t[3], step, at::Tensor()); },
                      0,
                      8});
-    // Of a longer tensor, whose rest stays as it is.
+    // A part of a longer tensor, whose rest stays as it is.
     const std::int64_t part = count == 1024 ? 17 : count;
     if (count <= 1024)
       cases.push_back({"adamw",

@@ -15,7 +15,7 @@
 namespace espalier {
 namespace {
 
-// Of one layer, and of the head.
+// Sizes of one layer, and of the head.
 constexpr std::int64_t kWidth = 2048, kInner = 6144, kHeads = 16, kKvHeads = 4, kHeadDim = 128, kVocabulary = 32768;
 constexpr std::int64_t kFewest = 64, kMost = 16384;
 constexpr double kLongEnough = 5e-3;  // seconds

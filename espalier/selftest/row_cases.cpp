@@ -16,7 +16,7 @@ using Ops = Operations;
 // Rows that a wider matrix has at its columns from 2 on: a stride, and an address that is no multiple of 16.
 at::Tensor inner(const at::Tensor& x, std::int64_t width) { return x.narrow(1, 2, width); }
 
-// Of a row: its sum of squares (width terms), root and reciprocal, two products that are rounded.
+// Errors of a row: its sum of squares (width terms), root and reciprocal, two products that are rounded.
 void add_norm_cases(std::vector<OperationCase>& cases) {
   struct Size {
     std::int64_t rows, width;

@@ -183,7 +183,7 @@ struct RouterSize {
   bool corrected, renormalise;
 };
 
-// Scores of float32 and bfloat16 could stand in another order than those of float64: logits are few whole numbers, far
+// Scores of float32 and bfloat16 could stand in another order than in float64: logits are few whole numbers, far
 // apart, and the correction is a multiple of 1/8 of any score's distance.
 void add_router_cases(std::vector<OperationCase>& cases, const RouterSize& s) {
   const std::int64_t R = s.rows, E = s.experts, k = s.chosen, groups = s.groups, top = s.top_groups;

@@ -20,7 +20,7 @@ class PythonService {
 
   // Starts `python -m espalier.texts SERVICE PATH`. An answer may take `patience` milliseconds, the start at least a
   // minute. `has_state`: a process that dies takes with it what later requests need, so none takes its place. Errors:
-  // those of PythonProcess and `on_error`.
+  // as PythonProcess and `on_error`.
   PythonService(const std::string& service, const std::string& path, int patience, OnError on_error,
                 bool has_state = false);
 

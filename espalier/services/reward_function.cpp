@@ -14,7 +14,7 @@ namespace {
 
 constexpr const char* kSignature = "compute_score(data_source, solution_str, ground_truth, extra_info)";
 
-// What the service is told of one response.
+// One response as the service is told of it.
 Json item_of(const Rollout& rollout, bool with_ids) {
   const Json carried = carried_fields(rollout);
   const auto member = [](const Json& object, const char* name) {

@@ -106,7 +106,7 @@ class LazyTokenizer {
   explicit LazyTokenizer(std::string directory, std::string template_arguments = "")
       : directory_(std::move(directory)), template_arguments_(std::move(template_arguments)) {}
 
-  Tokenizer& get();  // Errors: those of Tokenizer
+  Tokenizer& get();  // Errors: as Tokenizer
   // The same for what is merely nicer with text: null where the directory holds none, and, with a note, where it cannot
   // be read.
   Tokenizer* at_hand(Progress& progress);

@@ -46,7 +46,7 @@ constexpr std::array<std::pair<std::string_view, const char*>, 14> kExamples = {
      "espalier train --loss-type dapo --beta 0.04 --epsilon-high 0.28 --model M --rollouts r.jsonl --out OUT"},
 }};
 
-// All rows, those of TRL's formulas last.
+// All rows, the rows of TRL's formulas last.
 std::vector<const OptionRow*> rows_by_section() {
   std::vector<const OptionRow*> rows;
   for (const OptionRow& row : option_rows()) rows.push_back(&row);

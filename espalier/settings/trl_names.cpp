@@ -186,7 +186,7 @@ class Translation {
 
   // TRL divides dapo, cispo and vespo by num_items_in_batch, which counts a generation batch, times
   // gradient_accumulation_steps / steps_per_generation. Its other losses and its entropy bonus are means over
-  // micro-batches of means over a micro-batch. Of a mean over rollouts that is the mean over the mini-batch; of a mean
+  // micro-batches of means over a micro-batch. For a mean over rollouts it is the mean over the mini-batch; for a mean
   // over tokens it is so where the mini-batch is one micro-batch.
   void divisor() {
     const OptionSetting *items = take("num_items_in_batch"), *parts = take("gradient_accumulation_steps"),

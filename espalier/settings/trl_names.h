@@ -13,7 +13,7 @@ namespace espalier {
 
 std::vector<std::string> trl_names();
 
-// TRL's names and those of peft_names.h.
+// TRL's names and the names of peft_names.h.
 bool is_alias(std::string_view name);
 std::vector<std::string> alias_names();
 

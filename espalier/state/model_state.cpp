@@ -153,7 +153,7 @@ at::Tensor room_for_weights(const ModelState& state, const ParameterTable& table
   return has_padding(table) ? device.to_host(weights) : device.host_room(weights);
 }
 
-constexpr std::uint64_t kAdapterStream = std::uint64_t{1} << 40;  // beyond those of a model's own parameters
+constexpr std::uint64_t kAdapterStream = std::uint64_t{1} << 40;  // beyond a model's own parameters
 Random adapter_numbers(std::uint64_t seed) { return Random(seed).fork(kAdapterStream); }
 
 // Overwrites what is kept here of a whole parameter's values.
@@ -165,7 +165,7 @@ void take(const std::vector<std::byte>& values, const Parameter& here, const Kep
                    static_cast<std::byte*>(host_bytes(flat)) + run.local * bytes, run.count);
 }
 
-// Start values of adapters, or those of a directory, whose modules_to_save take the place of the model's.
+// Start values of adapters, or values of a directory, whose modules_to_save take the place of the model's.
 void fill_adapters(const ModelState& state, const AdapterChoice& choice, const at::Tensor& host,
                    const at::Tensor& held) {
   if (choice.rank == 0) return;

@@ -70,7 +70,7 @@ std::int64_t least_over_ranks(std::int64_t bytes, const Mesh& mesh) {
   return static_cast<std::int64_t>(-maxima_over_ranks(mesh.world, {-static_cast<double>(bytes)}).front());
 }
 
-// Those of this rank.
+// The trees of this rank.
 std::vector<PrefixTree> dealt_trees(std::vector<PrefixTree> trees, const LocalShape& shape, const PlanOptions& options,
                                     const MachineProfile& machine, std::span<const Rollout> rollouts,
                                     const Mesh& mesh) {

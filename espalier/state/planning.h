@@ -41,7 +41,7 @@ StepPlan plan_step(const LocalShape& shape, const Options& options, const Machin
 // gives the bytes that the largest step needs: a budget of that size is enough for all steps.
 class StepsFit {
  public:
-  // Adds a step of each model on these rollouts. Every rank calls it. Errors: those of plan_step except for memory.
+  // Adds a step of each model on these rollouts. Every rank calls it. Errors: as plan_step except for memory.
   void add(std::span<const HeldModel> held, const Options& options, const MachineProfile& machine,
            std::span<const Rollout> rollouts, bool all_logprobs, const Mesh& mesh);
   bool fits() const { return !worst_; }

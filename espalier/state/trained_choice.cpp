@@ -12,7 +12,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// That every character stands for itself in an expression.
+// An expression in which every character stands for itself.
 std::string literal(const std::string& name) {
   std::string out;
   for (const char c : name) out += c == '.' ? std::string("[.]") : std::string(1, c);
@@ -43,7 +43,7 @@ TrainedChoice stored_choice(const Options& options, const std::string& words, co
   return {all, std::move(adapter)};
 }
 
-// Processors read matrices of bfloat16 beside rows of float32; units that ranks divide have one dtype.
+// Processors read matrices of bfloat16 beside rows of float32; sharded units have one dtype.
 bool keeps_narrow(const Options& options) {
   return options.dtype != DType::float64 && options.device == DeviceType::cpu && options.shard != Sharding::full;
 }
@@ -119,7 +119,7 @@ std::string kinds_of(const std::set<std::string>& modules) {
   return out;
 }
 
-constexpr std::uint64_t kCriticStream = std::uint64_t{1} << 41;  // of --seed: beyond those of the actor's adapter
+constexpr std::uint64_t kCriticStream = std::uint64_t{1} << 41;  // of --seed: beyond the actor's adapter
 
 // A fresh adapter like the actor's.
 AdapterChoice like_actor(AdapterChoice adapter) {

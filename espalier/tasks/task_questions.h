@@ -23,7 +23,7 @@ class TaskTexts final : public TurnTexts {
 
 class TaskQuestions final : public Questions {
  public:
-  // Rewards are the task's own, or those of --reward.
+  // Rewards are the task's own, or from --reward.
   explicit TaskQuestions(const Options& options);
 
   std::vector<Prompt> train(const Draw& draw, std::int64_t count) override;

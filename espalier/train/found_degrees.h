@@ -16,7 +16,7 @@ struct FoundDegrees {
 
 // Degrees for `processes` ranks, `local` of them on this machine, by the mini-batch with the most tokens. `verb`: the
 // verb's letter; 's', score, takes all rollouts as one and runs forward only. Reads config.json and the rollouts, no
-// weights. Errors: those of reading; OptionError if no degrees divide the model.
+// weights. Errors: from reading; OptionError if no degrees divide the model.
 FoundDegrees find_degrees(const Options& options, char verb, std::int64_t processes, std::int64_t local,
                           Progress& progress);
 

@@ -16,7 +16,7 @@
 namespace espalier {
 namespace {
 
-// Of a critic's or a reward model's adapter with its value head, which a language model lacks.
+// The shape for a critic's or a reward model's adapter has the value head, which a language model lacks.
 ModelShape merged_shape(const std::filesystem::path& adapter, const std::filesystem::path& model) {
   if (is_reward_adapter(adapter)) return read_reward_shape(model).shape;
   return is_critic_adapter(adapter) ? read_critic_shape(model).shape : read_model_shape(model);

@@ -1,5 +1,5 @@
 // Numbers of a step that say whether its rollouts can teach anything, and how fast the machine was: fields of
-// metrics.jsonl beside those of step_json.
+// metrics.jsonl beside step_json's.
 #pragma once
 
 #include <span>

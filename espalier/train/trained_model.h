@@ -43,7 +43,7 @@ void note_changed_files(const ModelState& model, Progress& progress);
 // Bytes of the weights and the state that save_trained_model writes for a model that is read from `source`.
 std::int64_t bytes_of_saved_model(ModelShape shape, const std::filesystem::path& source, const Options& options);
 
-// Overwrites masters, moments, the optimizer's step and the weights with those of a directory that save_trained_model
+// Overwrites masters, moments, the optimizer's step and the weights from a directory that save_trained_model
 // filled. Errors: as load_run_state.
 RunState continue_trained_model(const std::filesystem::path& directory, ModelState& model, AdamW& optimizer);
 

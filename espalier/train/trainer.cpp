@@ -66,7 +66,7 @@ std::vector<HeldModel> held_models(const Options& options, const Mesh& mesh) {
   return held;
 }
 
-// What is known before the first step; records and log-probs are small beside it.
+// Checks for what is known before the first step; records and log-probs are small beside it.
 void check_disk_space(const Options& options) {
   const ModelShape shape = trained_shape_of(options);
   const std::int64_t accumulator_bytes =
@@ -234,7 +234,7 @@ class Training {
                     {"logps/chosen", means.logprob.chosen},  {"logps/rejected", means.logprob.rejected}};
   }
 
-  // What there is after the steps done so far: the run continues from it.
+  // Saves the state after the steps done so far: the run continues from it.
   void save() {
     progress_.begin("saving", 0, "bytes");
     std::optional<AtomicDirectory> out;
@@ -332,7 +332,7 @@ class Training {
     if (critic_) require_same_weights(critic_->model(), critic_directory(options_));
   }
 
-  // Those that several ranks hold: of ranks with other parts, or that divide them, nothing can be compared.
+  // Compares the weights that several ranks hold whole and alike; sharded and different parts cannot be compared.
   static void require_same_weights(const ModelState& model, const std::string& where) {
     const Mesh& mesh = model.mesh;
     Fingerprint everywhere, of_replicas, of_experts;

@@ -16,7 +16,7 @@ using TrainStep = std::function<void(const StepReport& report, const Json& line)
 int signal_of_any_rank(const Progress& progress, const Mesh& mesh);
 
 // Runs the steps that the options ask for and writes --out, --gradients, --logprobs, --rollout-metrics and --record at
-// the end: complete, or not at all; --out also every --save-freq steps. Errors: those of reading, planning and writing;
+// the end: complete, or not at all; --out also every --save-freq steps. Errors: from reading, planning and writing;
 // files that existed before are then unchanged, except for --out if a checkpoint was saved. On an interrupt with --out
 // the step is finished, --out is saved and Interrupted is thrown.
 // Every rank of the mesh runs it; rank 0 writes and is told of the steps.

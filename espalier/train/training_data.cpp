@@ -91,7 +91,7 @@ std::map<std::string, std::string> fingerprints_of(const std::vector<Rollout>& r
 std::vector<std::vector<double>> advantages_of(const std::vector<Rollout>& rollouts,
                                                const std::vector<std::size_t>& begins, const Options& options) {
   if (options.objective != ObjectiveKind::grpo) {
-    std::vector<std::vector<double>> ones;  // those of pairs and lists come with each step
+    std::vector<std::vector<double>> ones;  // ones of pairs and lists come with each step
     for (const Rollout& rollout : rollouts) ones.emplace_back(rollout.response_ids.size(), 1.0);
     return ones;
   }

@@ -23,7 +23,7 @@ using ValueFunction = std::function<TokenSeries(std::span<const Rollout>)>;
 class TrainingData {
  public:
   // Advantages are computed over the whole file, or over the records of one `step`, before mini-batches are cut; with a
-  // critic prepare() computes them. Errors: those of cut_mini_batches, settle_turn_rewards and compute_advantages;
+  // critic prepare() computes them. Errors: as cut_mini_batches, settle_turn_rewards and compute_advantages;
   // InputError for pairs or lists without the objective that takes them, and the other way round.
   TrainingData(std::vector<Rollout> rollouts, const Options& options, bool with_critic = false);
 
@@ -89,7 +89,7 @@ struct AsRead {
 };
 
 // Reads `paths` as --rollouts names them, checking ids and recorded experts against the model; remarks go to progress.
-// `as_read` may be null. Errors: those of read_rollouts, fit_recorded_experts and refuse_image_tokens; OptionError for
+// `as_read` may be null. Errors: as read_rollouts, fit_recorded_experts and refuse_image_tokens; OptionError for
 // a temperature that is not above 0.
 std::vector<Rollout> read_for_model(const std::string& paths, const ModelShape& shape, Progress& progress,
                                     const RecordUse& use = {}, AsRead* as_read = nullptr);

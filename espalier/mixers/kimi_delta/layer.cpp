@@ -14,7 +14,7 @@ struct Latents {
         of_a_TC(both_TC.narrow(1, both_TC.size(1) / 2, both_TC.size(1) / 2)) {}
 };
 
-// The columns of projected rows that are products with rows, and those of z and a.
+// The columns of projected rows that are products with rows, and the columns of z and a.
 struct Columns {
   at::Tensor of_rows_TW, z_TV, a_TA;
 

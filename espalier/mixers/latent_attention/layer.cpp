@@ -68,7 +68,7 @@ class Pass : public LatentLayer {
     queries.head_dim = s.head_dim(), queries.first = s.plain;
     return queries;
   }
-  // Of the row that all keys share.
+  // The rotation of the row that all keys share.
   Rotation rotation_of_keys() const {
     Rotation shared = rotation(c.rotations.front(), c.input.position_T);
     shared.head_dim = s.rotary;

@@ -4,7 +4,7 @@
 //
 // A row of the path then takes C + K numbers in each layer in place of J (D + Dv), and keys and values stand in memory
 // for the layer in use alone. Gradients are sums over everything below, in the accumulator dtype. Where sums have a
-// defined order (base/defined_sums.h), keys and values are bitwise identical to those of the rows' own forward.
+// defined order (base/defined_sums.h), keys and values are bitwise identical to the rows' own forward.
 //
 // Shapes: P rows of the path, T rows of a set, J key/value heads, D and Dv sizes of a key and of a value, N channels of
 // a key without rotation, C width of the latent, K rotated channels.

@@ -2,8 +2,8 @@
 // head of queries and keys has channels without rotation, then channels that rotate. The rotated channels of keys are
 // one row for all heads, projected beside the latent.
 //
-// H heads, each with queries, keys and values of its own; C width of a latent, N plain channels, K rotated ones, Dv
-// those of values, M width of the stream.
+// H heads, each with queries, keys and values of its own; C width of a latent, N plain channels, K rotated channels, Dv
+// channels of values, M width of the stream.
 #pragma once
 
 #include <cstdint>

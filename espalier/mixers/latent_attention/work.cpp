@@ -113,7 +113,7 @@ std::int64_t LatentAttention::backward_bytes(const BlockShape& block, const Bloc
   return LatentBackwardBuffers(shape, block, rows, of_block).peak();
 }
 
-// q k and A v of a visible pair. In a backward S, dQ and dK again over channels of keys, dA and dV over those of
+// q k and A v of a visible pair. In a backward S, dQ and dK again over channels of keys, dA and dV over channels of
 // values.
 MixerFlops LatentAttention::flops() const {
   const auto keys = static_cast<double>(shape.head_dim()), values = static_cast<double>(shape.value);

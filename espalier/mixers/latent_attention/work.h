@@ -1,7 +1,7 @@
 // Buffers of latent attention (device/buffers.h).
 //
 // T rows, R rows with a query (those that continue), H heads, C width of a latent, M width. With rows of a set sharded
-// over cp the source takes the rows' latents, and computes keys and values from those of all ranks: `gives`.
+// over cp the source takes the rows' latents, and computes keys and values from all ranks' latents: `gives`.
 #pragma once
 
 #include "espalier/mixers/latent_attention/shape.h"

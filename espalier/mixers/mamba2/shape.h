@@ -19,8 +19,8 @@ class Mamba2 final : public Recurrence {
   std::shared_ptr<const Mixer> part(std::int64_t ranks) const override;
 };
 
-// Gives Mamba-2 to all layers but those of attn_layer_indices (Bamba); to those that layer_types calls mamba or
-// linear_attention, all where it is absent (Granite 4); to those of Nemotron-H's pattern (shape/half_blocks.h). The
+// Gives Mamba-2 to all layers outside attn_layer_indices (Bamba); to layers that layer_types calls mamba or
+// linear_attention, all where it is absent (Granite 4); to layers of Nemotron-H's pattern (shape/half_blocks.h). The
 // last has other names for its members, too.
 void read_bamba(const Members& config, std::vector<LayerShape>& layers);
 void read_granite_hybrid(const Members& config, std::vector<LayerShape>& layers);

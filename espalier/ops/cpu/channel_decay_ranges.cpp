@@ -22,7 +22,7 @@ void decays(std::int64_t key_dim, const A* x, A rate, A* log_decay, A* decay) {
 }
 
 // Columns j ... of all rows, `vectors` vectors wide: columns of a state do not meet. `strip` holds the state's part,
-// rows [vectors] following each other. What a row sees is summed while the state before it is written.
+// rows [vectors] following each other. A row's product with the state before it is summed while that state is written.
 template <class A, int vectors>
 void forward_strip(const HeadRows<A>& h, std::int64_t j, int count, A* state, A* o, A* strip) {
   constexpr std::int64_t kWidth = vectors * kLanes<A>;

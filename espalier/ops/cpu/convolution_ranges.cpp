@@ -108,7 +108,7 @@ ESPALIER_SIMD_INLINE accumulator_t<T> inverse_root_mean(std::int64_t width, accu
   return inverse_root(squares / static_cast<accumulator_t<T>>(width) + eps);
 }
 
-// What a normed row is multiplied by, and its derivative.
+// The factor of a normed row, and its derivative.
 struct Silu {
   template <class V>
   static ESPALIER_SIMD_INLINE V value(V z) {

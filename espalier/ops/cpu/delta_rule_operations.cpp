@@ -1,5 +1,5 @@
 // The gated delta rule on a CPU: a thread takes a key head with its value heads and their channels, which share nothing
-// with those of other key heads, and goes through all runs in blocks of rows.
+// with other key heads, and goes through all runs in blocks of rows.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -125,7 +125,7 @@ class KeyHead {
     (s_.decays_channels() ? channels_.forward : rule_.forward)(head, state, o, room_.data());
   }
 
-  // The convolution's inputs of a row; those of rows before the run are the start's.
+  // The convolution's inputs of a row; inputs of rows before the run come from the start.
   void read_inputs(const Run<T>& run, std::int64_t row, A* to) const {
     for (const Channels& part : parts_) {
       if (row >= run.begin)
@@ -138,7 +138,7 @@ class KeyHead {
         std::copy_n(run.start + tail(row - run.begin, part), part.width, to + part.at);
     }
   }
-  // Where a state has the inputs, so many rows (-1 .. 1 - K) before what follows.
+  // The place in a state of an earlier row's inputs; rows_before: -1 .. 1 - K, from the row that follows.
   std::int64_t tail(std::int64_t rows_before, const Channels& part) const {
     return s_.matrix() + (s_.kernel - 1 + rows_before) * s_.channels() + part.channel;
   }
@@ -172,7 +172,7 @@ class KeyHead {
             !s_.mamba};
   }
 
-  // What the recurrence reads of the rows.
+  // Computes what the recurrence reads of the rows.
   void compute_block(const Run<T>& run, std::int64_t begin, std::int64_t rows) {
     const std::int64_t dk = s_.key_dim, dv = s_.value_dim, before = s_.kernel - 1;
     for (std::int64_t r = 0; r < rows + before; ++r) read_inputs(run, begin + r - before, line_.data() + r * width_);
@@ -264,7 +264,7 @@ class KeyHead {
   // Kept from run to run, because many runs are short.
   struct Backward {
     std::vector<A> room, keys, queries, of_o, grad_q, grad_k, grad_v, grad_log_decay;
-    // Of the convolution's results, for the block and the K - 1 rows behind it; of its inputs.
+    // Gradients of the convolution's results, for the block and the K - 1 rows behind it; of its inputs.
     std::vector<A> grad_mixed, grad_input;
   };
   Backward backward_;
@@ -425,7 +425,7 @@ GatedHeadRanges<T> gated_heads() {
   return ESPALIER_FOR_SET(gated_head_ranges<T>)();
 }
 
-// What a norm is over: a value head, or in Mamba-2 the value heads of a key head, with weights of their own.
+// The numbers under one norm: a value head, or in Mamba-2 the value heads of a key head, with weights of their own.
 struct NormedParts {
   std::int64_t parts, width, of_weight;
 

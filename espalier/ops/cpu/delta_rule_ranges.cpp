@@ -25,7 +25,7 @@ ESPALIER_SIMD_INLINE void scale(std::int64_t width, A a, const A* x, A* y) {
 }
 
 // Columns j ... of all rows, `vectors` vectors wide: columns of a state do not meet. `strip` holds the state's part,
-// rows [vectors] following each other. What a row sees is summed while the state before it is written.
+// rows [vectors] following each other. A row's product with the state before it is summed while that state is written.
 template <class A, int vectors, bool reads>
 void forward_strip(const HeadRows<A>& h, std::int64_t j, int count, A* state, A* o, A* strip) {
   constexpr std::int64_t kWidth = vectors * kLanes<A>;
@@ -97,7 +97,7 @@ ESPALIER_SIMD_INLINE void exponentials(std::int64_t width, A* x) {
   for_lanes<A>(width, [&](std::int64_t i, int count) { store_some(x + i, exp(load_some(x + i, count)), count); });
 }
 
-// What a block is made of besides states.
+// The matrices and factors of a block besides states.
 template <class A>
 struct Block {
   static constexpr std::int64_t C = kStateBlockRows;

@@ -44,7 +44,7 @@ void sort_by_expert(const at::Tensor& choice_RK, const SortedSlots& sorted) {
                       pointer<std::int32_t>(sorted.row_S), pointer<std::int32_t>(sorted.slot_S));
 }
 
-// Of one expert; undefined where there is none.
+// The row of one expert; undefined where there is none.
 at::Tensor row_of(const at::Tensor& x_E, std::int64_t e) { return x_E.defined() ? x_E.select(0, e) : at::Tensor(); }
 
 // An adapter of one expert.

@@ -147,7 +147,7 @@ void score_edges(const EdgeBlock& block, const at::Tensor& raw_E, const LogitSum
   }
 }
 
-// Of one block, for one type of logits.
+// The gradients of one block, for one type of logits.
 template <class T>
 struct GradientRows {
   const EdgeBlock& block;
@@ -157,7 +157,7 @@ struct GradientRows {
   const double *grad_logprob, *grad_entropy;
   std::int64_t first, columns;
 
-  // Turns logits of d, which are those of its set side by side or a whole row, into what d adds to their gradients.
+  // Turns the logits of d (a whole row, or the logits of its set side by side) into what d adds to their gradients.
   // place_of(token): the place of an edge's token among them; -1: another rank has it.
   template <class PlaceOf>
   void turn(std::int64_t d, T* raw, std::int64_t n, const PlaceOf& place_of) const {

@@ -11,7 +11,7 @@
 namespace espalier::ESPALIER_SIMD {
 namespace {
 
-// What a kind of norm does: n = (x - mean) rstd, rounded or not, times weight or 1 + weight.
+// A kind of norm: n = (x - mean) rstd, rounded or not, times weight or 1 + weight.
 template <class T>
 struct Rule {
   explicit Rule(NormKind kind)

@@ -36,7 +36,7 @@ struct Factor {
 template <class T, class Out>
 struct Product {
   std::int64_t rows, columns, steps;
-  Factor<T> a, b;  // lines of a are rows, those of b columns
+  Factor<T> a, b;  // lines of a are rows, lines of b are columns
   const Out* base;
   std::int64_t base_stride;
   Out* out;

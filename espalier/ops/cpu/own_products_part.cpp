@@ -13,7 +13,7 @@ namespace {
 constexpr std::int64_t kPanelBytes = 512 << 10;
 constexpr std::int64_t kRoundedRows = 512;  // rows of float32 sums that are kept until they are rounded
 
-// Of a thread: rows of a, panels of b, and sums that are rounded when they are whole.
+// A thread's memory: rows of a, panels of b, and sums that are rounded when they are whole.
 template <class T, class Out>
 struct Room {
   using A = accumulator_t<T>;

@@ -1,5 +1,5 @@
 // Activations other than SwiGLU (swiglu.cu), with a gate or without: a thread has a pack of gates and the pack of their
-// partners. Which one it is is decided as the kernel runs: it waits for memory either way.
+// partners. The kernel chooses the activation as it runs: it waits for memory either way.
 #include "espalier/ops/cuda/kernel.h"
 #include "espalier/ops/cuda/launch.h"
 #include "espalier/ops/cuda/norm.h"

@@ -17,7 +17,7 @@ void check_taken(const AttentionProblem& problem) {
                             text_of(widest), "use --device cpu"});
 }
 
-// Whether rows of bfloat16 stand at multiples of 16 bytes.
+// True if rows of bfloat16 stand at multiples of 16 bytes.
 bool in_pieces(const at::Tensor& x) {
   return x.stride(0) % 8 == 0 && reinterpret_cast<std::uintptr_t>(x.data_ptr()) % 16 == 0;
 }

@@ -15,7 +15,7 @@ template <class T>
 __device__ __forceinline__ T* head_at(const Rows<T>& rows, const Shape& shape, std::int64_t row, std::int64_t head) {
   return rows.data + row * rows.stride + head * shape.head_dim;
 }
-// Of values and results.
+// The same for values and results.
 template <class T>
 __device__ __forceinline__ T* value_at(const Rows<T>& rows, const Shape& shape, std::int64_t row, std::int64_t head) {
   return rows.data + row * rows.stride + head * shape.value_dim;
@@ -53,7 +53,7 @@ struct Item {
   bool inside = false;
   std::int64_t query = 0, head = 0, kv_head = 0, own_row = 0, first_depth = 0;
 
-  // Where the keys that it meets begin: 32 at a time, those of the path before its window left out.
+  // The first key that it meets, a multiple of 32: keys of the path before its window are left out.
   __device__ __forceinline__ std::int64_t first_key(const Shape& shape) const {
     if (first_depth <= 0) return 0;
     return (first_depth < shape.path_rows ? first_depth : shape.path_rows) / 32 * 32;

@@ -1,6 +1,6 @@
 // Attention of bfloat16 on tensor cores: tiles of 64 queries (or keys) stay in registers while tiles of their partners
 // pass through two buffers in shared memory, one being fetched while the other is multiplied. S is made twice in the
-// backward, once for the gradients of keys and values and once for those of queries, so that each sum has one owner:
+// backward, once for the gradients of keys and values and once for the queries', so that each sum has one owner:
 // no atomics, and the same bits each time. Windows and soft caps have kernels of their own (kRules), so that those
 // without them do not pay for them.
 #include <algorithm>
@@ -72,7 +72,7 @@ struct ForwardTiles {
   static constexpr std::int64_t kBytes = (4 * kKeys + (kQueriesInRegisters ? 0 : 64)) * D * 2;
 };
 
-// Whether some row may not see some key of a tile: a branch of the kernel for each.
+// True if some row may not see some key of a tile: a branch of the kernel for each.
 template <bool masked>
 struct Masked {
   static constexpr bool value = masked;
@@ -243,7 +243,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
 }
 
 // S = x y^T and P = grad_x' y'^T of 64 rows of one side (`here`, x and its partner) against kOthers of the other.
-// `fragments` gives those of 16 columns of x and its partner.
+// `fragments` gives the fragments of 16 columns of x and its partner.
 template <int D, int kOthers, class Fragments>
 __device__ __forceinline__ void two_products(const Fragments& fragments, SharedPlace there_a, SharedPlace there_b,
                                              const LanePieces<D>& pieces, float (&s)[kOthers / 8][4],
@@ -295,7 +295,7 @@ __device__ __forceinline__ void add_product(const float (&x)[kOthers / 8][4], Sh
 template <int D>
 inline constexpr int kKeyParts = D > 128 ? 2 : 1;
 
-// The tiles of queries that 64 keys meet, [first, last), and those of them in which all see all, [first_whole,
+// The tiles of queries that 64 keys meet, [first, last), and the tiles in which all see all, [first_whole,
 // last_whole), but for windows. Query rows ascend, so each is one run.
 template <bool kPath>
 struct QueryTiles {

@@ -1,5 +1,5 @@
-// Sampling: a block has a row of logits. What top-k and top-p keep is everything above one logit and the first few
-// tokens that have that logit; it is found by fixing the bits of that logit one after the other, from the highest, each
+// Sampling: a block has a row of logits. Top-k and top-p keep everything above one logit and the first few tokens
+// that have that logit; it is found by fixing the bits of that logit one after the other, from the highest, each
 // with one pass over the row. Nothing is sorted and nothing is stored.
 #include "espalier/ops/cuda/choice.h"
 

@@ -40,8 +40,8 @@ struct Batch {
   std::int64_t row, rows, longest;
 };
 
-// Of squares in their order as many as leave no more than three quarters of a graph's rows empty and no more pairs of
-// rows than `most_pairs`.
+// Batches of squares in their order: as many as leave no more than three quarters of a graph's rows empty and no more
+// pairs of rows than `most_pairs`.
 std::vector<Batch> batches_of(const std::vector<std::int32_t>& begin, std::int64_t most_pairs) {
   std::vector<Batch> batches;
   const auto fits = [&](const Batch& batch, std::int64_t rows) {

@@ -20,7 +20,7 @@ __device__ __forceinline__ std::int64_t matrix_of(const DeltaShape& s) {
   return s.value_heads * s.key_dim * s.value_dim;
 }
 
-// Where channel c of those of a key head is in a projected row and in the convolution.
+// The place of a key head's channel c in a projected row and in the convolution.
 struct Channel {
   std::int64_t column, channel;
 };

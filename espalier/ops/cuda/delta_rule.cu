@@ -1,5 +1,5 @@
 // The gated delta rule forward, row by row: a block has 32 channels of a value head of a run. Columns of a state do not
-// meet, so a lane has a column, and each warp a part of its rows. What the recurrence reads of q, k and v is made in
+// meet, so a lane has a column, and each warp a part of its rows. The recurrence's q, k and v are made in
 // shared memory for some rows at a time.
 #include "espalier/ops/cuda/delta_rule.h"
 

@@ -1,5 +1,5 @@
 // The gated delta rule with decays of heads or of channels, and Mamba-2, behind a short convolution on a device:
-// equations and shapes in ops/delta_rule.h, a block's matrices in ops/cpu/delta_rule_ranges.h, those of a row in
+// equations and shapes in ops/delta_rule.h, a block's matrices in ops/cpu/delta_rule_ranges.h, a row's in
 // ops/cpu/channel_decay_ranges.h. T is float, double or bfloat16, A = accumulator_t<T>.
 #pragma once
 

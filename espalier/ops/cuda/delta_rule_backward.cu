@@ -18,7 +18,7 @@ constexpr int kThreads = 256;
 constexpr std::int64_t kRows = 64;       // of a block, at most
 constexpr std::int64_t kGroupRows = 16;  // with decays of channels: rows whose states are held at once
 
-// What a run adds to the gradients of parameters, one behind the other; of a_log, by decays of a head: [decays, H].
+// A run's part of the gradients of parameters, one behind the other; of a_log, by decays of a head: [decays, H].
 struct SumPlaces {
   std::int64_t conv, bias, a_log, dt_bias, skip, all;
 };
@@ -27,7 +27,7 @@ SumPlaces places_of_sums(const DeltaShape& s) {
   return {0, bias, heads, heads + decays, heads + 2 * decays, heads + 2 * decays + H};
 }
 
-// Scratch of a block: matrices by rows. Decays of channels have the arrays of the last lines, and none of those of
+// Scratch of a block: matrices by rows. With decays of channels it has the arrays of the last lines, and none for
 // pairs of rows.
 template <class A>
 struct Room {
@@ -45,7 +45,7 @@ struct Room {
   A *group_starts, *row_states;                    // [groups of rows, dk, dv], [rows of a group, dk, dv]
 };
 
-// Blocks of rows whose states stand in scratch before those of a run.
+// For each run, the blocks of rows whose states stand in scratch before its own.
 struct BlocksBefore {
   std::int64_t of_run[kRunsAtOnce];
 };
@@ -110,7 +110,7 @@ __device__ __forceinline__ Factor<A> turned(const A* at, std::int64_t columns) {
   return {at, 1, columns};
 }
 
-// What the recurrence reads of rows [first, first + rows).
+// Computes what the recurrence reads of rows [first, first + rows).
 template <bool kChannels, class T>
 __device__ void compute_block(const DeltaShape& s, const DeltaWeights<T>& w, const DeltaRun<accumulator_t<T>>& run,
                               std::int64_t key_head, std::int64_t first, std::int64_t rows,
@@ -254,7 +254,7 @@ __device__ void head_backward(bool reads, std::int64_t rows, std::int64_t dk, st
     for (std::int64_t t = i + 1; t < rows; ++t) sum -= term(t, i);
     room.of_decay[i] += sum;
   }
-  // What rows wrote comes to k, before the state behind them is taken back.
+  // The rows' updates reach k before the state behind them is taken back.
   __syncthreads();
   for (std::int64_t at = threadIdx.x; at < rows * dv; at += kThreads) {
     room.updates[at] *= room.to_end[at / dv];

@@ -104,7 +104,7 @@ void CudaDevice::release(std::byte* memory, std::int64_t bytes) {
   give_back(memory, whole_pages(bytes));
   try {
     free_leaving();
-  } catch (const CommunicationError&) {  // whoever waits for results finds out; what is under way has ended
+  } catch (const CommunicationError&) {  // a wait for results reports it; work under way has ended
     free_leaving();
   }
   ranges_.erase(memory);
@@ -122,7 +122,7 @@ void CudaDevice::give_back(std::byte* memory, std::int64_t bytes) {
   }
 }
 
-// What work given so far may use stays where it is until that work has run: a page leaves its addresses as late as it
+// Memory that queued work may use stays where it is until that work has run: a page leaves its addresses as late as it
 // is wanted elsewhere.
 Page CudaDevice::next_page() {
   if (leaving_.empty()) return take_page();

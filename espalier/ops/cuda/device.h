@@ -62,7 +62,7 @@ class CudaDevice : public Device {
   at::Tensor adopt(const at::Tensor& host) override;
   std::shared_ptr<Group> connect(std::shared_ptr<Group> host, double timeout) override;
 
-  // Whether a tensor, possibly empty, is on this device.
+  // True if a tensor, possibly empty, is on this device.
   bool holds(const at::Tensor& tensor) const;
 
  private:

@@ -2,8 +2,8 @@
 //
 // Where there are grouped products, the slots run through them in windows of as many as the scratch has rows, whatever
 // experts they belong to: the device knows where each ends, and the host goes on. It has to know when it asks for the
-// gradients of the weights, one product an expert, added in float32 where they stand: by then the numbers are on their
-// way. Elsewhere products run one expert after the other, and the host waits once a call.
+// gradients of the weights, one product an expert, added in float32 where they stand: by then the numbers are in
+// flight. Elsewhere products run one expert after the other, and the host waits once a call.
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
@@ -156,7 +156,7 @@ struct BackwardCall {
   const ExpertScratch& scratch;
 };
 
-// What a window of slots, or the entries of one expert, have of the scratch and of what is sorted.
+// The parts of the scratch and of the sorted slots that a window of slots, or the entries of one expert, have.
 struct Part {
   at::Tensor row_N, slot_N, gate_up_NW, rows_NM, act_NF, grad_gate_up_NW;
 };
@@ -170,12 +170,12 @@ Part part_of(const SortedSlots& sorted, const at::Tensor& gate_up_SW, const Expe
           first(scratch.grad_gate_up_RW)};
 }
 
-// Whether the gradient of a slot's weight follows from gate, up and their gradients.
+// True if the gradient of a slot's weight follows from gate, up and their gradients.
 bool is_plain(const ExpertWeights& weights) {
   return weights.activation.kind == Activation::silu && weights.activation.gated && !weights.down_bias_EM.defined();
 }
 
-// Of other experts: a slot's weight multiplies the gradients of act and of the result, which part.rows has.
+// For other activations: a slot's weight multiplies the gradients of act and of the result, which part.rows has.
 void differentiate_other_activation(const BackwardCall& c, const Part& part, Places of) {
   if (c.weight_RK.defined()) {
     // Its place is free: gate_up's gradient comes after it.

@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kThreads)
   end_E[expert] = static_cast<std::int32_t>(end < 0 ? 0 : end < window.count ? end : window.count);
 }
 
-// A block has a row; its slots are ordered by their places, of which those of the window have rows of y.
+// A block has a row; its slots are ordered by their places, and the places in the window have rows of y.
 template <class T, int kPack>
 __global__ void __launch_bounds__(kThreads)
     add_expert_rows_kernel(std::int64_t chosen, std::int64_t width, Places window, const std::int32_t* place_S,

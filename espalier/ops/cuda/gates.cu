@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kThreads)
   grad_x[at] = narrowed<T>(of_y * s);
 }
 
-// What is normalised, and its z's column.
+// The numbers that are normalised, and the column of their z.
 template <class T>
 struct Part {
   std::int64_t row, part, at, z;
@@ -47,7 +47,7 @@ __device__ __forceinline__ Part<T> part_of(const GatedParts& p, std::int64_t uni
   const std::int64_t row = unit / p.parts, part = unit % p.parts;
   return {row, part, unit * p.width, row * p.projected + p.z + part / p.each * p.step + part % p.each * p.width};
 }
-// What the norm's result is multiplied by: 1 with the gate first, else silu(z) or sigmoid(z); and its slope in z.
+// The factor of the norm's result: 1 with the gate first, else silu(z) or sigmoid(z); and its slope in z.
 template <class A>
 __device__ __forceinline__ A gate_behind(const GatedParts& p, A z) {
   return p.gate_first ? A(1) : (p.by_sigmoid ? A(1) : z) / (std::exp(-z) + A(1));

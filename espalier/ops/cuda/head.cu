@@ -41,7 +41,7 @@ __device__ __forceinline__ Running<S> warp_joined(Running<S> v, S inverse) {
   return v;
 }
 
-// Joins the sums of a block's threads into those of distribution d.
+// Joins the sums of a block's threads into the sums of distribution d.
 template <class L>
 __device__ __forceinline__ void write_sums(const Running<L>& v, double inverse, std::int64_t d, const RowSums& sums,
                                            Running<double> (&scratch)[32]) {
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Of a logit by its raw one; cap 0: none.
+// The derivative of a logit by its raw logit; cap 0: none.
 template <class L>
 __device__ __forceinline__ L slope_of_logit(L logit, L scale, L cap) {
   const L t = cap > 0 ? logit / cap : L(0);
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// What the gradient of a logit needs to know of a distribution: log_p = (logit - max) / temperature - log_sum, and the
+// A distribution's numbers for the gradient of a logit: log_p = (logit - max) / temperature - log_sum, and the
 // gradient p (constant + slope log_p).
 struct SetGradient {
   double max, log_sum, constant, slope;
@@ -226,7 +226,7 @@ __global__ void __launch_bounds__(kFlatThreads)
               -inverse * grad_entropy};
 }
 
-// Whether the ascending columns [begin, end) hold this one.
+// True if the ascending columns [begin, end) hold this one.
 __device__ __forceinline__ bool holds(const std::int32_t* column, std::int32_t begin, std::int32_t end,
                                       std::int64_t wanted) {
   while (begin < end) {

@@ -1,5 +1,5 @@
-// The tiles of keys that a tile of queries meets, for attention kernels that go over tiles: those of the path first,
-// then those of the own rows. Facts of whole tiles say which of them nobody sees, and which all rows see whole, so that
+// The tiles of keys that a tile of queries meets, for attention kernels that go over tiles: the path's tiles first,
+// then the tiles of own rows. Facts of whole tiles say which of them nobody sees, and which all rows see whole, so that
 // no element needs a mask.
 #pragma once
 
@@ -64,7 +64,7 @@ struct KeyTiles {
     while (n < all && !seen(n)) ++n;
     return n;
   }
-  // Whether all rows see all keys of a tile.
+  // True if all rows see all keys of a tile.
   __device__ __forceinline__ bool whole(int n) const {
     const int key = first(n), last = key + T::kKeys - 1;
     if (is_path(n)) return last < path_rows && (!T::kRules || key >= most_first);
@@ -74,7 +74,7 @@ struct KeyTiles {
   }
 };
 
-// Whether the query at own row `row` sees key number `key` of a region; `end` is the key's subtree's.
+// True if the query at own row `row` sees key number `key` of a region; `end` is the key's subtree's.
 __device__ __forceinline__ bool sees(bool path, int key, int path_rows, int row, int end) {
   return path ? key < path_rows : key <= row && row < end;
 }

@@ -21,7 +21,7 @@ struct LatentRows {
 template <class T>
 void expand_heads(std::int64_t rows, const LatentHeads& heads, const LatentRows<const T>& from,
                   const LatentRows<T>& to);
-// From gradients of k and v. Overwrites those of kv and of shared, the latter summed over heads in their order.
+// From gradients of k and v. Overwrites the gradients of kv and of shared, the latter summed over heads in their order.
 template <class T>
 void expand_heads_backward(std::int64_t rows, const LatentHeads& heads, const LatentRows<const accumulator_t<T>>& from,
                            T* grad_kv, std::int64_t grad_kv_stride, accumulator_t<T>* grad_shared,

@@ -1,4 +1,4 @@
-// What models the kernels of this folder take, asked when a model is opened: a limit that is met in the middle of a
+// The models that the kernels of this folder take, checked when a model is opened: a limit met in the middle of a
 // step would cost the step.
 #include <vector>
 
@@ -18,7 +18,7 @@
 namespace espalier::cuda {
 namespace {
 
-// The limits that mixers state are those of the kernels.
+// The limits that mixers state are the limits of the kernels.
 static_assert(kLargestGpuHead == kLargestHead && kWidestGpuNorm == kWidestNorm);
 static_assert(kMostStateBytes == kMostDeltaBytes && kLongestGpuConvolution == kLargestKernel);
 static_assert(kGpuConvolutionParts == kConvolutionParts && kLongestGpuShortConvolution == kLongestShortConvolution);

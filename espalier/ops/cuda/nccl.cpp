@@ -1,6 +1,6 @@
 // Collectives of GPUs by NCCL, which is opened when ranks first meet: a run of one rank needs none.
 //
-// Each group has two communicators. What is sent to lower ranks goes by the second one: a communicator does one thing
+// Each group has two communicators. Sends to lower ranks go by the second one: a communicator does one thing
 // at a time, and stages of a pipeline that send to each other would each wait for the other to receive.
 #include <dlfcn.h>
 #include <nccl.h>

@@ -25,7 +25,7 @@ struct Rule {
   __device__ __forceinline__ A taken(A n) const { return kLlama || kind == NormKind::rms ? rounded<T>(n) : n; }
 };
 
-// Of every thread of a block, by all of which it is called.
+// The mean over the threads of a block, all of which call it.
 template <class T, int kPack>
 __device__ __forceinline__ accumulator_t<T> mean_of(std::int64_t width, const T* x, accumulator_t<T> (&scratch)[32]) {
   using A = accumulator_t<T>;

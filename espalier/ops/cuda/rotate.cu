@@ -19,7 +19,7 @@ __device__ __forceinline__ Halves<T, kPack> load_halves(const T* head, std::int6
   return {load_pack<kPack>(head + i), load_pack<kPack>(head + half + i)};
 }
 
-// Of the lanes of one group: its head's sum of squares, as 1/sqrt(mean + eps).
+// 1/sqrt(mean + eps) of the squares of a head, called by the lanes of its group.
 template <int kPack, int kLanes, class T>
 __device__ accumulator_t<T> inverse_root_mean(const T* head, std::int64_t half, int lane, bool inside, double eps) {
   using A = accumulator_t<T>;
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // The transpose of the rotation, then of the norm. Group g of block b has the heads (row by row) g of b, of b + blocks,
-// ...; its sums for the weight's gradient stand in shared memory, and part[b] gets those of the block's groups in
+// ...; its sums for the weight's gradient stand in shared memory, and part[b] gets the sums of the block's groups in
 // order.
 template <class T, class G, int kPack, int kLanes>
 __global__ void __launch_bounds__(kThreads)

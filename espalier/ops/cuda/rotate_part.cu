@@ -11,7 +11,7 @@ namespace {
 constexpr int kThreads = 128;
 constexpr std::int64_t kMostParts = 528;
 
-// Channels of `heads` heads, those of a pair or one that stays: lane l has the items l, l + 32, ...
+// Channels of `heads` heads, in items of a pair or of a channel that stays: lane l has the items l, l + 32, ...
 struct Channels {
   std::int64_t head_dim, rotary, first, heads;
   bool interleaved;
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // The transpose of the rotation, then of the norm. A warp has sums of its own for the weight's gradient, in shared
-// memory; part[b] gets those of the block's warps in order.
+// memory; part[b] gets the sums of the block's warps in order.
 template <class T, class G>
 __global__ void __launch_bounds__(kThreads)
     rotate_part_backward_kernel(Heads shape, const T* in, std::int64_t in_stride, const T* weight,

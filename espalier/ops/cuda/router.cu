@@ -14,7 +14,7 @@ template <class A>
 constexpr A kLeast = std::numeric_limits<A>::lowest();
 
 // Overwrites p, the warp's own, with softmax(logits); returns log sum exp. Lanes have the experts lane, lane + 32, ...;
-// those of another lane after a __syncwarp.
+// another lane's are readable after a __syncwarp.
 template <class T>
 __device__ accumulator_t<T> softmax(std::int64_t experts, const T* logits, int lane, accumulator_t<T>* p) {
   using A = accumulator_t<T>;

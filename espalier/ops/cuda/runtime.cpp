@@ -1,4 +1,4 @@
-// What launch.h and runtime.h ask of the CUDA runtime and driver, and cuBLAS: the CUDA library's side.
+// The CUDA library's side of launch.h and runtime.h: calls of the CUDA runtime and driver, and of cuBLAS.
 #include "espalier/ops/cuda/runtime.h"
 
 #include <cublas_v2.h>

@@ -52,7 +52,7 @@ void map_page(Page page, std::byte* at);
 void unmap_page(Page page, std::byte* at);
 std::int64_t free_memory();
 std::int64_t held_memory();  // taken since start, by other programs too
-// Whether the address is in device memory.
+// True if the address is in device memory.
 bool on_device(const void* address);
 
 }  // namespace espalier::cuda

@@ -63,7 +63,7 @@ Cut cut_of(const Shape& shape, int threads) {
   return c;
 }
 
-// Of one panel, packed once per stretch and read by all units.
+// The factors of one panel, packed once per stretch and read by all units.
 template <class O>
 struct Packed {
   typename O::Factor *queries_t, *grads_t;  // columns: Q^T (signed as the scale) and dO^T
@@ -200,7 +200,7 @@ __attribute__((noinline)) void softmax_slopes(const Shape& shape, const KeyBlock
       });
 }
 
-// From s and dP of uncapped scores S = scale s: those of the capped ones, with t = tanh(S / C),
+// Turns s and dP of uncapped scores S = scale s into the capped ones, with t = tanh(S / C):
 //   scale s' = C t,  dP' - D = (dP - D) (1 - t^2), so that dS' is the gradient of S
 template <class O, class A>
 void cap_scores(const Shape& shape, const Visible& seen, const Packed<O>& panel, const Private<O>& z) {

@@ -16,7 +16,7 @@
 
 namespace espalier {
 
-// Defined in cpu/forward.cpp and cpu/backward.cpp, once per instruction set; those of ESPALIER_EACH_BFLOAT16_SET for
+// Defined in cpu/forward.cpp and cpu/backward.cpp, once per instruction set; sets of ESPALIER_EACH_BFLOAT16_SET for
 // bfloat16 only.
 #define ESPALIER_DECLARE_SET(set)                         \
   namespace set {                                         \

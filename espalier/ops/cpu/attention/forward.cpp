@@ -126,7 +126,7 @@ void cap_scores(const Shape& shape, const Visible& seen, A* s) {
 }
 
 // Scores as weights: P = e^(scale S - m), m = scale max S. Maxima are kept of S, so that m is rounded the same way
-// whenever it is formed. A block's weights are summed before they are added to those of the blocks before it.
+// whenever it is formed. A block's weights are summed before they are added to the sum of the blocks before it.
 template <class A>
 struct Exponentials {
   static constexpr bool kOneChain = false;

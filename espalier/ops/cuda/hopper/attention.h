@@ -8,17 +8,17 @@
 
 namespace espalier::cuda::hopper {
 
-// Whether a GPU of this compute capability runs the kernels: their code (sm_90a) runs on no other one.
+// True if a GPU of this compute capability runs the kernels: their code (sm_90a) runs on no other one.
 constexpr bool runs_on(int major, int minor) { return major == 9 && minor == 0; }
 
-// Whether the forward takes a problem: heads of 64, 96, 128, 192 and 256 elements with values of the same size, and of
+// True if the forward takes a problem: heads of 64, 96, 128, 192 and 256 elements with values of the same size, and of
 // 192 with values of 128; rows at multiples of 16 bytes; a positive scale. A shape's value_dim is given, not 0.
 bool takes_forward(const attention::Shape& shape, const attention::Inputs<bfloat16>& in,
                    attention::Rows<const bfloat16> out);
 void forward(const attention::Shape& shape, const attention::Inputs<bfloat16>& in, attention::Rows<bfloat16> out,
              float* lse_HQ);
 
-// Whether the backward takes a problem: that of the forward, with heads of at most 128 elements.
+// True if the backward takes a problem: one that the forward takes, with heads of at most 128 elements.
 bool takes_backward(const attention::Shape& shape, const attention::Inputs<bfloat16>& in,
                     attention::Rows<const bfloat16> grad_out, attention::Rows<const bfloat16> grad_q);
 // Overwrites the gradients of queries, and adds to the others.
@@ -26,7 +26,7 @@ void add_backward(const attention::Shape& shape, const attention::Inputs<bfloat1
                   attention::Rows<const bfloat16> out, const float* lse_HQ, attention::Rows<const bfloat16> grad_out,
                   const attention::Gradients<bfloat16>& grads);
 
-// Whether the copy engine reads these rows.
+// True if the copy engine reads these rows.
 bool takes_copies(const attention::Rows<const bfloat16>& rows);
 
 }  // namespace espalier::cuda::hopper

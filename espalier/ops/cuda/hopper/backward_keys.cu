@@ -54,11 +54,11 @@ struct QueryTiles {
   static __device__ __forceinline__ int last_row(const Shape& shape, int tile) {
     return static_cast<int>(own_row_of(shape, min((tile + 1) * kPassing, static_cast<int>(shape.query_rows)) - 1));
   }
-  // Whether the window of some query of a tile reaches a key.
+  // True if the window of some query of a tile reaches a key.
   __device__ __forceinline__ bool reached(const TileFacts& facts, int tile) const {
     return !kRules || facts.least_first == nullptr || facts.least_first[tile] <= deepest;
   }
-  // Whether all queries of a tile see all keys. Rows behind the last key of the path, and behind the last query, need
+  // True if all queries of a tile see all keys. Rows behind the last key of the path, and behind the last query, need
   // no mask: the first are not stored, and the weights of the others are 0.
   __device__ __forceinline__ bool whole(const Shape& shape, const TileFacts& facts, int block, int tile) const {
     bool all = true;
