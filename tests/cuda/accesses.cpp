@@ -79,7 +79,7 @@ bool ordered(const Access& before) {
          (same_warp(before, *now) && before.warp_barriers != now->warp_barriers);
 }
 
-// Whether a write now comes after all reads.
+// True if a write now comes after all reads.
 bool after_reads(const Access& read) {
   if (!counts(read)) return true;
   if ((read.among_others & another_block) != 0 || !ordered(read)) return false;
@@ -88,7 +88,7 @@ bool after_reads(const Access& read) {
   return read.warp_barriers != now->warp_barriers || (read.among_others & another_lane) == 0;
 }
 
-// Of a read now, the others since that a write would have to come after.
+// The readers, beside a read now, that a later write would have to come after.
 std::uint16_t others_of(const Access& read) {
   if (!counts(read)) return nobody;
   if (read.block != now->block) return another_block;
@@ -203,7 +203,7 @@ void access(const void* at, std::size_t bytes, bool writes, const void* code) { 
 
 }  // namespace espalier::emulation
 
-// What the compiler calls, where ThreadSanitizer itself is not linked.
+// Functions that the compiler calls, where ThreadSanitizer itself is not linked.
 #if !defined(ESPALIER_EMULATION_TSAN)
 #define ESPALIER_CODE __builtin_return_address(0)
 #define ESPALIER_ACCESSES(bytes)                                                                                 \
@@ -220,7 +220,7 @@ ESPALIER_ACCESSES(16)
 void __tsan_read_range(void* at, std::size_t bytes) { espalier::emulation::look_at(at, bytes, false, ESPALIER_CODE); }
 void __tsan_write_range(void* at, std::size_t bytes) { espalier::emulation::look_at(at, bytes, true, ESPALIER_CODE); }
 void __tsan_init() {}
-// Of libraries, which count references; kernels have neither virtual functions nor atomics.
+// Called by libraries, which count references; kernels have neither virtual functions nor atomics.
 void __tsan_vptr_update(void**, void*) {}
 void __tsan_vptr_read(void**) {}
 int __tsan_atomic32_fetch_add(volatile int* at, int add, int) { return __atomic_fetch_add(at, add, __ATOMIC_SEQ_CST); }

@@ -119,7 +119,7 @@ class Walk {
   mutable std::vector<double> sums_;
 };
 
-// What cuDNN refuses or answers wrongly where it is not so.
+// Rules whose breach makes cuDNN refuse or answer wrongly.
 void expect_rules(const SequenceGraph& graph, const SequenceAddresses& addresses, std::int64_t element_bytes) {
   constexpr std::int64_t kBytes = 16;
   for (const OperandPlace& place : places_of(graph)) {
@@ -394,7 +394,7 @@ TEST(Cudnn, TakesThePlannedBytes) {
   c10::SetCPUAllocator(const_cast<c10::Allocator*>(usual), 1);
 }
 
-// What cuDNN 9.19 asks of a device, for an H100 with 80 GB.
+// The device properties that cuDNN 9.19 asks for, of an H100 with 80 GB.
 const char* const kH100 = R"({"deviceVer": 900, "driverVer": 13000, "cudaDeviceId": 0, "totalGlobalMem": 85520809984,
   "maxGridSize": [2147483647, 65535, 65535], "maxBlockSize": [1024, 1024, 64], "regsPerBlock": 65536,
   "multiProcessorCount": 132, "warpSize": 32, "maxSharedMemoryPerBlock": 49152,

@@ -60,7 +60,7 @@ class HostCommunicator final : public Communicator {
                                                    }});
   }
 
-  // What its own queues were given comes first; the others go on.
+  // The work of its own queues comes first; the others go on.
   void on_host(const std::function<void()>& call) override {
     testing::EmulatedStreams& streams = testing::streams();
     for (const Queue queue : queues_) {

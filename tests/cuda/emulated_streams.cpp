@@ -225,7 +225,7 @@ EmulatedStreams::State EmulatedStreams::state_of(const std::deque<Entry>& queue)
                                                                                          : State::under_way;
 }
 
-// Of what can run: the first stream's, the last one's, or any, as the seed says.
+// Runs one piece of the work that can run: the first stream's, the last one's, or any, as the seed says.
 bool EmulatedStreams::run_one() {
   std::vector<std::size_t> ready;
   bool under_way = false;

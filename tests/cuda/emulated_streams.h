@@ -15,7 +15,7 @@
 
 namespace espalier::testing {
 
-// What device memory there is; the host can touch none of it while nothing runs.
+// The device memory that exists; the host can touch none of it while nothing runs.
 class DeviceMemory {
  public:
   void add(std::byte* begin, std::size_t bytes);
@@ -30,8 +30,8 @@ class DeviceMemory {
   bool open_ = false;
 };
 
-// The pages of a device and where they are mapped. What the driver refuses, or what leaves a page in two places or in
-// none, is an InternalError.
+// The pages of a device and where they are mapped. A call that the driver refuses, or that leaves a page in two places
+// or in none, is an InternalError.
 class PageTable {
  public:
   void reserve(std::byte* begin, std::int64_t bytes);
@@ -63,7 +63,7 @@ class EmulatedStreams {
   cuda::Queue make_queue();
   void give(cuda::Queue queue, std::function<void()> work);
   void give(cuda::Queue queue, Remote remote);
-  // Numbers of events are used again, as those of a GPU; one that was forgotten is nobody's until then.
+  // Numbers of events are used again, as on a GPU; one that was forgotten is nobody's until then.
   cuda::Event record(cuda::Queue queue);
   void forget(cuda::Event event);
   void wait(cuda::Queue queue, cuda::Event event);

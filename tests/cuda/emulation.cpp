@@ -87,13 +87,13 @@ namespace {
 constexpr std::size_t kStackBytes = 256 << 10, kGuardBytes = 4096;
 Architecture architecture_now = kArchitectures[0];
 
-// What the emulation itself does, on a thread's behalf or its own, is no access of the kernel.
+// Accesses by the emulation itself, on a thread's behalf or its own, are not the kernel's.
 struct Unseen {
   Unseen() { __tsan_ignore_thread_begin(); }
   ~Unseen() { __tsan_ignore_thread_end(); }
 };
 
-// Of one warp, from the first lane that arrives until all have read the result.
+// An operation of one warp, from the first lane that arrives until all have read the result.
 struct Operation {
   const char* name = nullptr;
   unsigned arrived = 0, unread = 0;
@@ -139,7 +139,7 @@ struct SharedKey {
 };
 
 #if defined(__SANITIZE_ADDRESS__) || defined(ESPALIER_EMULATION_TSAN)
-// Exactly so many bytes, so that a sanitizer sees what goes past them, and what was there before it forgets.
+// Exactly `bytes` bytes, so that a sanitizer sees accesses past them and forgets what was there before.
 std::byte* take_memory(std::size_t bytes) {
   void* memory = nullptr;
   if (posix_memalign(&memory, 128, bytes) != 0) throw std::bad_alloc();
@@ -174,7 +174,7 @@ std::byte* take_memory(std::size_t bytes) {
 void give_back_memory(std::byte* memory, std::size_t bytes) { memory_kept()[bytes].push_back(memory); }
 #endif
 
-// Of one block: NaN in every floating type when it comes.
+// Memory of one block: NaN in every floating type at its start.
 class Memory {
  public:
   Memory() = default;
@@ -219,7 +219,7 @@ class BesideMemory {
 
 struct Block {
   std::vector<Fiber> fibers;
-  // What orders accesses to memory: an address for a barrier of the block and the next one, and as many for each warp.
+  // Addresses that order accesses to memory: one for a barrier of the block and one for the next; two for each warp.
   std::vector<char> order;
   unsigned barriers = 0;
   std::vector<Operation*> pending;  // of each warp: the one that lanes are arriving at
@@ -231,7 +231,7 @@ struct Block {
   std::byte* shared_bytes() const { return watched != nullptr ? watched->get() : dynamic.get(); }
 };
 
-// What a launch runs on: the fibers' stacks, each with a page below it that nobody may touch. For ThreadSanitizer each
+// The stacks of a launch's fibers, each with a page below it that nobody may touch. For ThreadSanitizer each
 // has a thread of its own, and blocks take turns with four sets of them: nothing orders a block and the next three.
 constexpr std::size_t kSets = 4;
 class Stacks {
@@ -356,7 +356,7 @@ std::string text_of(const dim3& at) {
   return "(" + std::to_string(at.x) + ", " + std::to_string(at.y) + ", " + std::to_string(at.z) + ")";
 }
 
-// Which threads are where.
+// Lists where the threads are.
 std::string whereabouts(const Block& block) {
   std::map<std::string, std::pair<int, unsigned>> groups;  // place -> threads there, the first of them
   for (unsigned i = 0; i < block.fibers.size(); ++i) {
@@ -594,7 +594,7 @@ const Exchange& exchange_with(const char* name, unsigned mask, const void* value
   Operation* const operation = fiber.operation = pending;
   if (bytes > 0) std::memcpy(operation->data.words[fiber.view.lane], value, bytes);
   operation->arrived |= bit;
-  // Of warp operations __syncwarp alone orders accesses to memory, of all lanes as no kernel asks for some.
+  // Among warp operations only __syncwarp orders accesses to memory: of all lanes, as no kernel asks for some.
   void* const order = std::strcmp(name, "syncwarp") == 0 && mask == ~0u
                           ? &block_now->order[2 + 2 * fiber.warp + fiber.moment.warp_barriers++ % 2]
                           : nullptr;

@@ -1,7 +1,7 @@
 // CUDA's execution model on a processor: every thread of a block is a fiber, blocks run one after another, in orders
 // that a seed decides. The kernels of espalier/ops/cuda are compiled by a C++ compiler with this header before them.
 //
-// What a kernel may use: threadIdx, blockIdx, blockDim, gridDim, ESPALIER_SHARED, dynamic_shared, __syncthreads,
+// A kernel may use: threadIdx, blockIdx, blockDim, gridDim, ESPALIER_SHARED, dynamic_shared, __syncthreads,
 // __syncwarp, the shuffles and votes below, and the functions of ptx.h. Found in every run, with file and line:
 //   barriers that not all threads reach, or reach at different places
 //   warp operations whose lanes name other operations or masks, or are missing; values of lanes outside the mask
@@ -53,7 +53,7 @@ class Site {
 };
 #endif
 
-// What a GPU would do wrongly or not at all. Thrown out of the launch.
+// An action that a GPU would do wrongly or not at all. Thrown out of the launch.
 class Fault : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;

@@ -62,7 +62,7 @@ void hand_over(HeadEdges& to, Device& device, std::int64_t outputs, std::int64_t
   block.hand_over(device);
 }
 
-// Of three blocks of 256, 256 and 88 rows. The arena holds what is planned and no more.
+// A pass over three blocks of 256, 256 and 88 rows. The arena holds what is planned and no more.
 void head_pass(at::ScalarType dtype) {
   constexpr std::int64_t kOutputs = 600, kWidth = 16, kVocabulary = 40;
   static auto* const device = new Watched;  // outlives every tensor

@@ -198,7 +198,7 @@ struct Right {
   std::vector<at::Tensor> of_head = head(cpu_device());
 };
 
-// Whether a process of its own ends well: with this fault on, if any, and the streams in this order.
+// True if a process of its own ends well: with this fault on, if any, and the streams in this order.
 bool runs_well(const Fault* fault, unsigned seed, const Right& right) {
   const pid_t child = fork();
   if (child == 0) {

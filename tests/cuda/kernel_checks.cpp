@@ -181,7 +181,7 @@ std::string problem_of_what_tiles_take() {
 
 // Two results as one, against ATen in float64: row 0 sees no keys in the first part, row 1 none in the second, row 2
 // none at all. Beside each row of results is room that belongs to nobody: the number of elements of it decides how many
-// are read at a time. Whether the sum is the first part's own memory makes no difference.
+// are read at a time. The sum may be the first part's own memory, which makes no difference.
 template <class First, class Second, class Out>
 std::string problem_of_merging(std::int64_t rows, std::int64_t heads, std::int64_t head_dim, std::int64_t beside) {
   using A = accumulator_t<Out>;

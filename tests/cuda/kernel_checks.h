@@ -1,5 +1,5 @@
-// What is asked of the emulated kernels, one thing at a time: operations_test.cpp asks everything, kernel_mutants.cpp
-// asks changed kernels until one answer is wrong.
+// Checks of the emulated kernels, one at a time: operations_test.cpp runs all of them, kernel_mutants.cpp
+// runs them on changed kernels until one answer is wrong.
 #pragma once
 
 #include <functional>

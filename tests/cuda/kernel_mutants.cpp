@@ -4,7 +4,7 @@
 //   and,
 //                     on the next line,
 //                     the numbers of the changes that it came by; "problem NAME: what" where one fails
-//   try ID N:LIMIT..  runs these checks of the kernels with change ID, each with so many seconds of the processor:
+//   try ID N:LIMIT..  runs these checks of the kernels with change ID, each with LIMIT seconds of processor time:
 //                     "noticed N what" at the first that fails, ends or hangs, or "survived"
 // Each trial has a process of its own, which has the inputs and the CPU's answers from its parent.
 #include <dlfcn.h>
@@ -31,7 +31,7 @@
 namespace espalier::testing {
 namespace {
 
-// What the kernels with changes in them export; absent where one change was compiled alone.
+// Functions that the kernels with changes in them export; absent where one change was compiled alone.
 struct Changes {
   void (*choose)(int) = reinterpret_cast<void (*)(int)>(dlsym(RTLD_DEFAULT, "espalier_choose_change"));
   int (*count)() = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "espalier_change_count"));

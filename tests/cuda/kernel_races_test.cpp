@@ -72,7 +72,7 @@ namespace {
 
 using emulation::Site;
 
-// What the launch ended with, or nothing.
+// The fault that ended the launch, or nothing.
 template <class Body>
 std::string fault_of(unsigned blocks, unsigned threads, Body body) {
   try {
@@ -187,7 +187,7 @@ TEST_P(Races, BetweenBlocksThatWriteOnePlace) {
   EXPECT_EQ(races_of(3, 1, [&] { out[blockIdx.x] = 1; }), Places{});  // a launch comes after the one before it
 }
 
-// What the emulation ignores of its own it sees of the same thread again.
+// The emulation ignores its own accesses on a thread, and sees the thread's later ones.
 TEST_P(Races, OfALaterBlockOnTheSameThreads) {
   const Array<float> out(4);
   const int line = __LINE__ + 3;
@@ -246,7 +246,7 @@ TEST_P(Races, WithAReadThatIsNotTheLast) {
   }
 }
 
-// Whoever of them reads last: a lane, a warp or a block beside the writer has read too.
+// The other reader is a lane, a warp or a block beside the writer, and reads before it or after it.
 TEST_P(Races, WithOneOfSeveralReadersThatWrites) {
   const Array<float> numbers(1), out(64);
   const auto races = [&](unsigned blocks, unsigned threads, auto reads, auto writes) {

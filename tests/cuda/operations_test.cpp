@@ -84,8 +84,8 @@ TEST(DeviceMemory, IsNoNumberAndNoPlaceUntilItIsWritten) {
   EXPECT_TRUE(std::isnan(static_cast<float>(first(bfloat16()))));
 }
 
-// A launch that asks for more shared memory than a block has is a fault. What the smallest architecture launches, all
-// do.
+// A launch that asks for more shared memory than a block has is a fault. All architectures launch what the smallest one
+// launches.
 TEST(Architectures, TheOneWithTheLeastSharedMemoryTakesTheAttentionOfLargeHeads) {
   const emulation::Architecture usual = emulation::architecture();
   emulation::set_architecture(
@@ -227,7 +227,7 @@ TEST(RecurrentLayers, TakeTheScratchThatThePlanCounts) {
     }
 }
 
-// The bounds are those of any device.
+// The bounds are the same as for any device.
 TEST(TheCpuItself, GivesItsAnswersInFloat64) {
   for (const OperationCase& each : all_operation_cases())
     for (const DType dtype : {DType::float64, DType::float32, DType::bfloat16}) {

@@ -1,5 +1,5 @@
-// Which emulated kernels give a row the same bits beside any other rows, in any number of rows and at any place among
-// them; and where attention does not (docs/cuda.md).
+// Emulated kernels that give a row the same bits beside any other rows, in any number of rows and at any place among
+// them; and the cases in which attention does not (docs/cuda.md).
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -151,7 +151,7 @@ Tensors without_first_rows(const Tensors& all, std::int64_t rows) {
           all[1].narrow(1, rows, all[1].size(1) - rows).contiguous()};
 }
 
-// Keys are summed tile by tile: those of the path, then own rows [0, 64), [64, 128), ... A tile that a row does not see
+// Keys are summed tile by tile: the path's, then own rows [0, 64), [64, 128), ... A tile that a row does not see
 // adds nothing to it, also where another row of its block does. The plain kernel takes 32 keys at a time and begins no
 // new step where own rows begin: with a path of 70 the first own rows are in one with the path's last.
 TEST(Attention, HasTheSameBitsBesideOtherBranchesWhileItsKeysKeepTheirTiles) {

@@ -1,6 +1,6 @@
 // A device that punishes what a GPU would punish, on a CPU.
 //
-// Its memory are pages of its own that nobody can touch except while its operations and declared copies run: whoever
+// Its memory is pages of its own that nobody can touch except while its operations and declared copies run: code that
 // reads or writes a tensor directly ends by a segmentation fault. Operations run late, in order, at the next copy to
 // the host or synchronisation: memory that goes away before the work that was called on it has run is found out by that
 // work.

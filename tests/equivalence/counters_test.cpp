@@ -1,4 +1,4 @@
-// What ran, counted: rows forwarded (the prompt's once), contributions to each accumulator, bytes taken.
+// Counts of what ran: rows forwarded (the prompt's once), contributions to each accumulator, bytes taken.
 #include <gtest/gtest.h>
 
 #include "espalier/base/error.h"

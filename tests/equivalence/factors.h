@@ -1,4 +1,4 @@
-// What the equivalence tests go through: variants of families beside the rows of the table, and losses.
+// Factors of the equivalence tests: variants of families beside the rows of the table, and losses.
 #pragma once
 
 #include <functional>

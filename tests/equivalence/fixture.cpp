@@ -96,7 +96,7 @@ Json special_members(const std::string& model_type) {
             {"use_qk_norm", true},   {"first_k_dense_replace", 1}, {"attention_bias", true}};
   if (model_type == "minimax_m2")
     return {{"num_local_experts", 8}, {"intermediate_size", 12}, {"num_experts", nullptr}, {"rotary_dim", 4}};
-  // Heads of values smaller and larger than those of keys; queries with and without a latent.
+  // Heads of values smaller and larger than heads of keys; queries with and without a latent.
   if (model_type == "deepseek_v2")
     return {{"num_key_value_heads", 4},
             {"first_k_dense_replace", 1},
@@ -303,7 +303,7 @@ ModelShape tiny_shape(const std::string& family, std::int64_t vocabulary) {
     shape.expert_inner = shape.expert_inner > 0 ? 11 : 0;
     return shape;
   }
-  // Behind "-window": rows of some layers see 5, the last layer's among them; behind "-windows": those of all layers.
+  // Behind "-window": rows of some layers see 5, the last layer's among them; behind "-windows": rows of all layers.
   for (const std::string words : {"-window", "-windows"}) {
     if (!family.ends_with(words)) continue;
     ModelShape shape = tiny_shape(family.substr(0, family.size() - words.size()), vocabulary);
@@ -407,7 +407,7 @@ at::Tensor parameter_in(const at::Tensor& flat, const Parameter& parameter) {
 
 namespace {
 
-// What a shard has of a whole parameter, as views. Of queries, keys and values a rank has one share each.
+// A shard's part of a whole parameter, as views. A rank has one share each of queries, keys and values.
 std::vector<at::Tensor> places_of(const at::Tensor& whole, const Shard& shard) {
   if (shard.dim < 0) return {whole};
   const std::int64_t here = shard.end - shard.begin;
@@ -510,7 +510,7 @@ std::shared_ptr<const ExactModel> exact_model(const std::string& family, std::ui
 
 namespace {
 
-// Of the whole tensor that the parameter is a part of.
+// Values of the whole tensor that the parameter is a part of.
 at::Tensor adapter_values(const Parameter& p, std::uint64_t seed) {
   const at::Tensor out = at::empty(p.whole_shape(), at::kDouble);
   Random random = Random(seed, 98).fork(std::hash<std::string>()(p.name));
@@ -740,7 +740,7 @@ void expect_same_bits(const Outcome& run, const Outcome& expected) {
 Worst worst_parameter(const Case& c, const at::Tensor& gradient, const at::Tensor& reference) {
   const ParameterTable table(shape_of(c), Parameters::trained);
   Worst worst;
-  // Of a parameter whose true gradient vanishes (queries that see one key) rounding leaves 1e-16 of the whole gradient
+  // If a parameter's true gradient vanishes (queries that see one key), rounding leaves 1e-16 of the whole gradient
   // for each of the dozens of terms that cancel: that must be within the 1e-10 that are required of all.
   const double smallest = 1e-4 * reference.norm().item<double>();
   for (const Parameter& p : table.parameters()) {

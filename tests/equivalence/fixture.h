@@ -23,13 +23,13 @@ namespace espalier::testing {
 // "-128" (8 of 128, narrow). "qwen3-next" (QK-norm, an output gate, rows of the first two layers carry a state; one
 // matrix by key head) and its variants "-plain" (matrices of all heads), "-last" (states in the first and the last
 // layer), "-all" (in every layer), "-moe" (8 experts in every layer). Behind any of them "-window": rows of the first
-// and the last layer see 5 rows, "-windows": those of all layers do; "-pad": the model has a padding token; "-odd":
+// and the last layer see 5 rows, "-windows": rows of all layers do; "-pad": the model has a padding token; "-odd":
 // inner widths that 2 and 4 do not divide; "-after", "-both": norms behind the halves of blocks.
 inline constexpr std::int32_t kPadToken = 3;
 ModelShape tiny_shape(const std::string& family, std::int64_t vocabulary = 50);
 
 // Random weights with norms and biases away from 1 and 0, so that a gradient that forgets one of them is wrong.
-// What this rank of the mesh has of it.
+// Each rank of the mesh has its own part.
 // `train`: what trains. Adapters have random A and B.
 std::unique_ptr<ModelState> tiny_model(const std::string& family, DType dtype, std::uint64_t seed, bool critic = false,
                                        const Mesh& mesh = mesh_of_one(), const TrainedChoice& train = {});
@@ -40,7 +40,7 @@ at::Tensor parameter_in(const at::Tensor& flat, const Parameter& parameter);
 at::Tensor part_of(const at::Tensor& whole, const Shard& shard);
 void put_part(const at::Tensor& whole, const Shard& shard, const at::Tensor& part);
 at::Tensor without_padding(const at::Tensor& local, const Shard& shard);
-// What a rank keeps of a flat tensor in the table's layout (--shard full), padding 0.
+// The part of a flat tensor in the table's layout that a rank keeps (--shard full), padding 0.
 at::Tensor kept_of(const at::Tensor& flat, const ParameterTable& table);
 
 // Writes a model of a Qwen3 family, with or without experts, as a float32 directory that load_model reads.
@@ -52,7 +52,7 @@ inline constexpr double kFloat64 = 1e-10;
 // Rollouts of every kind that the generator knows, far from the policy that sampled them.
 RolloutOptions ragged_rollouts();
 
-// Options whose machine profile and arena are those of a test.
+// Options with the machine profile and arena of a test.
 Options test_options();
 
 struct Case {
@@ -67,16 +67,16 @@ struct Case {
 // The rows of the table of families, config/model_families.h, each a name that `family` takes.
 std::vector<std::string> families_of_table();
 
-// Of this family, on ragged rollouts.
+// A case of this family, on ragged rollouts.
 Case ragged(const std::string& family);
 // As a part of a test's name.
 std::string name_of_family(std::string family);
 
-// What the options of a case train.
+// The parameters that the options of a case train.
 TrainedChoice choice_of(const Options& options);
 ModelShape shape_of(const Case& c);  // with what c.options train
 
-// What trains of a flat tensor that has all parameters.
+// The trained part of a flat tensor that has all parameters.
 at::Tensor trained_part(const Case& c, const at::Tensor& of_all);
 
 struct Outcome {
@@ -86,7 +86,7 @@ struct Outcome {
   double loss = 0;
 };
 
-// What a tensor of the run's device holds.
+// A copy on the host of a tensor on the run's device.
 inline at::Tensor on_host(const at::Tensor& tensor) { return bound_device().to_host(tensor); }
 
 // One gradient; the model is made anew from the case's seed. Called by every rank of the mesh.
@@ -97,10 +97,10 @@ struct Merged {
   at::Tensor weights;
 };
 Merged merged(const ModelState& model);
-// Of adapters: by the chain rule from the gradient of W + s B A,  dA = s B^T dW,  dB = s dW A^T.
+// Gradients of adapters follow by the chain rule from the gradient of W + s B A,  dA = s B^T dW,  dB = s dW A^T.
 OracleResult run_oracle(const Case& c, DType dtype = DType::float64);
 
-// What the plan says the passes of the case take from the arena in each phase, without what it counts beside the arena.
+// The arena bytes that the plan predicts for the passes of the case in each phase, without bytes beside the arena.
 PhasePeaks predicted_arena_bytes(const Case& c, const StepPlan& plan, DType dtype);
 
 // Required where sums have a defined order: log-probs and entropies of all rollouts are the same bits.

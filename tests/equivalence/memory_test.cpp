@@ -1,4 +1,4 @@
-// What the planner says a step takes from the arena, phase by phase, against what it took: to the byte.
+// The arena bytes that the planner predicts for a step, phase by phase, against the bytes taken: equal to the byte.
 #include <gtest/gtest.h>
 
 #include "espalier/base/error.h"

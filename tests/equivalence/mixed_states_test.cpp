@@ -49,7 +49,7 @@ void draw_states(std::vector<PlanItem>& items, Random& draw, std::set<std::strin
   }
 }
 
-// Of the path's layers any number stays in memory, maybe all of them.
+// Any number of the path's layers stays in memory, maybe all of them.
 void draw_path(StepPlan& plan, Random& draw, std::int64_t layers) {
   plan.path.layers_awake = static_cast<std::int32_t>(draw.integer(0, layers));
 }
@@ -158,7 +158,7 @@ TEST(MixedStates, GiveTheBitsOfKeptStateInTheBytesThatWerePredicted) {
   EXPECT_GT(asleep, 60);
 }
 
-// What a trunk offloaded is asked for while the last wave below it runs, and not before.
+// An offloaded trunk is asked for while the last wave below it runs, and not before.
 TEST(MixedStates, AreFetchedWhileTheLastWaveRuns) {
   Case c;
   c.rollouts.groups = 1;

@@ -52,7 +52,7 @@ TEST(Oracle, GradientIsTheSlopeOfItsLoss) {
                            false);
 }
 
-// Its blocks are those of above.
+// Its blocks are the same as above.
 TEST(Oracle, GradientOfACriticIsTheSlopeOfItsLoss) { expect_gradient_is_slope({"llama-bias"}, true); }
 
 }  // namespace

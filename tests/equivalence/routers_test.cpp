@@ -1,4 +1,4 @@
-// Router losses and loads: every plan and both scopes give those of a dense autograd run, a shared token counted once
+// Router losses and loads: every plan and both scopes agree with a dense autograd run, a shared token counted once
 // for each rollout that has it.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

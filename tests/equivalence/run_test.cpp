@@ -263,7 +263,7 @@ TEST_F(CriticRuns, AStepIsTheCriticsUpdateAndTheActors) {
   EXPECT_TRUE(on_host(load_model(path("out"), DType::float64, progress)->weights).equal(on_host(model->weights)));
 }
 
-// What the planner counts for the actor's step grows by the critic's weights, gradients and moments, and the other way
+// The planner's bytes for the actor's step grow by the critic's weights, gradients and moments, and the other way
 // round.
 TEST_F(CriticRuns, EachHoldsTheOtherInItsPrediction) {
   options_.schedule = "dense", options_.steps = 1;

@@ -107,7 +107,7 @@ TEST_P(SameBitsOfTable, InPlansThatDifferMost) {
   }
 }
 
-// One plan on any number of threads gives the bits of every weight's gradient; attention shares the smallest problems.
+// One plan gives each weight's gradient the same bits on any number of threads; attention shares the smallest problems.
 TEST_P(SameBitsOfTable, OfGradientsOnAnyNumberOfThreads) {
   const int before = omp_get_max_threads();
   attention::set_least_shared_work(0);

@@ -182,7 +182,7 @@ Reference critic() {
   r.c.family = "qwen3", r.c.seed = 46, r.c.critic = true;
   r.c.rollouts = ragged();
   r.c.rollouts.values = true;
-  // Recorded returns are near the values; those of the reward are beyond the clip too.
+  // Recorded returns are near the values; the reward's returns are beyond the clip too.
   r.c.edit = [](std::vector<Rollout>& rollouts, const ModelState&) {
     for (std::size_t i = 0; i < rollouts.size(); i += 2) rollouts[i].returns.clear();
   };
@@ -239,7 +239,7 @@ void check_plan(const Reference& reference, const Plan& plan, Findings& findings
     findings.add("gradients", text_of(plan.name, ": ", worst.parameter, " off by ", worst.error));
 }
 
-// What a rank has found, which is what one process finds.
+// Compares a rank's findings with one process's.
 void compare_with_one(const std::string& check, const Reference& reference, const Case& c, const Outcome& run,
                       Findings& findings) {
   const OracleResult& expected = reference.expected;
@@ -453,7 +453,7 @@ void check_verify(const fs::path& folder, const std::string& policy_loss, Findin
   add_failure(verify(options, progress), findings);
 }
 
-// In float32, where the choices of nearly tied routers are those of float64; with losses of the routers, and in waves
+// In float32, where nearly tied routers choose as in float64; with losses of the routers, and in waves
 // so small that trunks stand below trunks.
 void check_verify_experts(const fs::path& folder, Findings& findings) {
   Options options = test_options();

@@ -27,7 +27,7 @@ int SwitchedOn::times() const { return times_reached; }
 
 namespace espalier::mutation {
 
-// Whether the fault of this name is switched on: what the engine's faulty copies ask.
+// True if the fault of this name is switched on: the engine's faulty copies ask.
 bool active(const char* name) {
   using namespace espalier::testing;
   if (!on) return false;

@@ -100,7 +100,7 @@ std::vector<Fault> harmful_faults() {
 INSTANTIATE_TEST_SUITE_P(Deliberate, Faults, ::testing::ValuesIn(harmful_faults()),
                          [](const auto& info) { return name_of(info.param); });
 
-// What would have hidden a fault is a fault itself: a name that nothing has would leave the first one in sight.
+// A fault that hides another is itself in the list: a name that no fault has would leave the hidden one in sight.
 TEST(FaultList, HasWhatStandsTogether) {
   for (const Fault& fault : all_faults())
     EXPECT_TRUE(fault.together_with.empty() || std::ranges::count(all_faults(), fault.together_with, &Fault::name) == 1)

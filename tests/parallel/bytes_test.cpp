@@ -1,4 +1,4 @@
-// What ranks give to each other is what the plan says, to the byte: by axis and phase.
+// Ranks exchange the bytes that the plan predicts, to the byte: by axis and phase.
 #include <gtest/gtest.h>
 
 #include <vector>
@@ -125,7 +125,7 @@ TEST(CollectiveBytes, OfShardedWeightsToo) {
   }
 }
 
-// Of parameters that train: layers below the first of them have no backward, held ones no sum.
+// Bytes of parameters that train: layers below the first of them have no backward, held ones no sum.
 TEST(CollectiveBytes, OfHeldParametersToo) {
   const std::vector<Degrees> layouts = {{.tp = 2},
                                         {.dp = 3},

@@ -1,4 +1,4 @@
-// Rows of trunks divided over ranks and waves dealt to them: the gradient of one process.
+// Rows of trunks sharded over cp and waves dealt to its ranks: the gradient of one process.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -112,8 +112,8 @@ TEST(ContextParallelBytes, OfSuffixesAreZero) {
     }
 }
 
-// Of the rank with most: a trunk's saved state is that of its share, its path whole; or one layer of it, where it
-// sleeps, beside its share of the others where they are divided.
+// The rank with most bytes: it holds a trunk's saved state for its share, and the whole path. If the path sleeps, it
+// holds one layer of it, beside its share of the other layers if they are sharded.
 void expect_planned_memory(const char* family, const std::vector<std::string>& paths) {
   for (const char* state : {"keep", "recompute"})
     for (const std::string& path : paths)

@@ -12,7 +12,7 @@
 namespace espalier::testing {
 namespace {
 
-// What every rank has to say, in rank order.
+// The outcome of every rank, in rank order.
 std::vector<Outcome> run_under(const Degrees& degrees, const Case& c, DType dtype = DType::float64) {
   std::vector<Outcome> outcomes(static_cast<std::size_t>(degrees.ranks()));
   run_ranks(degrees, [&](const Mesh& mesh) {

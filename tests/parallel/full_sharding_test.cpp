@@ -1,5 +1,5 @@
-// Weights, gradients and state divided over the ranks that would hold the same (--shard full): the gradient of one
-// process, and of everything that is held a part.
+// Weights, gradients and state sharded over the ranks that would hold the same (--shard full): the gradient of one
+// process, while a rank holds only its part.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -40,7 +40,7 @@ TEST(FullShardingMixed, RowsAndLayersAreShardedToo) {
                      full({{.cp = 2}, {.cp = 3, .dp = 2}, {.pp = 3, .dp = 2}, {.cp = 2, .pp = 2, .dp = 2}}));
 }
 
-// Experts are divided over the ranks that hold the same ones, of which there may be one.
+// Experts are sharded over the ranks that hold the same ones, maybe only one rank.
 TEST(FullShardingMixed, ExpertsAreSpreadToo) {
   Case c = ragged("qwen3-moe-sparse");
   c.options.router_aux_loss_coef = 0.3, c.options.router_z_loss_coef = 0.1;

@@ -12,7 +12,7 @@
 namespace espalier::testing {
 namespace {
 
-// Of several lengths; the last one equals the first.
+// Prompts of several lengths; the last one equals the first.
 std::vector<Prompt> prompts_of(std::int64_t vocabulary) {
   Random random(3);
   std::vector<Prompt> prompts;

@@ -74,7 +74,7 @@ std::string text_of_bytes(const TrafficBytes& bytes) {
   return "a " + axes(bytes.a) + "b " + axes(bytes.b) + "c " + axes(bytes.c) + "reduction " + axes(bytes.reduction);
 }
 
-// What every rank gives to others is what the plan says, and none takes more from its arena than the one with most.
+// Every rank sends others the bytes of the plan, and none takes more from its arena than the one with most.
 void expect_planned(const Case& c, const Degrees& degrees) {
   const TrainingData data(make_rollouts(c.rollouts, c.seed), c.options, c.critic);
   const auto batch = data.mini_batch(0).rollouts;

@@ -54,7 +54,7 @@ TEST(HeldParameterLayouts, OfExpertsToo) {
                  kExpertLayouts);
 }
 
-// Layers without a backward are not asked for in it, where the ranks of cp divide the path or it is offloaded.
+// The backward does not ask for layers without one, where the path is sharded over cp or offloaded.
 TEST(HeldParameterLayouts, OfASleepingPathToo) {
   Case c = ragged("qwen3");
   c.rollouts.groups = 5, c.rollouts.shared_start = 0.7, c.rollouts.nested_prompt = 0.3;

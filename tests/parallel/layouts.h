@@ -19,10 +19,10 @@ struct WholeOutcome {
 // padding has none.
 WholeOutcome run_layout(const Case& c, const Degrees& degrees, DType dtype = DType::float64);
 
-// That the layout gives the gradient, loss and log-probs (values) of one process; `one` in float64.
+// Expects the gradient, loss and log-probs (values) of one process under the layout; `one` in float64.
 void expect_as_one_process(const Case& c, const Degrees& degrees, const Outcome& one);
 
-// That of every plan of these budgets, each with one process first.
+// Expects the same of every plan of these budgets, each with one process first.
 void expect_all_plans(const Case& c, const std::vector<std::int64_t>& budgets, const std::vector<Degrees>& layouts);
 
 // Below each prompt eleven waves of one response, for ranks of cp that divide the path: to divide such waves, too,

@@ -1,4 +1,4 @@
-// What a layer leaves at a fork is its mixer's own business: with another recurrence in place of the gated delta rule,
+// A layer's state at a fork belongs to its mixer alone: with another recurrence in place of the gated delta rule,
 // here a sum of the rows so far, trunks, waves, chains, stored states, plans and ranks give the gradient of autograd
 // without knowing it.
 #include <ATen/ATen.h>

@@ -59,7 +59,7 @@ TEST(PipelineLayouts, MixWithTheOtherAxes) {
   }
 }
 
-// Of every stage, that of the plan on the one with most; the first has most waves in flight.
+// Expects on every stage the bytes of the plan for the stage with most; the first has most waves in flight.
 void expect_planned_memory(const Case& c, std::int64_t stages) {
   const PassReport report = run_layout(c, {.pp = stages}).ranks.front().report;
   const TrainingData data(make_rollouts(c.rollouts, c.seed), c.options);
@@ -210,7 +210,7 @@ struct Measured {
   std::int64_t trunks = 0, waves = 0;
 };
 
-// Of the order in which the stages of a model with a layer each run a step.
+// Measures the order in which the stages of a model, one layer each, run a step.
 Measured measure_stages(const Case& c, std::int64_t stages) {
   ModelShape shape = shape_of(c);
   shape.layer = equal_layers(stages, shape.at(0));

@@ -78,7 +78,7 @@ class RankRuns : public ::testing::Test {
     return worst;
   }
 
-  // Gradients, log-probs, weights and state of a run under each layout against those of one process.
+  // Compares gradients, log-probs, weights and state of a run under each layout with one process's.
   void expect_files_of_one_process(const std::vector<Degrees>& layouts) {
     options_.epochs = 2;
     const auto with_outputs = [&](const std::string& name) {

@@ -1,4 +1,4 @@
-// Where sums have a defined order, every layout but those of tp gives the log-probs of one process to the last bit.
+// Where sums have a defined order, every layout without tp gives the log-probs of one process to the last bit.
 #include <gtest/gtest.h>
 
 #include "tests/parallel/layouts.h"

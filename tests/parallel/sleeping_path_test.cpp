@@ -1,4 +1,4 @@
-// A path whose layers are offloaded or divided over ranks (--path-state) where ranks divide rows, layers, heads or
+// A path whose layers are offloaded or sharded over cp (--path-state) where ranks shard rows, layers, heads or
 // weights.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

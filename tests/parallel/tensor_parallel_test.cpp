@@ -1,4 +1,4 @@
-// Heads, inner columns, vocabulary and experts divided over ranks: the gradient of one process, put together whole.
+// Heads, inner columns, vocabulary and experts sharded over tp: the gradient of one process, put together whole.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 

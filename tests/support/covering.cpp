@@ -104,8 +104,8 @@ class Array {
     return false;
   }
 
-  // How many open pairs the value closes with those of the row, kUnset where it may not stand there. The row may have
-  // it.
+  // The number of open pairs that the value closes with values of the row, kUnset where it may not stand there. The row
+  // may have it.
   int closed_with(const std::vector<int>& row, int f, int value) const {
     int closes = 0;
     for (int g = 0; g < count(); ++g) {

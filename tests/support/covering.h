@@ -11,7 +11,7 @@ namespace espalier::testing {
 
 struct Factors {
   std::vector<int> sizes;  // factor f has the values 0 to sizes[f] - 1
-  // Whether value a of factor f and value b of factor g > f may stand in one row; empty: always.
+  // True if value a of factor f and value b of factor g > f may stand in one row; empty: always.
   std::function<bool(int f, int a, int g, int b)> may_meet = {};
 };
 

@@ -43,13 +43,13 @@ inline std::int64_t recurrent_before(const ModelShape& shape, std::int64_t layer
                        [](const LayerShape& layer) { return layer.mixer->state() > 0; });
 }
 
-// Which layers have experts, a number each, 0 or 1.
+// Gives each layer with a number experts if it is 1, a dense MLP if it is 0.
 inline void set_experts(ModelShape& shape, const std::vector<int>& of_layer) {
   for (std::size_t i = 0; i < of_layer.size(); ++i)
     shape.layer[i].mlp = of_layer[i] != 0 ? MlpKind::experts : MlpKind::dense;
 }
 
-// Which layers are recurrent, a number each, 0 or 1; the others stay as they are.
+// Makes layers recurrent whose number is 1; the others stay as they are.
 inline void set_delta_rule(ModelShape& shape, const RecurrenceShape& states, const std::vector<int>& of_layer) {
   const auto mixer = std::make_shared<const DeltaRule>(states);
   for (std::size_t i = 0; i < of_layer.size(); ++i)

@@ -47,7 +47,7 @@ struct RolloutOptions {
   std::int64_t steps = 0;  // groups are spread over steps 1..steps; 0: no step
 };
 
-// The same options and seed give the same rollouts on every machine. `index` and `where` are those of a file
+// The same options and seed give the same rollouts on every machine. `index` and `where` are as in a file
 // "generated.jsonl" with one record a line.
 std::vector<Rollout> make_rollouts(const RolloutOptions& options, std::uint64_t seed);
 

@@ -107,7 +107,7 @@ Tensor activation(const ModelShape& shape, const Tensor& x) {
   return at::gelu(x, shape.activation.kind == Activation::gelu ? "none" : "tanh");
 }
 
-// Of the modules with these names.
+// The MLP of the modules with these names.
 Tensor mlp_of(const ModelShape& shape, const Tensor& x, const Weights& w, const std::string& prefix,
               const char* gate_name, const char* up_name, const char* down_name) {
   const auto product = [&](const Tensor& rows, const char* name) {
@@ -122,7 +122,7 @@ Tensor mlp_of(const ModelShape& shape, const Tensor& x, const Weights& w, const 
   return product(g * (1.702 * g).sigmoid() * (u + 1), down_name);
 }
 
-// What a rollout's pass through one router leaves for the router losses.
+// A rollout's pass through one router, as far as the router losses need it.
 struct Routing {
   std::int64_t layer;
   Tensor probability;  // [n, E]

@@ -23,7 +23,7 @@ struct OracleResult {
       load;  // tokens of all rollouts that each expert got, by layer; router losses only
 };
 
-// What mixes the rows of layers that carry a state, in place of the gated delta rule: o [T, V] from the q, k and v that
+// Mixes the rows of layers that carry a state, in place of the gated delta rule: o [T, V] from the q, k and v that
 // the T rows of one rollout are projected to. Null: the rule itself.
 using Recurrence = at::Tensor (*)(const at::Tensor& q_TK, const at::Tensor& k_TK, const at::Tensor& v_TV);
 void replace_delta_rule(Recurrence recurrence);

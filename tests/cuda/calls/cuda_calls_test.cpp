@@ -37,7 +37,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
 
 extern "C" espalier::OpenCudaDevice espalier_open_gpu;
 
-// What of ATen and of the kernels library.cpp opens.
+// The part of ATen and of the kernels that library.cpp opens.
 namespace espalier::cuda {
 
 const std::string& open_aten(int) {
@@ -203,7 +203,7 @@ void listen_to_nccl() {
   reinterpret_cast<void (*)(const NcclListener*)>(dlsym(library, "espalier_listen"))(&listener);
 }
 
-// What was noticed in a process of its own, with this fault on if any: the first violation, or that results were wrong.
+// Runs a process of its own, with this fault on if any. Returns the first violation, or that results were wrong.
 std::string noticed(const Fault* fault) {
   int ends[2];
   expect(pipe(ends) == 0);

@@ -1,4 +1,4 @@
-// libnccl.so.2 of one rank: calls go to a listener. Those that do not block are under way until their communicator's
+// libnccl.so.2 of one rank: calls go to a listener. Calls that do not block are under way until their communicator's
 // state is asked for.
 #include "tests/cuda/calls/nccl_stand_in.h"
 

@@ -37,7 +37,7 @@ bool Recorder::knows(const Clock& clock, const Access& access) {
   return found != clock.end() && found->second >= access.time;
 }
 
-// What the host knows to have run lies where it was copied to, from now on.
+// Copies that the host knows to have run lie at their target from now on.
 void Recorder::learn(const Clock& clock) {
   join(host_, clock);
   std::erase_if(deliveries_, [&](const Delivery& delivery) {

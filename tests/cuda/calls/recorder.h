@@ -1,4 +1,4 @@
-// What the CUDA library's host code asks of CUDA and NCCL, and the rules that it must keep. Calls are recorded; work of
+// Calls to CUDA and NCCL by the CUDA library's host code, and the rules that they keep. Calls are recorded; work of
 // a stream runs when it is given, which is one order that CUDA allows, and clocks tell which others it allows: what two
 // streams, or a stream and the host, touch without an event between is reported whatever the order was.
 //

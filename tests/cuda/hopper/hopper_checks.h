@@ -1,4 +1,4 @@
-// What is asked of the emulated kernels for compute capability 9.0, in the form of kernel_checks.h.
+// Checks of the emulated kernels for compute capability 9.0, in the form of kernel_checks.h.
 #pragma once
 
 #include "tests/cuda/kernel_checks.h"

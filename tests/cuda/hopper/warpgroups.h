@@ -147,7 +147,7 @@ class Warpgroups : public Beside {
   std::vector<Adding> adding;
 };
 
-// Of the block of the running thread.
+// The warpgroups of the running thread's block.
 Warpgroups& warpgroups_now();
 
 // An offset in shared memory with the 16-byte pieces of each 1,024 bytes swizzled.

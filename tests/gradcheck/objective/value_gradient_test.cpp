@@ -116,7 +116,7 @@ TEST(ValueHead, GradientsAreTheSlopesOfItsValues) {
     for (std::int64_t o = 0; o < O; ++o) sum += outer[o] * value[o].item<double>();
     return sum;
   };
-  // That of hidden is overwritten, the others are added to.
+  // The gradient of hidden is overwritten, the others are added to.
   const at::Tensor grad_hidden = at::full({O, M}, 7.0, at::kDouble), grad_weight = at::full({M}, 2.0, at::kDouble),
                    grad_bias = at::full({1}, 3.0, at::kDouble);
   ops.add_value_backward(hidden, weight, at::tensor(outer, at::kDouble), grad_hidden, grad_weight, grad_bias);

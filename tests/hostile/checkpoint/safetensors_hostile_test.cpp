@@ -63,7 +63,7 @@ TEST_F(HostileSafetensors, EveryFlippedBitIsRefusedOrHarmless) {
       damaged[byte] = static_cast<char>(damaged[byte] ^ (1 << bit));
       ++(opens(damaged) ? accepted : refused);
     }
-  // What remains valid are other letters in names and metadata, and [2,1] read as [2,1] of another 4-byte type.
+  // Changes that remain valid: other letters in names and metadata, and [2,1] read as [2,1] of another 4-byte type.
   EXPECT_GT(refused, 10 * accepted) << accepted << " accepted";
 }
 

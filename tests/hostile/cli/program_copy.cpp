@@ -13,7 +13,7 @@ namespace espalier::testing {
 
 void enter_copy(const std::string& folder, int in, int out, int err) {
   if (in < 0 || out < 0 || err < 0 || chdir(folder.c_str()) != 0) _exit(126);
-  // What a script starts in the background ignores interrupts, and its children would.
+  // Processes that a script starts in the background ignore interrupts, and their children would.
   for (const int interrupt : {SIGINT, SIGTERM, SIGHUP, SIGPIPE}) signal(interrupt, SIG_DFL);
   dup2(in, STDIN_FILENO), dup2(out, STDOUT_FILENO), dup2(err, STDERR_FILENO);
   close(in), close(out), close(err);

@@ -1,4 +1,4 @@
-// What this process asked the heap for: every malloc, calloc, realloc and aligned allocation, of libraries too, because
+// Requests of this process to the heap: every malloc, calloc, realloc and aligned allocation, of libraries too, because
 // the program's own definitions of these functions come before the C library's.
 #pragma once
 
@@ -9,7 +9,7 @@ namespace espalier::testing {
 
 struct HeapCount {
   std::int64_t calls = 0, bytes = 0;
-  std::vector<std::int64_t> large;  // sizes of those of at least kLargeBytes, in order; the first kMostLarge
+  std::vector<std::int64_t> large;  // sizes of blocks of at least kLargeBytes, in order; the first kMostLarge
 };
 inline constexpr std::int64_t kLargeBytes = 64 << 10, kMostLarge = 1024;
 

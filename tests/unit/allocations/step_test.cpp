@@ -1,5 +1,5 @@
 // A step takes what it needs from the arena: from the second step of equal shapes on the heap gives no large block, and
-// the number of small ones stands still. What the heap still gives is book-keeping: about a hundred bytes a row, and a
+// the number of small ones stands still. The heap still gives book-keeping: about a hundred bytes a row, and a
 // tensor's header for each buffer of the arena.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -36,7 +36,7 @@ std::vector<Rollout> rollouts_of_test() {
   return testing::make_rollouts(options, 1);
 }
 
-// What the heap gave in each of four steps.
+// The blocks that the heap gave in each of four steps.
 std::vector<HeapCount> count_steps(const std::string& schedule, DType dtype, const std::string& policy_loss) {
   Options options;
   options.memory_budget = "1GiB";

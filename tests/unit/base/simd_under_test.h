@@ -1,4 +1,4 @@
-// What simd_under_test.cpp offers for each instruction set.
+// Functions that simd_under_test.cpp offers for each instruction set.
 #pragma once
 
 #include <cstdint>

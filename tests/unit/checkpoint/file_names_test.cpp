@@ -1,5 +1,5 @@
-// Files for users: every family's parameters in the tensors of its own files. What is written by rows of the table is
-// read by the loader of models, which knows the tensors of files by their names.
+// Files for users: every family's parameters in the tensors of its own files. Rows of the table write them, and the
+// loader of models, which knows the tensors of files by their names, reads them.
 #include <cstring>
 #include <set>
 #include <tuple>

@@ -1,4 +1,4 @@
-// What the checkpoint tests share: a directory that disappears, shapes of small models, and random bits.
+// Shared by the checkpoint tests: a directory that disappears, shapes of small models, and random bits.
 #pragma once
 
 #include <gtest/gtest.h>

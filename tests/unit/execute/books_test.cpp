@@ -1,4 +1,4 @@
-// What a step did is booked under its phase: seconds, peak and bytes.
+// The seconds, peak and bytes of a step are booked under its phase.
 #include "espalier/execute/books.h"
 
 #include <ATen/ATen.h>

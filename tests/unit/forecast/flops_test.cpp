@@ -85,7 +85,7 @@ TEST(Flops, OfLatentAttentionEqualTheCountByHand) {
   EXPECT_EQ(forward.layers - forward_flops(shape, work).layers, 2 * rows * (M * 10 + 10 * H * 11 - M * H * 11));
 }
 
-// What a part of the weights costs: a latent's projection, the heads' behind it.
+// Costs of parts of the weights: a latent's projection, the heads' behind it.
 TEST(Flops, OfLatentsThatAreHeldHaveNoWeightGradient) {
   ModelShape shape = testing::tiny_shape();
   set_latents(shape, 10);

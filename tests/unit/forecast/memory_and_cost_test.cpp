@@ -26,7 +26,7 @@ TEST(MemoryModel, KeysAndValuesOfAPrefixTokenAreThePublishedBytes) {
   EXPECT_EQ(ActivationBytes(testing::llama_3_8b(), DType::bfloat16).path({64, 0}).backward, 64 * 3 * 128 * 1024);
 }
 
-// Of 32 layers two stay and one is in use: in a forward keys and values of it, a third of all.
+// Two of 32 layers stay and one is in use: in a forward keys and values of it, a third of all.
 TEST(MemoryModel, APathThatSleepsHoldsTheLayersInUse) {
   const ActivationBytes bytes(testing::llama_3_8b(), DType::bfloat16);
   const std::int64_t of_layer = 64 * 3 * 4 * 1024;
@@ -41,7 +41,7 @@ TEST(MemoryModel, APathThatSleepsHoldsTheLayersInUse) {
   EXPECT_EQ(traffic.forward, 30 * of_layer / 3);
   EXPECT_EQ(traffic.backward, 30 * of_layer + 30 * (of_layer * 2 / 3) * 48 / 64);
   EXPECT_EQ(bytes.path_traffic(48, 16, {}).backward, 0);
-  // What does not hide behind the compute is paid for.
+  // Traffic that does not hide behind the compute is paid for.
   const CostModel model(testing::llama_3_8b(), testing::test_profile(), DType::bfloat16);
   const Work work{16, 16 * 64, 0, 0};
   EXPECT_GT(model.seconds(work, SavedState::keep, traffic), model.seconds(work, SavedState::keep));
@@ -280,7 +280,7 @@ TEST(CostModel, PartsAreFittedOneByOneAndAddUp) {
 }
 
 // Only narrow models are slower: gradients of weights, a third of the products, and attention, at the rates that were
-// measured of such sums; between two widths by 1/width. Nothing else costs, so that the ratios are those of the rates.
+// measured of such sums; between two widths by 1/width. Nothing else costs, so that the ratios are the rates' ratios.
 TEST(CostModel, ShortSumsHaveRatesOfTheirOwn) {
   MachineProfile plain = testing::test_profile(), narrow = plain;
   const double gradients = plain.matrix_flops_per_second(MachineProfile::kGradientRows);

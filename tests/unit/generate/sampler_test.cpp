@@ -122,7 +122,7 @@ TEST(Sampler, LowerPrecisionIsWithinTwiceTheErrorOfDense) {
   }
 }
 
-// What a run shows of itself: `parts` in the order in which they were told.
+// Keeps what a run shows of itself: `parts` in the order in which they were told.
 class Shown final : public Progress {
  public:
   void begin(std::string_view, std::int64_t, std::string_view) override {}

@@ -56,7 +56,7 @@ std::string built(const std::vector<Rollout>& batch, ShareMode mode = ShareMode:
   return drawn(build_prefix_trees(batch, mode));
 }
 
-// What must hold for every tree of every mode: structure, order, coverage.
+// Expectations of every tree of every mode: structure, order, coverage.
 void expect_well_formed(const std::vector<Rollout>& batch, const std::vector<PrefixTree>& forest) {
   std::multiset<std::int32_t> covered;
   std::int64_t logical = 0;

@@ -1,4 +1,4 @@
-// What the loop samples under: the run's models leave room for the keys and values, and for no more.
+// The memory that the loop samples under: the run's models leave room for the keys and values, and for no more.
 #include "espalier/loop/sampling.h"
 
 #include <ATen/ATen.h>

@@ -24,7 +24,7 @@ CostFit fit_of(int steps, double rate, double noise = 0) {
   return fit;
 }
 
-// Of all that an item's work counts, pairs in windows too.
+// The fit covers all that an item's work counts, pairs in windows too.
 TEST(CostFit, PredictsThePlansOwnSeconds) {
   ModelShape windowed = testing::tiny_shape();
   testing::change_attention(windowed, [](AttentionShape& a, std::size_t layer) { a.window = layer == 1 ? 0 : 50; });
@@ -49,7 +49,7 @@ TEST(CostFit, FindsTheFactorOfEveryPart) {
   EXPECT_DOUBLE_EQ(found.head, kFactors.head);
 }
 
-// Whoever uses the machine slows a step and the product beside it alike: the factors are those of a quiet one.
+// Other users of the machine slow a step and the product beside it alike: the factors are a quiet machine's.
 TEST(CostFit, HoldsAStepToTheRateOfItsMoment) {
   const MachineProfile machine = measured_machine();
   const double rate = machine.matrix_flops_per_second(1024);

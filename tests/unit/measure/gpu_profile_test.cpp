@@ -1,4 +1,4 @@
-// What is kept of a GPU, and which attention it leads to.
+// The kept profile of a GPU, and the attention that it leads to.
 #include "espalier/measure/gpu_profile.h"
 
 #include <gtest/gtest.h>

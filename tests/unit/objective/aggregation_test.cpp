@@ -1,4 +1,4 @@
-// What a mini-batch's loss adds up to: aggregation, masks, absent fields, and freedom of order.
+// The loss of a mini-batch as a sum: aggregation, masks, absent fields, and freedom of order.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -59,7 +59,7 @@ Case make_case(std::int64_t outputs, std::int64_t width, std::int64_t vocabulary
 }
 
 // The same with kept sets: of a row's edges the first may be drawn from the whole vocabulary, the others are drawn from
-// one set or from several. Those of the last row are drawn from one set of all tokens.
+// one set or from several. Edges of the last row are drawn from one set of all tokens.
 Case make_kept_case(std::int64_t outputs, std::int64_t width, std::int64_t vocabulary, at::ScalarType dtype,
                     double scale = 1) {
   Case made = make_case(outputs, width, vocabulary, dtype, scale);
@@ -131,7 +131,7 @@ struct Gradients {
   at::Tensor hidden, weight;  // float64
 };
 
-// Of the values weighed with the slopes of the edges.
+// Gradients of the values weighed with the slopes of the edges.
 Gradients plain_gradients(const Case& made, at::ScalarType dtype) {
   const at::Tensor hidden = made.hidden.to(dtype).clone().requires_grad_(true);
   const at::Tensor weight = made.weight.to(dtype).clone().requires_grad_(true);

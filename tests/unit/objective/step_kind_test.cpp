@@ -1,4 +1,4 @@
-// What kind of step a batch asks for: the planner and the objective must agree on it.
+// The kind of step that a batch asks for: the planner and the objective must agree on it.
 #include "espalier/program/step_kind.h"
 
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// Which ranks share an axis, against sets written out by hand.
+// The ranks that share an axis, against sets written out by hand.
 #include "espalier/parallel/degrees.h"
 
 #include <gtest/gtest.h>

@@ -17,7 +17,7 @@ namespace {
 constexpr Degrees kFour{.dp = 4};
 constexpr InProcessOptions kImpatient{.timeout = 0.3};
 
-// What rank r holds: (r + 1) * (1, 2, ..., n); small whole numbers, exact in every dtype.
+// The tensor of rank r: (r + 1) * (1, 2, ..., n); small whole numbers, exact in every dtype.
 at::Tensor of_rank(int rank, std::int64_t n, at::ScalarType dtype) {
   return (at::arange(1, n + 1) * (rank + 1)).to(dtype);
 }

@@ -1,4 +1,4 @@
-// What launchers put into the environment, as they do it.
+// Environment variables as launchers set them.
 #include "espalier/parallel/launch.h"
 
 #include <gtest/gtest.h>

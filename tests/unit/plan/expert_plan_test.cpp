@@ -23,7 +23,7 @@ ModelShape published_shape() {
                         "config.json");
 }
 
-// What a row meets: q and o, k and v, router, 8 experts of 3 matrices.
+// Weights that a row meets: q and o, k and v, router, 8 experts of 3 matrices.
 constexpr double kQueryOutput = 2.0 * 2048 * 4096, kKeyValue = 2.0 * 2048 * 512, kRouter = 2048.0 * 128,
                  kExperts = 8 * 3.0 * 2048 * 768;
 // Bytes of a row and layer in bfloat16: q and attended, k and v, mid stream, gate and up of 8 experts, router logits;

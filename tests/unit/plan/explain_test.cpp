@@ -1,4 +1,4 @@
-// What a person and a program read of a plan.
+// Texts of a plan, for people and for programs.
 #include <gtest/gtest.h>
 
 #include "espalier/base/json.h"

@@ -274,7 +274,7 @@ TEST(Planner, NestsTrunksWhereTurnsBranch) {
   std::vector<Rollout> batch;
   for (std::int32_t turn = 0; turn < 3; ++turn)
     for (Rollout rollout : group_of(1500, 300, 8, 0)) {
-      // Tokens 1000..1499 of the prompt are those of one of three branches.
+      // Tokens 1000..1499 of the prompt differ among three branches.
       for (std::int32_t i = 1000; i < 1500; ++i) rollout.prompt_ids[i] += 100000 * (turn + 1);
       batch.push_back(rollout);
     }

@@ -1,4 +1,4 @@
-// A step on every rank of a layout, and the layout that is found for so many processes.
+// A step on every rank of a layout, and the layout that is found for a number of processes.
 #include "espalier/plan/rank_layout.h"
 
 #include <gtest/gtest.h>
@@ -74,7 +74,7 @@ TEST_F(Layouts, StagesHaveTheirLayersAndWaitForEachOther) {
   EXPECT_GT(first.a.pp + first.b.pp, 0);
 }
 
-// Rows of a set are divided over cp, weights are not.
+// Rows of a set are sharded over cp, weights are not.
 TEST_F(Layouts, ContextDividesRows) {
   const LayoutPlan one = plan_layout(problem(llama_), {}), split = plan_layout(problem(llama_), {.cp = 4});
   EXPECT_EQ(split.parameters, one.parameters);

@@ -1,4 +1,4 @@
-// Which states a plan takes when memory is short: never a dearer mixture than a uniform one that fits, each trunk by
+// States that a plan takes when memory is short: never a dearer mixture than a uniform one that fits, each trunk by
 // itself.
 #include "espalier/plan/state_choice.h"
 
@@ -205,7 +205,7 @@ TEST(StateChoice, ThePathIsCarriedAsLatents) {
   const auto plan_with = [&](PathState state) { return planned_with(state, batch, options, shape); };
   const StepPlan kept = plan_with(PathState::keep), least = plan_with(PathState::automatic);
   EXPECT_EQ(least.path.state(), PathState::latents);
-  // Of 12 layers 24 + 8 numbers a row in place of 8 (40 + 32); and the room of one layer with its blocks.
+  // 12 layers have 24 + 8 numbers a row in place of 8 (40 + 32); and there is the room of one layer with its blocks.
   const ActivationBytes bytes(shape, DType::float32, options.kind);
   const std::int64_t whole = bytes.path({8000, 0}).backward,
                      carried = bytes.path({8000, 0}, {.latents = true}).backward;
@@ -240,7 +240,7 @@ TEST(StateChoice, LayersOfLatentsSleepWhereTheyDoNotFit) {
     const StepPlan awake = plan_with(PathState::latents), least = plan_with(asleep);
     EXPECT_EQ(least.path.state(), asleep);
     EXPECT_EQ(least.path.layers_awake, 0);
-    // Of 12 layers 11 are not in memory, or 3/4 of all less the rooms for two.
+    // 11 of 12 layers are not in memory, or 3/4 of all less the rooms for two.
     const ActivationBytes bytes(shape, DType::float32, options.kind);
     const double latents = 8000.0 * 108 * (4 + 4);
     EXPECT_NEAR(
@@ -259,7 +259,7 @@ TEST(StateChoice, LayersOfLatentsSleepWhereTheyDoNotFit) {
   }
 }
 
-// Ranks of cp divide a path that does not fit, without a store; where both would do the cheaper one is taken, and a
+// A path that does not fit is sharded over cp, without a store; where both would do the cheaper one is taken, and a
 // path that fits stays whole.
 TEST(StateChoice, ThePathIsShardedOverRanksOfCp) {
   const LocalShape shape(wide_path_shape(), {.cp = 4}, {});
@@ -270,7 +270,7 @@ TEST(StateChoice, ThePathIsShardedOverRanksOfCp) {
   const StepPlan least = plan_with(PathState::automatic);
   EXPECT_EQ(least.path.state(), PathState::divide);
   EXPECT_EQ(least.chosen.path_stored_bytes, 0);
-  // Of 12 layers 1/4, and rooms for two: 5 of 12; the rest of a step as it was.
+  // 1/4 of 12 layers, and rooms for two: 5 of 12; the rest of a step as it was.
   const std::int64_t path = ActivationBytes(shape, DType::float32, options.kind).path({8000, 0}).backward;
   EXPECT_NEAR(static_cast<double>(whole - least.chosen.bytes.peak()), 7.0 / 12 * static_cast<double>(path),
               0.02 * static_cast<double>(path));

@@ -103,7 +103,7 @@ std::int64_t count_own(const std::vector<PlanItem>& items, std::int64_t cp_rank)
   return count;
 }
 
-// What is wrong with one rank's program by itself; empty: nothing.
+// The fault of one rank's program by itself; empty: none.
 std::string fault_of(const Layout& layout, std::int64_t rank, const Program& program) {
   const Place place = layout.place(rank);
   const std::vector<PlanItem>& items = layout.items[static_cast<std::size_t>(place.dp)];

@@ -1,4 +1,4 @@
-// Rows divided over ranks, and waves dealt to them.
+// Rows sharded over cp, and waves dealt to its ranks.
 #include "espalier/program/shared_runs.h"
 
 #include <gtest/gtest.h>
@@ -72,7 +72,7 @@ TEST(SharedRuns, AreCutBetweenRanksAndTheirStatesGoToThoseWhoGoOn) {
   EXPECT_EQ(shared.forks, 3);
   EXPECT_EQ(shared.legs[1].first_run, 1U);
   EXPECT_EQ(shared.legs[1].last_run, 3U);
-  // Of state 1 rank 0 needs one copy for its last row, of state 2 one for row 6.
+  // Rank 0 needs one copy of state 1 for its last row, and one copy of state 2 for row 6.
   ASSERT_EQ(shared.transfers.size(), 3U);
   EXPECT_EQ(shared.transfers[0].to, 1);
   EXPECT_EQ(shared.transfers[1].fork, 1);

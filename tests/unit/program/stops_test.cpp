@@ -1,4 +1,4 @@
-// The stops of every stage of a model, end to end, are those of one process.
+// The stops of every stage of a model, end to end, are one process's stops.
 #include "espalier/program/stops.h"
 
 #include <gtest/gtest.h>
@@ -28,7 +28,7 @@ std::vector<LocalShape> stages_of(const ModelShape& shape, std::int64_t stages) 
   return out;
 }
 
-// Of a pass over all stages: kinds, and layers by their number in the model.
+// The stops of a pass over all stages: kinds, and layers by their number in the model.
 std::vector<std::pair<Kind, std::int64_t>> course(const ModelShape& shape, std::int64_t stages, Pass pass,
                                                   HeadGradient when) {
   std::vector<LocalShape> all = stages_of(shape, stages);

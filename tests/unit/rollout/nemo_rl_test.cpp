@@ -79,7 +79,7 @@ TEST(NemoRl, ValuesOfTokensWithoutLossAreZero) {
   EXPECT_EQ(file.notes.size(), 2u);  // what the format leaves open, and one log-prob that was not recorded
 }
 
-// With dynamic sampling, `rewards` are those of every prompt that was sampled.
+// With dynamic sampling, `rewards` has every prompt that was sampled.
 TEST(NemoRl, TheRewardOfAFilteredBatchIsTheFilteredOne) {
   const RolloutFile file = parse_rollouts(R"({"token_ids":[5,6],"token_loss_mask":[0,1],"rewards":[1.0],)"
                                           R"("filtered_rewards":[0.25],"reference_policy_logprobs":[[0,-3]]})",

@@ -405,7 +405,7 @@ TEST(Reader, RefusesTypesThatAreNeverRead) {
   const TemporaryFolder folder;
   for (const char* name : {"a.npz", "a.Arrow"})
     expect_error<UnsupportedError>([&] { read_rollouts({folder.file(name, "x")}); }, name, "Write neutral JSON Lines");
-  // What Python reads must have a path.
+  // Files that Python reads must have a path.
   expect_error<UnsupportedError>([&] { parse_rollouts("PK\x03\x04 zip", "f"); }, "f", "a torch file");
   expect_error<UnsupportedError>([&] { parse_rollouts("PAR1", "f"); }, "f", "a Parquet file");
   expect_error<UnsupportedError>([&] { parse_rollouts("\x80\x04\x95 pickle", "f"); }, "f", "a pickle file");

@@ -70,7 +70,7 @@ TEST_F(Spill, ChunksComeBackInTheOrderAskedFor) {
   }
 }
 
-// What is read ahead leaves room for writing, and a chunk may be written again: read is what was written last.
+// Chunks read ahead leave room for writing, and a chunk may be written again: a read gives the last write.
 TEST_F(Spill, WhatIsToBeWrittenFindsRoomBesideWhatIsReadAhead) {
   SpillQueue queue(std::make_unique<SpillFile>(folder_), 3, 1);
   queue.reserve(8 * kSpillChunkBytes);
@@ -279,7 +279,7 @@ ModelShape path_shape(std::int64_t layers) {
   return shape;
 }
 
-// What a device says a tensor holds, and adding to it, through what the device allows alone.
+// Adds to a tensor through its device's own calls alone.
 void add_to(const at::Tensor& tensor, const at::Tensor& added, Device& device) {
   device.to_device(device.to_host(tensor) + added, tensor);
 }

@@ -1,4 +1,4 @@
-// What stands beside a step.
+// Memory that stands beside a step.
 #include "espalier/step/workspace.h"
 
 #include <gtest/gtest.h>

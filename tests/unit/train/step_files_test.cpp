@@ -1,4 +1,4 @@
-// What a run writes about its steps: numbers of a step, of each rollout, log-probs, and the trace that repeats it.
+// Files of a run about its steps: numbers of a step, of each rollout, log-probs, and the trace that repeats it.
 #include <gtest/gtest.h>
 #include <unistd.h>
 

@@ -1,4 +1,4 @@
-// Mini-batches cut from recorded rollouts: every rollout once, groups whole, advantages those of the group.
+// Mini-batches cut from recorded rollouts: every rollout once, groups whole, advantages computed over the group.
 #include "espalier/train/training_data.h"
 
 #include <gtest/gtest.h>

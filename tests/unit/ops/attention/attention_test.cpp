@@ -67,7 +67,7 @@ struct Restore {
 
 constexpr double kHeld = 0.375;  // in the K/V accumulators beforehand; exact in every type
 
-// forward, then backward from the given out and lse (those of the plain code in the type under test).
+// forward, then backward from the given out and lse (the plain code's in the type under test).
 template <class T>
 Results<double> run(const Problem& p, const std::vector<double>& given_out, const std::vector<double>& given_lse) {
   using A = accumulator_t<T>;
@@ -118,7 +118,7 @@ void hold(const Problem& p, Results<N>& r) {
   r.path_k.assign(p.path_k.size(), N(kHeld)), r.path_v.assign(p.path_v.size(), N(kHeld));
 }
 
-// What the problem's results are (wide), what plain code in the type under test makes of them (narrow).
+// The problem's results (wide), and the results of plain code in the type under test (narrow).
 template <class T>
 struct Expected {
   using A = accumulator_t<T>;
@@ -321,7 +321,7 @@ TYPED_TEST(AttentionOf, BlocksThatNobodySeesAreNotRead) {
     }
 }
 
-// Latent attention: heads of values are smaller or larger than those of keys.
+// Latent attention: heads of values are smaller or larger than heads of keys.
 TYPED_TEST(AttentionOf, IsRightForValuesOfAnotherSize) {
   std::mt19937_64 random(2028);
   const auto pick = [&](std::initializer_list<int> from) { return from.begin()[random() % from.size()]; };
@@ -341,7 +341,7 @@ TYPED_TEST(AttentionOf, IsRightForValuesOfAnotherSize) {
     expect_fast_is_right<TypeParam>(random_problem<TypeParam>(seed, {2, 2100, 2, 2, 24, 16}, Rows::all));
 }
 
-// A window counts depths, not rows: in a tree the rows of a branch stand behind those of its siblings.
+// A window counts depths, not rows: in a tree the rows of a branch stand behind its siblings' rows.
 TYPED_TEST(AttentionOf, IsRightWithAWindow) {
   std::mt19937_64 random(2027);
   const auto pick = [&](std::initializer_list<int> from) { return from.begin()[random() % from.size()]; };

@@ -1,4 +1,4 @@
-// What the tests compare with: random problems, and attention written as plainly as it can be in any number type.
+// References of the tests: random problems, and attention written as plainly as it can be in any number type.
 #pragma once
 
 #include <algorithm>
@@ -169,7 +169,7 @@ class Plain {
     });
   }
 
-  // What the terms of each result add up to in size: every product and difference of backward taken absolutely.
+  // The sum of the sizes of each result's terms: every product and difference of backward taken absolutely.
   // A rounding of each term in its type moves the result by up to that type's unit times this.
   Results<N> magnitudes(const Results<N>& from) const {
     Results<N> m;

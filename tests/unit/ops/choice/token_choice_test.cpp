@@ -1,4 +1,4 @@
-// Which tokens may be drawn, and how often each is.
+// The tokens that may be drawn, and how often each is.
 #include "espalier/ops/cpu/token_choice.h"
 
 #include <gtest/gtest.h>
@@ -72,7 +72,7 @@ TEST(TokenChoice, KeepsExactlyTheTokensOfTheRule) {
   }
 }
 
-// The weights are those of the C library within the 2 units in the last place that base/simd.h promises.
+// The weights equal the C library's within the 2 units in the last place that base/simd.h promises.
 TEST(TokenChoice, WeightsAndTheirSums) {
   for (const std::int64_t vocabulary : {1, 3, 511, 512, 513, 2000}) {
     const auto logits = some_logits(vocabulary, 4, 60);

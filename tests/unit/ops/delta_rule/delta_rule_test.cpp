@@ -230,7 +230,7 @@ TYPED_TEST(DeltaRule, IsAsAccurateAsPlainLoopsOverRows) {
   }
 }
 
-// What a fork relies on.
+// Forks rely on this.
 TYPED_TEST(DeltaRule, GivesTheSameBitsWhereverRowsAreCut) {
   using A = TypeParam;
   for (const auto& [s, rule] : cases()) {

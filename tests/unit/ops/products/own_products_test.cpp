@@ -1,5 +1,5 @@
 // Own products against their order of sums, written out a number at a time: the same bits under every instruction set,
-// for every shape, layout and number of threads. That a row does not depend on the rows beside it follows.
+// for every shape, layout and number of threads. It follows that a row does not depend on the rows beside it.
 #include "espalier/ops/cpu/own_products.h"
 
 #include <gtest/gtest.h>

@@ -31,7 +31,7 @@ at::Tensor random(at::IntArrayRef sizes, at::ScalarType dtype = at::kBFloat16) {
   return at::randn(sizes, at::kFloat).to(dtype);
 }
 
-// What may be lost: half a unit in the last place of the rounded number, twice, and 2^-24 of the sum of absolute values
+// The loss allowed: half a unit in the last place of the rounded number, twice, and 2^-24 of the sum of absolute values
 // at each addition of a float32 sum.
 at::Tensor allowed(const at::Tensor& rounded, const at::Tensor& magnitudes, std::int64_t terms) {
   return 0x1p-8 * rounded.abs() + static_cast<double>(terms + 2) * 0x1p-24 * magnitudes;
@@ -104,7 +104,7 @@ TEST_P(ProductsOf, AddTheGradientOfAWeightInFloat32) {
     const at::Tensor magnitudes = before.abs().to(at::kDouble) + grad64.abs().t().mm(x64.abs());
     at::Tensor rounded_products = at::zeros_like(product);
     if (!widened)
-      for (std::int64_t row = 0; row < R; row += kSmallPieceRows)  // no less than those of larger pieces
+      for (std::int64_t row = 0; row < R; row += kSmallPieceRows)  // no less than with larger pieces
         rounded_products += piece_of(grad64, row).t().mm(piece_of(x64, row)).abs();
     expect_near(sum, before.to(at::kDouble) + product, allowed(rounded_products, magnitudes, R));
   }

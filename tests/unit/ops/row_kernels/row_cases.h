@@ -1,4 +1,4 @@
-// What the row-kernel tests share: random inputs, an own rounding to bfloat16, each instruction set in turn, and the
+// Shared by the row-kernel tests: random inputs, an own rounding to bfloat16, each instruction set in turn, and the
 // rule by which a result is judged.
 //
 // Every reference is a plain loop over a number type N. With N = Exact<T> (double; long double for T = double) it
@@ -33,7 +33,7 @@ inline float eight_bits(float value) {
   const float mantissa = std::frexp(value, &exponent);
   return std::ldexp(std::nearbyint(std::ldexp(mantissa, 8)), exponent - 8);
 }
-// What a store to T and a load would give; the oracle never rounds.
+// The value after a store to T and a load; the oracle never rounds.
 template <class T, class N>
 N stored(N value) {
   if constexpr (std::is_same_v<T, bfloat16> && std::is_same_v<N, float>)
