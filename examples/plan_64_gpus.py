@@ -3,7 +3,7 @@
     python examples/plan_64_gpus.py [config.json] [--machine h200] [--ranks 64]
 
 A plan reads the sizes of the model and the lengths of rollouts, no weights. Without a file the model is Qwen3-30B-A3B and the step
-has 64 prompts of 1,024 tokens with 16 responses of 512 to 1,536 tokens. Rates are those of data sheets (docs/machines.md).
+has 64 prompts of 1,024 tokens with 16 responses of 512 to 1,536 tokens. Rates come from data sheets (docs/machines.md).
 """
 
 import argparse

@@ -91,7 +91,7 @@ def _runs(table: np.ndarray) -> list[tuple[int, int, int]]:
 
 @dataclass(frozen=True)
 class Item:
-    """A wave or a trunk. `segments` [S, 8] has the columns documented in core_interface.h; `runs` are those of `causal_runs`."""
+    """A wave or a trunk. `segments` [S, 8] has the columns documented in core_interface.h; `runs`: `causal_runs`."""
     trunk: bool
     recompute: bool
     parent: int

@@ -28,9 +28,9 @@ told_by_context: weakref.WeakSet = weakref.WeakSet()  # attention layers that we
 
 
 class Phase:
-    """Which rows each row of a call sees. `sets`: the RowSets of the call, in order. `longest`: the call's largest position plus one. `regime`: the
+    """The rows that each row of a call sees. `sets`: the RowSets of the call, in order. `longest`: the call's largest position plus one. `regime`: the
     length by which models that make rotary tables in each call choose them (rotary.py); None: the call's own length. `mutual`: (begin, end) of
-    rows that also see later rows among themselves, such as those of an image."""
+    rows that also see later rows among themselves, such as an image's rows."""
 
     def __init__(self, sets, longest, captures=None, regime=None, mutual=()):
         self.sets, self.longest, self.captures, self.regime, self.mutual = sets, longest, captures, regime, mutual
@@ -99,7 +99,7 @@ class Phase:
         self._check_masks(layers)
 
     def _check_masks(self, layers):
-        """Raises `Unsupported` if the windows and chunks of the layers differ from those of the masks that the model asked for. A mask may be unused
+        """Raises `Unsupported` if the windows and chunks of the layers differ from the masks that the model asked for. A mask may be unused
         in a model whose layers all have full attention."""
         if not self.masks:  # a model without masks of transformers' making, or a compiled one, whose probe ran eagerly
             return

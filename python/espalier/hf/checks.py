@@ -149,7 +149,7 @@ def check_captured(model, trunk):
 
 
 def check_live(model, trunk):
-    """Raises `Unsupported` if no keys, values or states have an autograd graph although something below the head is trained, or if those of a layer
+    """Raises `Unsupported` if no keys, values or states have an autograd graph although something below the head is trained, or if a layer's
     have none behind a layer whose have one."""
     modules = mixers(base_model(model)) if trunk.live_states else {}
     found = [(layer, f"attention layer {layer}", "keys and values", live) for layer, live in trunk.live.items()]

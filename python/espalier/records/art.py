@@ -5,7 +5,7 @@ A row holds prefix trees. A run of tokens with one group id is a node. Its paren
 its own if it begins a sequence; input_pos counts along the path. A path to a node that no node continues is a rollout. The files do
 not contain the length of a row, and it is not needed: a parent comes before its children, in the same row.
 
-The prompt ends before the first token of assistant_mask. ART's loss uses the sampler's logprobs as those of the old policy, and
+The prompt ends before the first token of assistant_mask. ART's loss uses the sampler's logprobs as the old policy's, and
 multiplies each token's loss by its weight. So the record gets them as old and rollout log-probs, and advantage times weight as advantage.
 """
 

@@ -48,7 +48,7 @@ def records(contents, notes):
 
 
 def _joined(train, sampled, notes):
-    """Train dumps' samples, with the missing fields from those of rollout dumps that have their index and tokens."""
+    """Train dumps' samples, with the missing fields from samples of rollout dumps that have their index and tokens."""
     known = collections.defaultdict(list)
     for _, sample in sampled:
         if sample.get("index") is not None:

@@ -4,7 +4,7 @@
    "rewards": {name: {"score", "weight"}}, "nodes": [{"parent", "token_ids", "mask", "logprobs", ...}, ...], "calls": [...]}, ...]}
 
 A node holds the tokens that its message adds. `mask` is 1 for sampled tokens; logprobs, advantages, reference_logprobs and trainer_logprobs have an entry
-for each of them. A path from a root to a leaf is a branch and becomes a record; the branches of a trace are those of one trajectory. Attempts of
+for each of them. A path from a root to a leaf is a branch and becomes a record; the branches of a trace belong to one trajectory. Attempts of
 compaction from which the agent did not go on, agents that do not train, and episodes of evaluation are left out.
 
 In JSON, verifiers rounds log-probs to four decimals and leaves out recorded experts and sampling masks.

@@ -1,7 +1,7 @@
 """torch's FlashAttention kernels on a GPU, for bfloat16 and float16 (by_calls.py).
 
 Heads of keys and values are not repeated for the query heads that share them. `torch.nn.attention.activate_flash_attention_impl` replaces
-the two operations called here with those of FlashAttention 3 or 4.
+the two operations called here with the operations of FlashAttention 3 or 4.
 """
 
 import functools

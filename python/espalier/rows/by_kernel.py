@@ -2,7 +2,7 @@
 
 Interface of this file and of by_blocks.py, for the `sets` of a Phase (attention.py):
     forward: q [1, H, T, D], k and v [1, J, T, D] -> out [1, T, H, D] in q's type, lse in the accumulator's
-    backward: -> gradients of q, k and v; those of the trunks' keys and values are added to their sums
+    backward: -> gradients of q, k and v; gradients of the trunks' keys and values are added to their sums
 """
 
 import numpy as np

@@ -102,7 +102,7 @@ class TokenStatistics(torch.autograd.Function):
 
 
 def _over_shards(lse, mean, group):
-    """The log-sum-exp and the mean logit of the whole vocabulary, from those of its parts: weights are exp(lse_part - lse)."""
+    """The log-sum-exp and the mean logit of the whole vocabulary, from the same numbers of its parts: weights are exp(lse_part - lse)."""
     top = lse.clone()
     dist.all_reduce(top, dist.ReduceOp.MAX, group)
     sums = torch.stack([torch.ones_like(mean), mean]) * (lse - top).exp()

@@ -1,8 +1,8 @@
 """The segments of a call, as a function sees them that passes a state along the sequence.
 
 A segment is a run of rows, each of which follows the one before (RowSet.segments). It starts from what its parent left: an earlier
-segment of the call, or the last open trunk, or nothing. A state that n segments start from gets the sum of their gradients: those of
-a call by autograd in the state's own type, those of several calls in the trunk's sums (float32; float64 in float64).
+segment of the call, or the last open trunk, or nothing. A state that n segments start from gets the sum of their gradients: within
+a call by autograd in the state's own type, over several calls in the trunk's sums (float32; float64 in float64).
 """
 
 from dataclasses import dataclass

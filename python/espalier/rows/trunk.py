@@ -22,7 +22,7 @@ class Trunk:
         self.index_keys = {}
 
     def take(self, layer, k, v):
-        """Stores detached keys and values of a layer, those of the first forward. Under autograd, `live` holds the tensors with their graph, those of
+        """Stores detached keys and values of a layer, from the first forward. Under autograd, `live` holds the tensors with their graph, from
         the latest forward, for the trunk's backward."""
         if layer not in self.k:
             self.k[layer], self.v[layer] = k.detach(), v.detach()

@@ -42,7 +42,7 @@ class TrunkTokens:
         self.grads: torch.Tensor | None = None
 
     def keep(self, logprobs: torch.Tensor, entropies: torch.Tensor) -> None:
-        """Stores detached values, those of the first forward."""
+        """Stores detached values, from the first forward."""
         if self.values is None:
             self.values = torch.stack([logprobs.detach(), entropies.detach()])
             self.grads = torch.zeros_like(self.values)

@@ -61,7 +61,7 @@ def _without_prompt(chosen, rejected):
 
 
 def _holds(chosen, rejected, prompt):
-    """Whether both answers are lists of messages that begin with the text `prompt`, among others: the column then says again what they hold, as in
+    """True if both answers are lists of messages that begin with the text `prompt`, among others: the column then says again what they hold, as in
     UltraFeedback."""
     if isinstance(chosen, str) or not isinstance(prompt, str):
         return False

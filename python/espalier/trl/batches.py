@@ -219,8 +219,8 @@ def _read(out, tree):
 
 
 def _run(base, forward, tree, more, rows=None):
-    """Runs the backbone on the tree's rows. Returns its output for every token of the padded batch. With `rows`, hidden states are those of these
-    rows, [1, rows, H]."""
+    """Runs the backbone on the tree's rows. Returns its output for every token of the padded batch. With `rows`, hidden states are for these
+    rows alone, [1, rows, H]."""
     seen = Trunk(tree.rows)
     phase = Phase([RowSet(0, (), tree.runs)], tree.longest, captures=seen)
     with phase.forward():

@@ -9,7 +9,7 @@ FUSED = hasattr(of_trl, "add_fused_lm_head")  # TRL puts a head into the model's
 
 
 def scored(trainer: Any, model: torch.nn.Module, labels: torch.Tensor, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log-probs, entropies) [T] of the tokens `labels` [T] behind the rows of a call, those of rows with the label -100 without meaning."""
+    """(log-probs, entropies) [T] of the tokens `labels` [T] behind the rows of a call; without meaning for rows with the label -100."""
     if FUSED:
         out = model(shift_labels=labels[None], fused_lm_head=True, **inputs)
         return out.log_probs[0], out.entropy[0] if out.entropy is not None else torch.zeros_like(out.log_probs[0])

@@ -1,5 +1,5 @@
-"""Splits TRL's image fields, which are flattened over the rows of a batch, into the images of each row (espalier.hf.images): those of its prompt, then
-those that tools and environments returned."""
+"""Splits TRL's image fields, which are flattened over the rows of a batch, into the images of each row (espalier.hf.images): the prompt's, then
+images that tools and environments returned."""
 
 import torch
 

@@ -155,7 +155,7 @@ class SharedPrompts(Sharing):
         return out
 
     def _run_towers(self, model, rows, shares, window):
-        """Under FSDP, before the new prompts: the vision tower for their images and those of the responses, on all ranks. Returns an `Unsupported` or
+        """Under FSDP, before the new prompts: the vision tower for their images and the responses', on all ranks. Returns an `Unsupported` or
         None."""
         own = rows.pictures.of_prompts | rows.pictures.of_responses(rows) if rows.pictures and shares else set()
         towers = ShardedTower(model, [(rows.pictures.tower, index) for index in sorted(own)], torch.is_grad_enabled(), self.accelerator.autocast)

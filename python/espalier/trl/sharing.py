@@ -15,7 +15,7 @@ _log = logging.getLogger("espalier")
 
 
 class Sharing:
-    """Mixin for a trainer. `shared_rows` counts token rows of all shared passes: "run", those that ran, and "without_sharing", those of plain passes
+    """Mixin for a trainer. `shared_rows` counts token rows of all shared passes: "run", rows that ran, and "without_sharing", rows of plain passes
     without padding.
     """
 

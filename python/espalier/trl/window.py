@@ -113,7 +113,7 @@ class Window:
         return problem
 
     def release(self, prompts_too=False):
-        """Runs the vision tower's backward for images that no later call reads: those of responses alone or, with `prompts_too`, all."""
+        """Runs the vision tower's backward for images that no later call reads: images of responses alone or, with `prompts_too`, all."""
         for pictures in self.pictures:
             pairs = pictures.gathered(prompts_too)
             if pairs:

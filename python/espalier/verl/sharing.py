@@ -186,7 +186,7 @@ class Sharing:
         return answer
 
     def _global_numbers(self, data: Any) -> None:
-        """Adds the denominators that verl's engine gives its losses: those of the mini-batch over all ranks."""
+        """Adds the denominators that verl's engine gives its losses: the denominators of the mini-batch over all ranks."""
         mask = data["loss_mask"]
         tokens = (mask.values().sum() if mask.is_nested else mask.sum()).to(get_device_id())
         torch.distributed.all_reduce(tokens, torch.distributed.ReduceOp.SUM, self.get_data_parallel_group())  # type: ignore[attr-defined]
