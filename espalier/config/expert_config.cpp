@@ -62,7 +62,7 @@ void read_groups(const Members& config, const Experts& experts, ModelShape& shap
     config.fail("topk_group", text_of("enough groups for the ", shape.experts_per_token, " experts of a row"));
 }
 
-// How many layers before those of experts are dense.
+// The number of dense layers before the layers with experts.
 std::int64_t dense_layers_of(const Members& config, const Experts& experts) {
   return experts.dense_first ? config.integer("first_k_dense_replace", 0, 1 << 20, experts.dense_layers) : 0;
 }
@@ -84,7 +84,7 @@ void read_type_list(const Members& config, std::vector<LayerShape>& layers) {
   }
 }
 
-// Which layers have experts.
+// Reads which layers have experts.
 void read_expert_layers(const Members& config, const Experts& experts, std::vector<LayerShape>& layers) {
   if (has_type_list(config, experts)) return;
   const auto count = static_cast<std::int64_t>(layers.size());

@@ -341,7 +341,7 @@ void read_quantisation(const Members& config, const Family& family, ModelShape& 
                           "quantization_config=FineGrainedFP8Config(dequantize=True)), then save_pretrained(OUT)"});
 }
 
-// The layers with their MLPs; without experts those of a dense family.
+// The layers with their MLPs; without experts a dense family's.
 void read_layers(const Members& config, const Family& family, ModelShape& shape) {
   // Without dense layers nothing is of this width.
   const std::int64_t inner = family.experts.everywhere ? config.integer(family.inner_member, 1, 1 << 24, 1)
@@ -449,7 +449,7 @@ ModelShape shape_of_family(const Members& stated, const Family& family) {
   return std::move(reading.shape);
 }
 
-// What never trains is held from the start.
+// Parameters that never train are held from the start.
 ModelShape with_held(ModelShape shape) {
   return shape.router.correction_bias && shape.expert_layers() > 0 ? train_only(std::move(shape), {}) : shape;
 }
@@ -479,7 +479,7 @@ const VisionFamily* vision_family_of(const Members& config) {
   return nullptr;
 }
 
-// The text model's members, with those of the whole model that hold for it.
+// The text model's members, with members of the whole model that hold for it.
 Json text_config_of(const Members& config) {
   Json text = Json::object();
   if (config.has("text_config")) {

@@ -12,15 +12,15 @@
 
 namespace espalier {
 
-// Which layers have a window of sliding_window rows.
+// The layers that have a window of sliding_window rows.
 enum class Windows : std::uint8_t {
   none,
   all,                // all; none where it is null
   all_if_used,        // all where use_sliding_window is set
-  some_if_used,       // where it is set those of layer_types, or those from max_window_layers on
-  some,               // those of layer_types, or those from max_window_layers on; none where it is null
-  unrotated_if_used,  // where it is set those of layer_types, or those without rotation
-  by_types,           // those of layer_types, or all but each window_period-th; with a period of 0 all
+  some_if_used,       // where it is set: the layers of layer_types, or layers from max_window_layers on
+  some,               // the layers of layer_types, or layers from max_window_layers on; none where it is null
+  unrotated_if_used,  // where it is set: the layers of layer_types, or layers without rotation
+  by_types,           // the layers of layer_types, or all but each window_period-th; with a period of 0 all
 };
 
 // Where the biases of projections are read. An absent member is false; of those with _on it is true.
@@ -35,8 +35,8 @@ enum class Biases : std::uint8_t {
   qkv_bias_on,
 };
 
-// The rotary frequencies of layers with a window. `own`: those of rope_parameters.sliding_attention, or without it
-// theta_member's without scaling; else those of all layers.
+// The rotary frequencies of layers with a window. `own`: from rope_parameters.sliding_attention, or without it
+// from theta_member without scaling; else the same as in all layers.
 struct WindowRope {
   bool own = false;
   const char* theta_member = "rope_theta";

@@ -58,13 +58,13 @@ void read_longrope(const Members& rope, std::int64_t rotary_dim, std::int64_t ma
   scaling.attention_factor = rope.positive("attention_factor", implied);
 }
 
-// Of one object, whose members may be absent.
+// The rotary embedding of one object, whose members may be absent.
 Rope read_one(const Members& config, const Members& rope, bool nested, double theta, const Reading& reading) {
   Rope out;
   out.theta = rope.positive("rope_theta", theta);
   std::string type = rope.text("rope_type", rope.text("type", "default"));
   if (type == "su") type = "longrope";    // as Phi-3 called it
-  if (type == "mrope") type = "default";  // positions of an image's rows in three dimensions; those of text are equal
+  if (type == "mrope") type = "default";  // three positions for each row of an image; equal for text
   if (type == "default") return out;
   out.has_scaling = true;
   RopeScaling& scaling = out.scaling;
@@ -94,7 +94,7 @@ Rope read_one(const Members& config, const Members& rope, bool nested, double th
   return out;
 }
 
-// Of the object that holds the members, or of the one in it for a kind of layers.
+// The object that holds the members, or the object in it for a kind of layers.
 struct Holder {
   const Json* object = nullptr;
   std::string path;

@@ -1,4 +1,4 @@
-// Which of the forms that a family's files may have those of a directory have: their names decide.
+// Finds the forms of a directory's files, among the forms that its family's files may have: their names decide.
 #pragma once
 
 #include <filesystem>

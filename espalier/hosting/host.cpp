@@ -30,7 +30,7 @@ void write_state(const TunedModel& model, const fs::path& folder, serve::Checkpo
 }
 
 // Plans depend on the bytes that they may use, and measured memory is never quite the same: a restarted server takes
-// those of the former one, so that what it does again has the same bits. Not if another budget is given, nor if they
+// the former one's bytes, so that repeated work has the same bits. Not if another budget is given, nor if they
 // are more than an eighth above what there is now.
 std::int64_t same_as_before(std::int64_t left, const Options& options, Progress& progress) {
   const fs::path file = fs::path(options.state) / "memory";

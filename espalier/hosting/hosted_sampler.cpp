@@ -18,7 +18,7 @@ constexpr std::int64_t kKeptPrompts = 64;
 // Responses that may join a prompt whose first response runs already: clients ask for a group one by one.
 constexpr std::int64_t kSparePlaces = 64;
 
-constexpr std::uint64_t kPromptStream = std::uint64_t{1} << 40;  // of a seed: beyond those of samples
+constexpr std::uint64_t kPromptStream = std::uint64_t{1} << 40;  // of a seed: beyond the streams of samples
 
 serve::LikelyTokens floats(const LikelyTokens& tokens) {
   serve::LikelyTokens out;
@@ -57,7 +57,7 @@ void HostedSampler::require_room(const serve::SampleCall& request) const {
                                      format_bytes(4 * (bytes - hosting_.kv_bytes)))});
 }
 
-// What is asked of the prompt's own positions, as edges of its rows: its next tokens first, then the targets.
+// Requests about the prompt's own positions, as edges of its rows: its next tokens first, then the targets.
 void HostedSampler::read_prompt(Call& call) {
   const serve::SampleCall& request = call.request;
   if (!request.reads_prompt()) return;

@@ -23,7 +23,7 @@ class HostedSampler {
 
   using Done = std::function<void(const serve::SampleAnswer* answer, std::exception_ptr error)>;
   // `done` is called once, by step(), cancel() or the object's end. Errors: MemoryBudgetError for a call whose keys and
-  // values can never fit; those of a tokenizer for texts that stop.
+  // values can never fit; a tokenizer's errors for texts that stop.
   void add(std::int64_t ticket, const serve::SampleCall& call, Done done);
   // One token more for every live response.
   void step();

@@ -101,7 +101,7 @@ void DecoderForward::run_layer(std::int64_t layer) {
              mlp_stays = saves && !saved_.state.recomputes_mlp();
   LayerSaved saved;
   saved.stream_in_TM = stream_TM_;
-  // What stays lies below the next layer's input, what is made again above it.
+  // Tensors that stay lie below the next layer's input, recomputed tensors above it.
   const std::int64_t attention_from = arena.in_use();
   if (attention_stays) take_mixer_saved(c, saved);
   const std::int64_t mlp_from = arena.in_use();

@@ -11,7 +11,7 @@
 namespace espalier {
 namespace {
 
-// Which of the layers with experts this is.
+// The number of this layer among the layers with experts.
 std::int64_t expert_layer(const LayerContext& c) { return c.shape.expert_layers_before(c.layer); }
 
 // The experts that each continuing row is given; undefined where no row is given any.
@@ -31,7 +31,7 @@ RouterRule rule_of(const LayerContext& c) {
   return rule;
 }
 
-// Of the router, whose logits may be wider than the model's rows: then both factors are widened first.
+// The router's factors. Its logits may be wider than the model's rows: then both factors are widened first.
 struct WideRouter {
   at::Tensor normed_RM, weight_EM;
 
@@ -97,7 +97,7 @@ LowRank of_one_expert(const LowRank& pair) {
   return {pair.a_rK.unsqueeze(0), pair.b_Nr.unsqueeze(0), pair.first, pair.scale};
 }
 
-// Gate, up and down of the shared expert, as the experts of a layer that has one. Of `views`, which are the weights or
+// Gate, up and down of the shared expert, as the experts of a layer that has one. `views` are the weights or
 // their gradients.
 ExpertWeights shared_expert_of(const LayerContext& c, const LayerViews& views) {
   ExpertWeights out;

@@ -8,7 +8,7 @@
 namespace espalier {
 namespace {
 
-// Of `views`, which are the weights or their gradients. Where ranks of tp add their parts of an expert's result, the
+// `views` are the weights or their gradients. Where ranks of tp add their parts of an expert's result, the
 // first of them adds the bias; its gradient is of whole rows and the same on all.
 ExpertWeights weights_of(const LayerContext& c, const LayerViews& views) {
   ExpertWeights out{views.expert_gate_up_EWM,  views.expert_down_EMF, views.expert_gate_up_bias_EW,

@@ -23,7 +23,7 @@ class Guest {
 
 // Goes through the stops. At each stop every guest enters, in the order of the list, and is told the next stop; then
 // `run(stop)` works, and every guest leaves. Null guests are skipped. A rank that joins others without rows walks with
-// guests only, so that its collectives match those of the ranks with rows.
+// guests only, so that its collectives match the other ranks' collectives.
 template <class Run>
 void walk(std::span<const Stop> stops, std::initializer_list<Guest*> guests, Run&& run) {
   const auto each = [&](auto&& act) {

@@ -4,7 +4,7 @@
 
 namespace espalier {
 
-// Ranks of other trees have some of the experts. Those of one tree never join for experts alone.
+// Ranks of other trees have some of the experts. Ranks of one tree never join for experts alone.
 void JoinedExperts::enter(const Stop& stop) {
   const Degrees& degrees = decoder_.mesh().degrees;
   if (!stop.is_layer() || !decoder_.shape().has_experts(stop.unit) || degrees.ep <= degrees.tp) return;

@@ -98,7 +98,7 @@ class KvSource {
   // The same with the rows of the set if they are a trunk's.
   virtual std::int64_t path_rows_with_own() const { return 0; }
   // True if the rows are some of a set that ranks of cp share. In latent attention such a source takes the rows'
-  // latents, and it computes keys and values from those of all ranks. Its add_backward then does everything up to the
+  // latents, and it computes keys and values from all ranks' latents. Its add_backward then does everything up to the
   // latents: grad_own, overwritten, is of the normed latents [T, C] and of the rotated shared keys [T, K].
   virtual bool divides() const { return false; }
 

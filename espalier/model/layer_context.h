@@ -46,7 +46,7 @@ struct LayerContext {
   const ModelShape& shape;  // this rank's part: LocalShape::own()
   const LayerShape& own;    // of this layer
   const LayerViews& weights;
-  const std::vector<RotaryTables>& rotations;  // those of Mixer::rotations
+  const std::vector<RotaryTables>& rotations;  // as Mixer::rotations says
   const ModelInput& input;
   KvSource& kv;
   std::int64_t layer;

@@ -9,8 +9,8 @@
 namespace espalier {
 namespace {
 
-// Finds parameters by name in flat buffers and joins neighbours to one view. What another stage of pp has is undefined,
-// and so is what no buffer has.
+// Finds parameters by name in flat buffers and joins neighbours to one view. Parameters of another stage of pp are
+// undefined, and so are parameters that no buffer has.
 class Viewer {
  public:
   Viewer(std::span<const FlatParameters> buffers, double scale_of_adapters)
@@ -64,7 +64,7 @@ class Viewer {
     }
     return out;
   }
-  // Of the head, whose rows are divided; undefined where it has none.
+  // The adapter of the head, whose rows are sharded over tp; undefined where it has none.
   LowRank low_rank_of_head(const ProjectionShape& head) const {
     if (head.rank == 0 || holder_of(b_name("", head)) == nullptr) return {};
     return {one(a_name("", head)), rows(b_name("", head)), 0, scale_};
@@ -95,7 +95,7 @@ class Viewer {
     return values.view(stored);
   }
 
-  // Of a matrix whose rows are divided, those that are not padding.
+  // The rows of a matrix sharded by rows, without padding.
   at::Tensor rows(const std::string& name) const {
     const FlatParameters* const buffer = holder_of(name);
     if (buffer == nullptr) return {};
@@ -113,7 +113,7 @@ class Viewer {
   LowRank adapter(const std::string& prefix, const ProjectionShape& p) const {
     return {one(a_name(prefix, p)), one(b_name(prefix, p))};
   }
-  // This rank's outputs of a projection, whoever holds it; 0 where another stage has it.
+  // This rank's outputs of a projection, whichever buffer holds it; 0 where another stage has it.
   std::int64_t outputs_of(const std::string& prefix, const ProjectionShape& p) const {
     for (const char* kind : {".weight", ".lora_B.weight"})
       for (const FlatParameters& buffer : buffers_)

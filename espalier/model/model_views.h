@@ -52,7 +52,7 @@ struct LayerViews {
   std::vector<LowRank> expert_gate_up_low_rank, expert_down_low_rank;
 };
 
-// Calls visit for every projection of a layer but those of experts.
+// Calls visit for every projection of a layer except the experts'.
 template <class Views, class Visit>
 void for_each_projection(Views& layer, Visit visit) {
   for (auto& projection : layer.mixer.products) visit(projection);

@@ -12,7 +12,7 @@
 // Its rows are then counted apart, and it is always in memory.
 //
 // With latent attention all layers may be carried as latents, with the sums of their gradients. Keys and values, and
-// their gradients, are then those of the layer in use: in one room for all layers, which is always in memory.
+// their gradients, then exist for the layer in use: in one room for all layers, which is always in memory.
 //
 // Layers may read the rows of an earlier one (Mixer::source). That layer is always in memory, and its gradient is
 // complete when all of them, too, have added their contributions.
@@ -73,7 +73,7 @@ class OpenPath {
   bool sleeps() const { return window_.has_value(); }
 
   bool carries_latents() const { return carries_latents_; }
-  // The first `rows` rows, or those of the innermost trunk, as latents.
+  // The first `rows` rows, or the rows of the innermost trunk, as latents.
   Latents latents(std::int64_t layer, std::int64_t rows) const;
   Latents top_latents(std::int64_t layer) const;
   const LatentBlock& latent_block() const { return latent_block_; }

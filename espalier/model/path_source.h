@@ -1,5 +1,5 @@
 // A set of rows over the open trunks: row i sees the first P rows of the path, and row j of its own set if and only if
-// j <= i < subtree_end[j]. In a layer with a window W, row i sees only those of them that are less than W above it, by
+// j <= i < subtree_end[j]. In a layer with a window W, row i sees only rows that are less than W above it, by
 // depth along the path. The keys and values of a trunk stay at the top of the path for everything below; a layer with a
 // window may keep only the last ones. Depths are then counted from the first row that the path keeps
 // (OpenPath::first_row).

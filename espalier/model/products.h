@@ -12,7 +12,7 @@
 namespace espalier {
 
 // Time goes to part::kProducts of `timer`, if there is one. Names, arguments and results: ops/products.h; weight and
-// bias are those of a projection, whose adapters are included (ops/low_rank.h): h and u [R, r] are computed in the
+// bias are a projection's, whose adapters are included (ops/low_rank.h): h and u [R, r] are computed in the
 // arena when needed, one at a time.
 class Products {
  public:

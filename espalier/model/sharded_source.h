@@ -3,7 +3,7 @@
 // contributions to a trunk, are reduced once to the rank that has the row.
 //
 // With latent attention the rows' latents and shared keys are gathered instead, which are several times narrower, and
-// every rank expands those of all rows to keys and values (model/path_latents.h). In the backward each rank takes the
+// every rank expands all rows' latents to keys and values (model/path_latents.h). In the backward each rank takes the
 // gradients that it has of all rows' keys and values through this expansion, and the gradients of latents are reduced.
 //
 // Every rank of the rank group calls the same functions, even without rows. Visibility: path_source.h. Shapes: T rows

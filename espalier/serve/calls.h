@@ -31,7 +31,7 @@ struct TrainingDatum {
   std::vector<float> weight;          // w of cross_entropy, else advantages
   std::vector<float> old_logprob;     // empty for cross_entropy
   std::vector<float> in_mean;         // gspo: not 0 where the target counts in the mean
-  std::vector<float> low, high;       // bounds of the ratio; empty: those of the call
+  std::vector<float> low, high;       // bounds of the ratio; empty: the call's
 };
 
 struct TrainingCall {

@@ -155,7 +155,7 @@ void Service::load_weights(Call& call) {
   promise();
 }
 
-// What tinker did before 0.38: a model takes other weights.
+// As tinker did before 0.38: a model takes other weights.
 void Service::load_into(Call& call, const Fields& fields, const std::string& path) {
   TrainingRun& run = run_of(fields.text("model_id"));
   const std::optional<std::int64_t> number = number_of(fields);

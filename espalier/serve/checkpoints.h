@@ -30,7 +30,7 @@ struct Checkpoint {
 
 class Checkpoints {
  public:
-  // Finds those of a former server. Folders without a readable description are left alone.
+  // Finds the checkpoints of a former server. Folders without a readable description are left alone.
   explicit Checkpoints(std::filesystem::path state);
 
   std::filesystem::path folder(const CheckpointName& name) const;

@@ -47,7 +47,7 @@ using Pause = std::function<void()>;
 // Called once, on the engine's thread: an answer, or an error.
 using SampleDone = std::function<void(const SampleAnswer* answer, std::exception_ptr error)>;
 
-// Errors are those of the engine (base/error.h): the caller's mistake, or the server's own. A call that throws has
+// Errors come from the engine (base/error.h): the caller's mistake, or the server's own. A call that throws has
 // changed nothing, except where it says so.
 class Engine {
  public:

@@ -90,7 +90,7 @@ class EngineThread::Runner {
   std::condition_variable changed_;
   bool has_turn_ = false, ends_ = false;
   bool stops_ = false;
-  std::shared_ptr<Unit> unit_;  // of whoever has the turn
+  std::shared_ptr<Unit> unit_;  // of the caller that has the turn
   std::thread thread_;          // the last member: it uses the others
 };
 

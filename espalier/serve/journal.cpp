@@ -112,7 +112,7 @@ void Journal::append(std::string_view head_text, std::string_view body) {
     bytes_ += static_cast<std::int64_t>(sizeof head + size);
     return;
   }
-  // What was written of it would hide all later records.
+  // The written part of it would hide all later records.
   if (::ftruncate(descriptor_, bytes_) == 0) ::lseek(descriptor_, bytes_, SEEK_SET);
   throw_output_error(file_, "write this file", failed);
 }

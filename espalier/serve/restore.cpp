@@ -1,4 +1,4 @@
-// What outlives a server: records of sessions, models and samplers, saved states of models, and their way back.
+// State that outlives a server: records of sessions, models and samplers, saved states of models, and their way back.
 #include <fcntl.h>
 #include <sys/file.h>
 

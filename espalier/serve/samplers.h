@@ -41,7 +41,7 @@ struct Sampler {
   std::map<std::int64_t, std::string> seen;      // futures by the request's number
   std::map<std::int64_t, CompletionLine> lines;  // by clone
 
-  // Cursors go on from the time, so that those of a restarted server are beyond the former one's.
+  // Cursors go on from the time, so that a restarted server's are beyond the former one's.
   CompletionLine& line(std::int64_t clone);
 };
 

@@ -62,7 +62,7 @@ HttpAnswer detail_answer(int status, const std::string& detail) {
 
 namespace {
 
-// A defect of the server, or of its machine: whoever runs it has to know.
+// A defect of the server, or of its machine, which its operator has to know.
 FutureResult server_error(const std::string& text) {
   std::fprintf(stderr, "espalier serve: %s\n", text.c_str());
   return error_result(text, "server");

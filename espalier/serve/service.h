@@ -228,7 +228,7 @@ class Service {
   EngineThread thread_;                                         // the last member: its work uses the others
 };
 
-// A request's place among those of its model; none: it comes next.
+// A request's place among its model's requests; none: it comes next.
 std::optional<std::int64_t> number_of(const Fields& fields);
 
 // The result of a piece of work that failed.

@@ -113,7 +113,7 @@ LocalShape::LocalShape(const ModelShape& whole, const Degrees& degrees, const Pl
   trained.first_layer = std::clamp<std::int64_t>(trained.first_layer - layers_.begin, 0, own_.layers());
 }
 
-// Ranks of tp divide the inputs of some matrices: between blocks.
+// The inputs of some matrices are sharded over tp: cuts must be between blocks.
 void LocalShape::check_quantised_cuts() const {
   const quantised::Rows& rows = quantised::rows_of(whole_.trained.quantised_form.kind);
   if (rows.whole_columns == 1) return;

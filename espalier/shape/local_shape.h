@@ -57,7 +57,7 @@ class LocalShape {
   bool is_first_stage() const { return place_.pp == 0; }
   bool is_last_stage() const { return place_.pp + 1 == degrees_.pp; }
   // The sizes of this rank's blocks: its heads, inner widths, padded vocabulary rows and layers. `experts` stays the
-  // number that routers choose from, and token ids stay those of the whole.
+  // number that routers choose from, and token ids stay the whole model's.
   const ModelShape& own() const { return own_; }
 
   // The shape of the rank at this place of the last stage of pp, which has the most layers, but with as many waves in

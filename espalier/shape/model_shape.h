@@ -74,7 +74,7 @@ struct ParameterNames {
   // The modules of experts that are not `each`; "": <experts>.gate_up_proj and .down_proj are the tensors.
   const char *stacked_gate_up = "", *stacked_down = "";
   bool half_blocks = false;  // a layer of files is a mixer or an MLP (Nemotron-H)
-  // Forms that files of one family may have; those of a directory are read from its files (config/stored_names.h).
+  // Forms that files of one family may have; a directory's form is read from its files (config/stored_names.h).
   ExpertFiles expert_files = ExpertFiles::each;
   const char *file_root = "model.", *file_head = "lm_head";  // of the decoder's parameters; of the head
   const char* file_embedding = "embed_tokens";
@@ -93,7 +93,7 @@ struct AdapterShape {
   double scale() const;
 };
 
-// Which parameters train (--train, shape/trained_parameters.h); all by default. The others are held: they have no
+// The parameters that train (--train, shape/trained_parameters.h); all by default. The others are held: they have no
 // gradient, master or moment. A backward runs from the last layer to `first_layer`.
 struct TrainedParameters {
   std::string words = "all";

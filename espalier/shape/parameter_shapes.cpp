@@ -16,7 +16,7 @@
 namespace espalier {
 namespace {
 
-// What is called with every parameter, and with every part of an adapter.
+// Functions called with every parameter, and with every part of an adapter.
 struct Visits {
   std::function<void(const ParameterShape&)> parameter = [](const ParameterShape&) {};
   std::function<void(const AdapterPart&)> part = [](const AdapterPart&) {};
@@ -138,7 +138,7 @@ class Walk {
   }
 
  private:
-  // What names of a module stand behind.
+  // The prefix of a module's names, and the expert's number.
   struct Owner {
     std::string prefix;
     std::int64_t expert = -1;
@@ -227,7 +227,7 @@ class Walk {
     whole.place(a);
     visits_.parameter(a);
   }
-  // Column j E + e is column j of expert e; rows as those of the experts' matrices.
+  // Column j E + e is column j of expert e; rows as in the experts' matrices.
   void b_of_expert(const Owner& owner, const ProjectionShape& p, const std::string& module, std::int64_t number,
                    std::int64_t parts) const {
     if (p.rank == 0) return;

@@ -33,7 +33,7 @@ struct LayerParameters {
   std::int64_t experts = 0;  // of which each has the MLP's `chosen` products; 0: there are none
 
   std::int64_t parameters() const;       // without adapters
-  std::int64_t low_rank() const;         // elements of adapters, without those of experts
+  std::int64_t low_rank() const;         // elements of adapters, without the experts'
   std::int64_t expert_low_rank() const;  // of one expert
 };
 
@@ -145,7 +145,7 @@ inline bool belongs(const ParameterShape& parameter, Parameters which) {
   return false;
 }
 
-// Elements of trained matrices and adapters in layers: those of experts, and all others.
+// Elements of trained matrices and adapters in layers: the experts', and all others.
 struct TrainedWeights {
   std::int64_t layers = 0, experts = 0;
 };

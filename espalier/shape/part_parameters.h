@@ -22,7 +22,7 @@ struct Side {
   std::int64_t size = 0;
   Cut cut = Cut::none;
   std::array<std::int32_t, 5> sections = {};  // sizes, end to end: a rank has a part of each; 0: no such section
-  std::int64_t most_parts = 0;  // more ranks than this share parts, as those of key/value heads do; 0: no limit
+  std::int64_t most_parts = 0;  // more ranks than this share parts, as ranks with equal key/value heads; 0: no limit
 };
 
 // y = x W^T + b with W [out, in]. Its parameters are <prefix><name>.weight and <prefix><name>.bias.

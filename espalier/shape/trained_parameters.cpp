@@ -132,7 +132,7 @@ std::string words_of(const ModelShape& shape, const ReadTogether& read) {
   return out + (read.is_bias() ? ".bias" : ".weight");
 }
 
-// What is read together trains together: its gradient is one tensor.
+// Parameters that are read together train together: their gradient is one tensor.
 void check_products(const ModelShape& shape, const std::vector<bool>& trains) {
   std::map<ReadTogether, bool> seen;
   std::size_t index = 0;
@@ -342,7 +342,7 @@ class LeftOut {
   std::vector<Expression> expressions_;
 };
 
-// Those of layers that are held. A product reads its matrices in one form: one that is left out keeps the others.
+// Held parameters of layers. A product reads its matrices in one form: if one is left out, the others are, too.
 std::shared_ptr<const std::vector<bool>> quantised_parameters(const ModelShape& shape,
                                                               const std::vector<bool>& trains) {
   const quantised::Rows& rows = quantised::rows_of(shape.trained.quantised_form.kind);

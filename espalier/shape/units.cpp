@@ -22,7 +22,7 @@ std::int64_t unit_of(const ParameterShape& parameter, const LocalShape& shape) {
                                                              : Unit::kHead;
 }
 
-// How many ranks divide a unit, and which of them this one is, in the order of their group.
+// Sets the number of ranks that a unit is sharded over, and this rank's number in the order of their group.
 void divide(Unit& unit, const Degrees& d, const Place& place) {
   unit.ranks = d.dp * d.cp, unit.rank = place.dp * d.cp + place.cp;
   if (unit.experts) unit.ranks = unit.ranks * d.tp / d.ep, unit.rank = (unit.rank * d.tp + place.tp) / d.ep;
@@ -31,7 +31,7 @@ void divide(Unit& unit, const Degrees& d, const Place& place) {
 // Parts, rooms and sums, one after another.
 void place_units(Units& units, const LocalShape& shape) {
   std::int64_t of_layer = 0, of_ends = 0, of_norm = 0, layers = 0;
-  std::int64_t room = 0, sum = 0;  // ends of those of a layer so far
+  std::int64_t room = 0, sum = 0;  // ends of a layer's units so far
   for (std::size_t i = 0; i < units.all.size(); ++i) {
     Unit& unit = units.all[i];
     if (i == 0 || units.all[i - 1].what != unit.what) room = sum = 0;

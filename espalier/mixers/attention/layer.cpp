@@ -33,7 +33,7 @@ struct Views {
   const at::Tensor& sinks_H;
 };
 
-// What the forward saves: queries and keys before norm and rotation; results, and their log-sum-exp.
+// Tensors that the forward saves: queries and keys before norm and rotation; results, and their log-sum-exp.
 struct Saved {
   Saved(const LayerContext& c, const SavedBuffers& saved) {
     const AttentionSaved declared(shape_of(c), c.block(), c.block_rows());
@@ -75,7 +75,7 @@ class Pass {
     c.ops.convert(without_gates(saved.q_RW), query_RW.view({-1, s.head_dim}));
     return query_RW;
   }
-  // What the output's projection reads; with an output gate it is written to gated_RW.
+  // The rows that the output's projection reads; with an output gate they are written to gated_RW.
   at::Tensor gated(const at::Tensor& gated_RW) const {
     if (!s.output_gate) return saved.attended_RW;
     c.ops.gate_heads(saved.attended_RW, saved.q_RW, s.head_dim, gated_RW);

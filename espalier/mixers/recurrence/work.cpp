@@ -77,7 +77,7 @@ std::int64_t Recurrence::backward_bytes(const BlockShape& block, const BlockRows
   return RecurrenceBackwardBuffers(*this, block, rows, of_block).peak();
 }
 
-// Of a row: forward row by row; backward in blocks of C rows, where the states before the blocks are made again
+// A row's FLOPs: forward row by row; backward in blocks of C rows, where the states before the blocks are made again
 // (ops/cpu/delta_rule_ranges.h). A block's small products are of triangles. Mamba-2 does not read its state before it
 // writes. With decays of channels the backward goes row by row, too (ops/cpu/channel_decay_ranges.h): twice a row's
 // forward for the states, and 15 operations for a number of the state.
@@ -98,7 +98,7 @@ MixerTraffic Recurrence::traffic() const { return {0, kCalls}; }
 
 std::int64_t Recurrence::widest_row() const { return shape.projected(); }
 
-// Of a key head: at starts of blocks, and for the rows of one.
+// The scratch of a key head: states at starts of blocks, and the rows of one block.
 std::int64_t Recurrence::cpu_scratch(const ScratchRows& rows) const {
   const RecurrenceShape& s = shape;
   const std::int64_t of_head = s.key_dim * s.value_dim, each = s.value_heads / s.key_heads,

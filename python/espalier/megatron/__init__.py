@@ -54,7 +54,7 @@ def forward_backward(function: Callable[..., Any], first_rows: Callable[[Any], S
 
 def phased_step(chunks: Any, rollouts: Iterable[Mapping[str, Any]], loss: Callable[[Wave], torch.Tensor], *, wave_tokens: int = 4096,
                 temperature: float = 1.0, micro_batches: Sequence[Sequence[int]] | None = None) -> Result:
-    """Adds the gradients of the sum of `loss(wave)` over all waves, as Megatron's own schedule adds those of its micro-batches: to `main_grad` under
+    """Adds the gradients of the sum of `loss(wave)` over all waves, as Megatron's own schedule adds its micro-batches' gradients: to `main_grad` under
     DDP, which it reduces once, else to `.grad`. Every shared prompt runs once, forward and backward.
 
     All tensor, context and pipeline parallel ranks of a data parallel rank call it with the same `rollouts`: dicts with `prompt_ids` and

@@ -16,7 +16,7 @@ _PASSED_ON = {"fp32_output", "runtime_gather_output"}  # how wrappers of the mod
 
 
 class Tape:
-    """An iterator whose items may be taken again: those of `__next__`, and of methods such as slime's `get_next`."""
+    """An iterator whose items may be taken again: items from `__next__`, and from methods such as slime's `get_next`."""
 
     def __init__(self, source):
         self.source, self.taken = source, []

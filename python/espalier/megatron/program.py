@@ -1,6 +1,6 @@
 """A plan as this rank's micro-batches: open a trunk, run a wave, close a trunk.
 
-Megatron runs micro-batches in order on every pipeline stage, forward and backward. That is the order that shared prompts need, so the three kinds
+Megatron runs micro-batches in order on every pipeline stage, forward and backward. This is the order that shared prompts need, so the three kinds
 are micro-batches of Megatron's own schedules. `open` sends a trunk's output on and keeps its graph; its backward sends zeros. `close` computes
 nothing forward; its backward runs the kept graph.
 """

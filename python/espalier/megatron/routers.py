@@ -1,4 +1,4 @@
-"""Router losses by logical tokens: those of micro-batches of whole rollouts, from rows that run once.
+"""Router losses by logical tokens: losses of micro-batches of whole rollouts, from rows that run once.
 
 Megatron's balancing loss of a micro-batch with T tokens, in one layer with E experts of which k are chosen, is
 

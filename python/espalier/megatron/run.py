@@ -97,7 +97,7 @@ class Prepared:
         return routing
 
     def step(self, loss=None, seen=None, temperature=1.0, tokens=None):
-        """Runs the step. `tokens(wave)`: the tokens by which Megatron divides with calculate_per_token_loss; None: those of the responses."""
+        """Runs the step. `tokens(wave)`: the tokens by which Megatron divides with calculate_per_token_loss; None: the responses' tokens."""
         return Step(self.chunks, self.rollouts, self.plan.items, self.program, self.layout, edges=self.plan.edges, loss=loss, seen=seen,
                     temperature=temperature, routing=self.routing() if self.gradients else None, tokens=tokens).run()
 

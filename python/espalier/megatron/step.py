@@ -21,7 +21,7 @@ from espalier.rows.waves import tokens_of, wave_of
 class Step(Schedule):
     """Runs a plan's program. `items`: of the plan, `edges(index)`: an item's loss edges. `loss(wave)` returns a wave's part of the loss; without it the step
     is forward only and calls `seen(wave)`, on ranks of the last pipeline stage. `tokens(wave)`: by which Megatron divides with
-    calculate_per_token_loss; None: those of the responses."""
+    calculate_per_token_loss; None: the responses' tokens."""
 
     def __init__(self, chunks, rollouts, items, program, layout, *, edges=None, loss=None, seen=None, temperature=1.0, routing=None, tokens=None):
         super().__init__(chunks, program, layout, gradients=loss is not None, longest=int(rollouts.lengths.max()), routing=routing)

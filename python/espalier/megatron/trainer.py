@@ -192,7 +192,7 @@ class _Shared:
         return TrainerStep(self.chunks, self.captured, self.nodes, self.layout, self.gradients, **how)
 
     def _routing(self, function, more):
-        """The step's router losses, those of the trainer's micro-batches; counts their choices first if there are any."""
+        """The step's router losses, as in the trainer's micro-batches; counts their choices first if there are any."""
         if not (self.config.num_moe_experts and self.gradients):
             return None
         captured, lengths = self.captured, [len(s.tokens) for s in self.captured.sequences]

@@ -19,7 +19,7 @@ ModelShape expert_shape() {
   shape.hidden = 6, shape.vocabulary = 5, shape.max_positions = 8;
   shape.experts = kExperts, shape.experts_per_token = kPerToken, shape.expert_inner = 3;
   shape.norm_topk_prob = true;
-  // The first layer is dense: numbers of expert layers are not those of layers.
+  // The first layer is dense: numbers of expert layers are not numbers of layers.
   shape.layer = attention_layers(2, {.heads = 2, .kv_heads = 1, .head_dim = 4}, 7);
   set_experts(shape, {0, 1});
   return shape;

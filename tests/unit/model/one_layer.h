@@ -86,7 +86,7 @@ class OneLayer {
   }
   LayerViews& gradient() { return gradients->views().layers[static_cast<std::size_t>(layer)]; }
 
-  // How far the gradients are from those of the leaves: the largest distance of a parameter.
+  // The distance of the gradients from the leaves' gradients: the largest distance of a parameter.
   double distance_from(LayerViews& leaves_with_gradients) {
     double largest = 0;
     for_each_parameter(gradient(), leaves_with_gradients, [&](at::Tensor& found, at::Tensor& leaf) {

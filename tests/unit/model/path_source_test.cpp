@@ -50,7 +50,7 @@ struct Numbers {
   Tensor q, k, v, grad_out;
 };
 
-// What the rows see, dense: [T, P + T].
+// True where a row sees a key, dense: [T, P + T].
 Tensor visible(const Rows& rows, std::int64_t window) {
   Tensor seen = at::zeros({rows.count(), rows.path + rows.count()}, at::kBool);
   for (std::int64_t i = 0; i < rows.count(); ++i) {
@@ -169,8 +169,8 @@ TEST_F(Source, ThePathsGradientsAreSumsOverTheSetsBelow) {
   expect_close(gathered.v, expected_v, "values");
 }
 
-// Layer 0 has a window: of each trunk it keeps the rows that rows below it can see, and their gradients are those of
-// the whole path. Layer 1 keeps all rows.
+// Layer 0 has a window: of each trunk it keeps the rows that rows below it can see, and their gradients are the same
+// as with the whole path. Layer 1 keeps all rows.
 TEST_F(Source, ALayerWithAWindowKeepsWhatItShowsBelowEachTrunk) {
   constexpr std::int64_t kWindow = 5, kFirst = 140, kSecond = 3, kPath = kFirst + kSecond;
   ModelShape shape = shape_of_rows();

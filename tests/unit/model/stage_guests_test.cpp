@@ -74,7 +74,7 @@ TEST(StageLink, NoGradientGoesWhereNothingTrains) {
   });
 }
 
-// Of every unit a rank keeps a part; at a stop its views have the whole parameter, numbered here.
+// A rank keeps a part of every unit; at a stop its views have the whole parameter, numbered here.
 TEST(GatheredWeights, AreWholeAtTheirStop) {
   run_ranks({.dp = 3, .full = true}, [](const Mesh& mesh) {
     Rank rank(mesh);

@@ -1,4 +1,4 @@
-// Protobuf as bytes. Expected bytes are those of protobuf.dev's page "Encoding".
+// Protobuf as bytes. Expected bytes come from protobuf.dev's page "Encoding".
 #include "espalier/serve/wire.h"
 
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// What each rank has of a model: with the parts of all ranks put together every element of every parameter is there.
+// The part of a model that each rank has: the parts of all ranks together have every element of every parameter.
 #include "espalier/shape/local_shape.h"
 
 #include <gtest/gtest.h>
@@ -164,7 +164,7 @@ TEST(LocalShape, StatesAreShardedByKeyHeadsAndByDepth) {
   EXPECT_EQ(last.states(), state);
   const LocalShape second(shape, {.tp = 2}, {.tp = 1});
   EXPECT_EQ(second.own().states(), 2 * state / 2);
-  // Of 12 channels of queries, 12 of keys and 20 of values the second half each.
+  // The second half each of 12 channels of queries, 12 of keys and 20 of values.
   for_each_parameter(shape, [&](const ParameterShape& parameter) {
     if (!parameter.name.ends_with("conv1d.weight")) return;
     std::vector<std::int64_t> ends;

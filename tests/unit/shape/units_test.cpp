@@ -1,4 +1,4 @@
-// What ranks divide among them: every element is kept once, and is where the buffers say.
+// Sharded units: every element is kept once, and is where the buffers say.
 #include "espalier/shape/units.h"
 
 #include <gtest/gtest.h>
