@@ -1,8 +1,8 @@
 """Sentences that a reader stumbles over: openings and phrases that stand where a noun and a verb belong.
 
-Openings: "Of", "Those", "Whose", "Who", and statements with "What". "Of so many ranks, those that ..." becomes "Ranks that ...".
-Questions may open with "What" and "Who". Phrases: those of PHRASES, each with its remedy; in messages also those of VAGUE, which tell a
-user nothing. Checks the documents, the help of options, comments of C++ headers, docstrings of Python, and the messages in C++ sources.
+Openings: the words of OPENING. "Of so many ranks, those that ..." becomes "Ranks that ...". Questions may open with them.
+Phrases: PHRASES, each with its remedy; in prose also NOUNS; in messages also VAGUE, which tell a user nothing. They are found across ends of lines.
+Checks the documents, the help of options, docstrings of Python, comments of C++ and CUDA, and messages in C++ sources, tests excepted.
 Before that it checks itself on texts with planted faults. Exit 1 with one line for each sentence.
 """
 
@@ -12,7 +12,7 @@ import sys
 
 from check_includes import ROOT, tracked
 
-OPENING = re.compile(r"(?:^|(?<=[.:;|] ))(Of|Those|Whose|Who|What)\b(?! else\b)[^.?|\n]*\??")
+OPENING = re.compile(r"(?:^|(?<=[.:;|] ))(Of|Those|Whose|Who|What|Whether|That|Which)\b(?! else\b)(?=((?:[^.?|\n]|\n(?=.))*\??))", re.M)
 PHRASES = {
     r"\bsaid anew\b": "given again",
     r"\b(?:is|are) on (?:its|their) way\b": "in flight",
@@ -26,27 +26,29 @@ PHRASES = {
     r"\b[Ww]hoever\b": "the noun",
     r"\bso many (?:ranks|bytes|rows|seconds|processes|chunks)\b": "the number's name",
 }
+NOUNS = {r"\b(?:[Tt]hose|[Tt]he ones) of\b": "the noun again: the bytes of"}
 VAGUE = {
     r"\bsomething else\b": "the finding: another type, another kind of file",
     r"\b(?:an error|a refusal) of the system\b": "what failed: a failed write, a failed allocation",
     r"\bof before\b": "the noun: the former run's",
     r"^(?:others|some of them)$": "the noun: other prompts",
 }
+NO_MESSAGES = ("tests/", "bench/", "examples/")  # their strings are data and names of cases
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md")
 CODE_BLOCK = re.compile(r"^```.*?^```", re.M | re.S)
 HELP = re.compile(r'"((?:[^"\\]|\\.)*)"\)\s*$', re.M)
 TEXT = re.compile(r'"((?:[^"\\]|\\.)*)"')
+COMMENT = re.compile(r"""(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)'|[^"/]|/(?!/))*?//+(.*)""")
 
 
 def faults_of_prose(text, phrases):
     """(line number, complaint) for every fault in running text."""
-    for number, line in enumerate(text.split("\n"), 1):
-        for match in OPENING.finditer(line):
-            if not match.group(0).endswith("?"):
-                yield number, f'a sentence that opens with "{match.group(0)[:60]}": put its noun first'
-        for phrase, remedy in phrases.items():
-            for match in re.finditer(phrase, line):
-                yield number, f'"{match.group(0)}": write {remedy}'
+    faults = [(match.start(), "a sentence that opens with {}: put its noun first", "".join(match.groups()))
+              for match in OPENING.finditer(text) if not match.group(2).endswith("?")]
+    faults += [(match.start(), f"{{}}: write {remedy}", match.group(0))
+               for phrase, remedy in phrases.items() for match in re.finditer(phrase.replace(" ", r"\s"), text)]
+    for at, complaint, found in sorted(faults):
+        yield text.count("\n", 0, at) + 1, complaint.format('"' + " ".join(found.split())[:60] + '"')
 
 
 def prose_of_document(text):
@@ -60,7 +62,7 @@ def prose_of_help(text):
 
 def prose_of_comments(text):
     """Comments of C++, in their lines."""
-    return "\n".join(line.partition("//")[2].strip() for line in text.split("\n"))
+    return "\n".join(match.group(1).strip() if (match := COMMENT.match(line)) else "" for line in text.split("\n"))
 
 
 def prose_of_docstrings(text):
@@ -73,25 +75,37 @@ def prose_of_docstrings(text):
     return "\n".join(lines)
 
 
-PROSE_OF = {".md": prose_of_document, ".def": prose_of_help, ".h": prose_of_comments, ".py": prose_of_docstrings}
+def messages_of(text):
+    """(line number, text) for the strings of a C++ source."""
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.lstrip().startswith(("//", "#")):
+            yield from ((number, message) for message in TEXT.findall(line.partition("  // ")[0]))
+
+
+PROSE_OF = {".md": prose_of_document, ".def": prose_of_help, ".py": prose_of_docstrings,
+            **dict.fromkeys((".h", ".cpp", ".cu", ".cuh"), prose_of_comments)}
 
 
 def faults_of(name, text):
     """One line for each fault in the prose of a file."""
     ending = name[name.rindex("."):]
-    if ending == ".cpp":
-        return [f"{name}:{number}: {complaint}" for number, line in enumerate(text.split("\n"), 1) if not line.lstrip().startswith(("//", "#"))
-                for message in TEXT.findall(line.partition("  // ")[0]) for _, complaint in faults_of_prose(message, {**PHRASES, **VAGUE})]
-    return [f"{name}:{number}: {complaint}" for number, complaint in faults_of_prose(PROSE_OF[ending](text), PHRASES)]
+    faults = list(faults_of_prose(PROSE_OF[ending](text), {**PHRASES, **NOUNS}))
+    if ending == ".cpp" and not name.startswith(NO_MESSAGES):
+        faults += [(number, complaint) for number, message in messages_of(text) for _, complaint in faults_of_prose(message, {**PHRASES, **VAGUE})]
+    return [f"{name}:{number}: {complaint}" for number, complaint in sorted(faults, key=lambda fault: fault[0])]
 
 
 # Texts with their lines at fault: a check that finds nothing must not pass.
 PLANTED = {
     "planted.md": ("# What is a rank?\nOf so many ranks one writes.\n\n```\nOf code.\n```\n| a | What a rank writes |\n", [2, 2, 7]),
     "planted.def": ('row(lr, number, 1e-6, "rate", "Learning rate.")\nrow(n, number, 1, "", "Those who sample.")\n', [2]),
-    "planted.h": ("// Rows of a set. What the ranks divide over dp.\nint rows = 0;  // whoever holds it: those of plenty\n", [1, 1, 2, 2]),
+    "planted.h": ("// Rows of a set. What the ranks divide over dp.\nint rows = 0;  // whoever holds it: those of plenty\n", [1, 1, 2, 2, 2]),
     "planted.cpp": ('#include "of/before.h"\n// Of ranks: something else.\nthrow Error({file, "prompts", "something else", ""});\n'
-                    'note(path, ": the tokens of before");\nif (!given) fail("others");  // "of before"\nfail("What a rank writes");\n', [3, 4, 5, 6]),
+                    'note(path, ": the tokens of before");\nif (!given) fail("others");  // "of before"\nfail("What a rank writes");\n', [2, 3, 4, 5, 6]),
+    "planted.cu": ("// Whether it reads\n// whole rows.\nint n = 0;  // the ones of dp\n// Its rows are those\n// of the set. That rank writes. Why?\n"
+                   "// Which rank\n// writes?\n", [1, 3, 4, 5]),
+    "planted.cuh": ("f(\"// Of text\", '\"');  // Those of tp are sharded\n/// Who waits.\n", [1, 1, 2]),
+    "tests/planted.cpp": ('fail("What a rank writes");  // Which rank writes.\n', [1]),
     "planted.py": ('"""Of the module."""\nOF = "Of text"\n\n\ndef rows():\n    """Rows, whose bytes are on their way."""\n', [1, 6]),
 }
 
@@ -105,8 +119,8 @@ def check_itself():
 
 def main():
     check_itself()
-    names = tracked(*DOCUMENTS, "espalier/options/option_table.def", "python/espalier/**.py", "examples/*.py", "cli/*.h", "bench/*.h", "espalier/**.h",
-                    "cli/*.cpp", "espalier/**.cpp")
+    names = tracked(*DOCUMENTS, "espalier/options/option_table.def", "python/espalier/**.py", "examples/*.py",
+                    *(f"*{ending}" for ending in (".h", ".cpp", ".cu", ".cuh")))
     faults = [fault for name in names for fault in faults_of(name, (ROOT / name).read_text(encoding="utf-8"))]
     print("\n".join(faults + [f"{len(names)} texts, {len(faults)} faults"]))
     return 1 if faults else 0
