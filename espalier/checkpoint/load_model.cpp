@@ -160,7 +160,7 @@ SafetensorsEntry rows_of(const SafetensorsEntry& whole, std::string name, std::i
 
 // Matrices that some families store as one (Phi-3, GLM-4): self_attn.qkv_proj, whose queries are as wide as what o_proj
 // reads, in Sarvam attention.query_key_value and dense; and mlp.gate_up_proj, in Granite 4 shared_mlp.input_linear.
-// What does not fit stays, and is reported as unexpected.
+// A matrix that does not fit stays, and is reported as unexpected.
 void split_fused_matrices(Tensors& tensors) {
   constexpr std::string_view kQkv = ".self_attn.qkv_proj.weight", kNamedQkv = ".attention.query_key_value.weight",
                              kGateUp = ".mlp.gate_up_proj.weight", kInput = ".shared_mlp.input_linear.weight";

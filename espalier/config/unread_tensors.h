@@ -1,4 +1,4 @@
-// Tensors of a text model's files that no layer reads: keys and values of layers that take those of earlier ones
+// Tensors of a text model's files that no layer reads: keys and values of layers that read earlier layers'
 // (Gemma 4 E2B and E4B).
 #pragma once
 

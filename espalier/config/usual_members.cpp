@@ -64,7 +64,7 @@ Json usual_members_of_kimi(const Members& config) {
 
 namespace {
 
-// Of both models of Sarvam.
+// The members of both models of Sarvam.
 Json with_shared_experts(const Members& config) {
   Json out = config.all();
   copy(config.all(), {"num_shared_experts", "n_shared_experts"}, out);

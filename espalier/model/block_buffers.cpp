@@ -9,7 +9,7 @@ namespace {
 
 constexpr Element kActivation = Element::activation, kAccumulator = Element::accumulator;
 
-// Of the inputs of all layers.
+// Columns of the inputs of all layers.
 std::int64_t inputs_width(const ModelShape& shape) { return shape.layers() * shape.layer_inputs.width; }
 
 // A mixer's last product.

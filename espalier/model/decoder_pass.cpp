@@ -61,7 +61,7 @@ DecoderForward::DecoderForward(const Decoder& decoder, const DecoderRun& run, st
   stream_TM_ = arena.take(stream_, stream_.stream_TM, decoder.dtype());
 }
 
-// What the later layers read until the backward ends.
+// Takes room for rows that later layers read until the backward ends.
 void DecoderForward::hold_rows() {
   const ModelShape& shape = decoder_.shape();
   const std::int64_t rows = run_.input.rows();

@@ -15,7 +15,7 @@ namespace {
 
 constexpr double kHalfPower = 1 / std::numbers::sqrt2;
 
-// What the look-up and its backward have in common.
+// The look-up and its backward have this in common.
 class LookUp {
  public:
   LookUp(const Decoder& of, const DecoderRun& pass, bool backward)

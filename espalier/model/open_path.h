@@ -14,8 +14,8 @@
 // With latent attention all layers may be carried as latents, with the sums of their gradients. Keys and values, and
 // their gradients, then exist for the layer in use: in one room for all layers, which is always in memory.
 //
-// Layers may read the rows of an earlier one (Mixer::source). That layer is always in memory, and its gradient is
-// complete when all of them, too, have added their contributions.
+// Layers may read the rows of an earlier one (Mixer::source). The earlier layer is always in memory, and its gradient
+// is complete when all of them, too, have added their contributions.
 //
 // Layers that are not in use may be offloaded or sharded, so a pass announces each layer before it reads or writes it.
 // With a path sharded over cp (saved/sharded_path.h) all ranks of cp announce it together, even those without rows.

@@ -50,7 +50,7 @@ void ShardedSource::give_own(const LayerAttention& a, const KeysValues& given) c
   a.latents->give(given);
 }
 
-// Rows behind those of a rank with fewer rows than others are padding; never read.
+// A rank with fewer rows than others has rows of padding behind them, which are never read.
 void ShardedSource::gather(const LayerAttention& a, const at::Tensor& part, const at::Tensor& whole,
                            const KeysValues& set) const {
   give_own(a, parts_of(a, part, 0, shares_.rows_of(cp_.rank())));

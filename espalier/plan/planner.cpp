@@ -88,7 +88,7 @@ class Search {
   void choose_states(Candidate& candidate, const PathPlan& path) const;
   // The same beside a path that sleeps, with as many layers awake as fit.
   void choose_with_sleeping_path(Candidate& candidate, const PathPlan& path) const;
-  // Of what ranks of cp tell each other of a sharded path, if the items ran one after another.
+  // Seconds in which ranks of cp exchange a sharded path, if the items ran one after another.
   double path_seconds(const std::vector<Draft>& items, const PathPlan& path) const;
   // At one budget: everything as it is where memory is plenty, or where that does not fit the cheapest states that do.
   Candidate at_budget(Schedule schedule, std::int64_t budget, bool soft, std::vector<TriedPlan>& tried) const;

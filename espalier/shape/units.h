@@ -33,7 +33,7 @@ struct Unit {
   std::int64_t ranks = 1, rank = 0;   // the number of its shards, and this rank's
   std::int64_t place = 0;             // of the part, in flat buffers of what this rank keeps
   std::int64_t room = 0;              // of the whole, in the buffer of rooms
-  std::int64_t sum = 0;               // of the part of a sum of gradients, in a buffer for those of one layer
+  std::int64_t sum = 0;               // of the part of a sum of gradients, in a buffer for the sums of one layer
   bool sharded() const { return ranks > 1; }
   std::int64_t part() const { return (count + ranks - 1) / ranks; }
   std::int64_t whole() const { return part() * ranks; }  // with padding

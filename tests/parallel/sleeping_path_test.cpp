@@ -58,7 +58,7 @@ TEST(SleepingPathOnRanks, WithExpertsToo) {
                     {{.cp = 2, .ep = 2}, {.pp = 2, .dp = 2, .ep = 2}, {.cp = 2, .pp = 2, .ep = 2}});
 }
 
-// Ranks without a wave of their own join those of the others of their cp.
+// Ranks without a wave of their own join the waves of the other ranks of their cp.
 TEST(ShardedPath, GivesTheGradientOfOneProcess) {
   for (const Plan& plan : kPlans)
     expect_as_awake(sleeping("qwen3", plan, "divide"), {{.cp = 2},
@@ -200,7 +200,7 @@ class BothPaths {
   std::int64_t waves_ = 0;
 };
 
-// Of four layers none or two are whole on every rank; a path of more rows than ranks, and of fewer.
+// None or two of four layers are whole on every rank; a path of more rows than ranks, and of fewer.
 TEST(ShardedPath, HoldsWhatAllRanksAdd) {
   ModelShape shape;
   shape.hidden = 16, shape.layer = attention_layers(kLayers, {.heads = 2, .kv_heads = 1, .head_dim = 8}, 0);

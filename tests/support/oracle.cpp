@@ -391,7 +391,7 @@ Tensor attention(const ModelShape& shape, const AttentionShape& s, const Weights
   return s.output_gate ? attended * gate.sigmoid() : attended;
 }
 
-// What a layer's mixer adds to the rows, from its input h [n, M].
+// The rows that a layer's mixer adds, from its input h [n, M].
 Tensor mixed_rows(const ModelShape& shape, const Mixer& mixer, const Weights& w, const Tensor& h, std::int64_t layer,
                   Kept& kept, const std::string& p) {
   const std::string a = p + "self_attn.";

@@ -3,7 +3,7 @@
 //   q = rot(qnorm(n Wq^T)), k = rot(knorm(n Wk^T)), v = vnorm(n Wv^T),  attended = attention(q, k, v, source)
 //
 // A source (model/kv_source.h) runs the attention, over what its rows see. With an output gate Wq gives queries and
-// gates, and the values are gated (ops/delta_rule.h has the operation). Values may be those of Wk (Gemma 4), and a
+// gates, and the values are gated (ops/delta_rule.h has the operation). Values may be the rows of Wk (Gemma 4), and a
 // layer may read the keys and values of an earlier one.
 //
 // Shapes: T rows, R rows with a query, H query heads, J key/value heads, D head size, M width.

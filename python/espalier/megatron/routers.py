@@ -135,7 +135,7 @@ def attach(layer):
         return rows.chunk(parallel_state.get_tensor_model_parallel_world_size())[parallel_state.get_tensor_model_parallel_rank()]
 
     def rows(weights):
-        """Weights of segments [S + 1, ...] as those of the rows that this rank's router has."""
+        """Weights of segments [S + 1, ...] as weights of the rows that this rank's router has."""
         return own(weights[here[0].below[0]])
 
     def routing(logits, *args, **more):

@@ -1,4 +1,4 @@
-// A set of rows over several ranks of cp: attention and gradients are those of one rank with all rows.
+// A set of rows over several ranks of cp: attention and gradients equal the results of one rank with all rows.
 #include "espalier/model/sharded_source.h"
 
 #include <ATen/ATen.h>

@@ -1,4 +1,4 @@
-// What cannot fit is refused from the shape alone.
+// Models that cannot fit are refused from the shape alone.
 #include "espalier/state/held_models.h"
 
 #include <gtest/gtest.h>
