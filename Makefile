@@ -72,9 +72,9 @@ record: configure-each  ## writes down which tests reach which file, and their s
 	@cmake --build $(each) --parallel $(JOBS) --target all sweep_tests espalier_entered_functions
 	@"$(PYTHON_USED)" tools/record_tests.py --build $(each)
 
-faults: setup-tests  ## which tier notices which deliberate fault, in tests/mutation/noticed.txt: about an hour
-	@cmake -G "$(GENERATOR)" -B $(BUILD)/faults -S . -DCMAKE_BUILD_TYPE=Release -DESPALIER_UNITY=OFF -DESPALIER_FAULTS=ON -DESPALIER_PYTHON="$(PYTHON_USED)"
-	@cmake --build $(BUILD)/faults --parallel $(JOBS)
+faults: setup-tests  ## which tier notices which deliberate fault, in tests/mutation/noticed.txt; a run that was stopped goes on
+	@cmake -G "$(GENERATOR)" -B $(BUILD)/faults -S . -DCMAKE_BUILD_TYPE=Release -DESPALIER_FAULTS=ON -DESPALIER_PYTHON="$(PYTHON_USED)"
+	@cmake --build $(BUILD)/faults --parallel $(JOBS) --target all espalier_entered_functions
 	@"$(PYTHON_USED)" tools/faults_by_tier.py --build $(BUILD)/faults
 
 cuda: setup configure  ## the library behind --device cuda, build/libespalier_cuda.so, where there is an nvcc

@@ -1,11 +1,15 @@
 """make faults: which tier of the tests notices which deliberate fault of tests/mutation/faults.py. Writes tests/mutation/noticed.txt.
 
-    python tools/faults_by_tier.py --build build/faults [--only REGEX] [--jobs N]
+    python tools/faults_by_tier.py --build build/faults [--only REGEX] [--jobs N] [--no-python] [--again]
 
-The build folder is one with ESPALIER_FAULTS (cmake/EspalierFaults.cmake). Of the tests that were recorded to enter the file of a fault,
-those of `make fast` run with the fault switched on, one case each, the most specific first, until one of them fails; then those of
-`make test`. A test that fails without any fault counts for none. What neither notices is left to mutation_test, which
-`make sweep` runs: it notices every fault. noticed.txt: `fault tier test` a line.
+The build folder is one with ESPALIER_FAULTS (cmake/EspalierFaults.cmake). First every case of `make fast` and of a share of `make test` runs
+once without a fault that is on, and the lines of the faults note that they are reached. Then each fault faces the cases that
+reach its line, the most specific first, until one of them fails. Python tests run by their first cases, those that take at most LONG seconds (tools/tiers.py).
+A case that fails without any fault counts for none. What no case of the two tiers notices is left to mutation_test, which `make sweep` runs:
+it notices every fault.
+
+noticed.txt: `fault tier case` a line. It is written after each fault, and the folder BUILD/reached holds what each program reached, so that a run that was
+stopped goes on where it was: faults that have a line are left out, unless --again is given.
 """
 
 import argparse
@@ -18,18 +22,19 @@ import xml.etree.ElementTree as ElementTree
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from recorded_tests import PYTEST, ROOT, Record
-from run_tests import pytest_command, python_environment
-from built_tests import entries_of
-from tiers import FAST, LONG
-from tests_of import Tree
+from record_tests import FAULTS, groups_of_python_tests, read_raw, record_program, record_pytest, write_raw
+from recorded_tests import PYTEST, ROOT
+from run_tests import chosen_cases, pytest_command, python_environment
+from built_tests import entries_of, matches
+from tiers import Choice
 
 sys.path.append(str(ROOT / "tests/mutation"))
 from write_faulty_sources import table_of  # noqa: E402
 
 TABLE, NOTICED = ROOT / "tests/mutation/faults.py", ROOT / "tests/mutation/noticed.txt"
+SHARE = "1/8"  # of `make test`
 SWEEP = ("sweep", "mutation_test")
-AT_ONCE = 12  # tests of one program that run before the next program has its turn
+AT_ONCE = 12  # cases of one program that run before the next program has its turn
 PATIENCE = 240.0  # seconds of one program: a fault may make it wait for ever
 
 
@@ -37,53 +42,87 @@ def name_of(fault):
     return fault.name + (f"_and_{fault.together_with}" if fault.together_with else "")
 
 
-class Runner:
-    def __init__(self, build):
-        self.build, self.entries = build, {entry.name: entry for entry in entries_of(build, "", sweep=False)[0] if entry.cases}
-        self.broken = set()
+class Cases:
+    """The cases of the two tiers. `all_threads`: programs that run on one thread with cases that are repeated on all of them."""
 
-    def failures(self, program, tests, fault):
-        """Names of those of a program's tests that fail, one case each; a program that ends badly is a failure of the test that it was in."""
+    def __init__(self, build):
+        self.entries = {e.name: e for e in entries_of(build, "", sweep=False)[0] if e.cases and "sweep" not in e.labels and e.name == e.program.name}
+        fast, share = Choice("fast"), Choice(SHARE)
+        self.fast = {name: set(chosen_cases(entry, fast)) for name, entry in self.entries.items()}
+        self.share = {name: set(chosen_cases(entry, share)) for name, entry in self.entries.items()}
+        self.of_python = fast
+
+    def tier(self, test):
+        if test.program == PYTEST:
+            return "fast" if self.of_python.cases(test.name, [test.name]) else "test"
+        return "fast" if test.name in self.fast[test.program] else "test"
+
+    def on_one_thread(self, program):
+        return bool(self.entries[program].label("threads"))
+
+    def on_all_threads(self, test):
+        return test.program != PYTEST and self.on_one_thread(test.program) and matches(test.name, self.entries[test.program].label("threads"))
+
+
+class Runner:
+    def __init__(self, build, cases):
+        self.build, self.cases = build, cases
+        self.sound, self.broken = set(), set()  # of the cases that failed: those that pass without a fault, and the others
+
+    def failures(self, program, tests, fault, all_threads=False):
+        """Names of those of a program's cases that fail; a program that ends badly is a failure of the case that it was in."""
         more = {"ESPALIER_FAULT": ",".join(filter(None, [fault.name, fault.together_with]))} if fault else {}
         more |= {"ESPALIER_FAULT_ONCE": "1"} if fault and fault.once else {}
-        more |= {"OMP_NUM_THREADS": "1", "ESPALIER_SWEEPS": "one"}
+        more |= {"GOMP_SPINCOUNT": "1000", "ESPALIER_SWEEPS": "one"}
         with tempfile.TemporaryDirectory(prefix="espalier-faults-") as folder:
             report = Path(folder) / "report.xml"
             if program == PYTEST:
                 files = [f"tests/python/{test.name}" for test in tests]
                 command, where = pytest_command(report, "", "-x", files=files), str(ROOT)
-                environment = python_environment(self.build, "") | more
+                environment = python_environment(self.build, "") | more | {"OMP_NUM_THREADS": "1"}
             else:
-                entry = self.entries[program]
-                first = {}
-                for test, case in entry.cases:
-                    first.setdefault(test, case)
-                cases = {first[test.name]: test.name for test in tests if test.name in first}
-                command = [*entry.command, "--gtest_filter=" + ":".join(cases), "--gtest_fail_fast"]
-                environment, where = dict(os.environ, GTEST_OUTPUT=f"xml:{report}", **more), entry.cwd
+                entry, flags = self.cases.entries[program], Path(folder) / "flags"
+                flags.write_text("--gtest_filter=" + ":".join(test.name for test in tests))
+                command, where = [*entry.command, f"--gtest_flagfile={flags}", "--gtest_fail_fast"], entry.cwd
+                more |= {"OMP_NUM_THREADS": "1"} if self.cases.on_one_thread(program) and not all_threads else {}
+                environment = dict(os.environ, GTEST_OUTPUT=f"xml:{report}", GTEST_COLOR="no", **more)
             try:
-                done = subprocess.run(command, env=environment, cwd=where, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                done = subprocess.run(command, env=environment, cwd=where, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                       timeout=PATIENCE, text=True, errors="replace")
                 status, said = done.returncode, done.stdout
             except subprocess.TimeoutExpired as expired:
                 status, said = None, (expired.stdout or b"").decode(errors="replace")
             return self.read(program, tests, report, status, said)
 
-    def read(self, program, tests, report, status, said):
+    @staticmethod
+    def read(program, tests, report, status, said):
         if status == 0:
             return []
         if report.is_file() and report.stat().st_size:
             failed = [case for case in ElementTree.parse(report).getroot().iter("testcase") if case.find("failure") is not None or case.find("error") is not None]
             names = [f"{case.get('classname')}.{case.get('name')}" for case in failed]
-            return [test.name for test in tests if any(self.is_of(test, name, program) for name in names)][:1] or [tests[0].name]
-        begun = re.findall(r"^\[ RUN      \] (\S+)", said, re.M)  # it crashed, or hangs
-        return [test.name for test in tests if begun and self.is_of(test, begun[-1], program)] or [tests[0].name]
-
-    @staticmethod
-    def is_of(test, case, program):
+        else:  # it crashed, or hangs
+            names = re.findall(r"^\[ RUN      \] (\S+)", said, re.M)[-1:]
         if program == PYTEST:
-            return re.sub(r"\[.*", "", case).split(".")[-2:] == [test.name.split(".py::")[0], test.name.split("::")[1]]
-        return test.name in (case, case.rsplit("/", 1)[0], re.sub(r"/\d+\.", ".", case))
+            names = ["::".join([name.split(".")[-2] + ".py", name.split(".")[-1]]) for name in (re.sub(r"\[.*", "", name, flags=re.S) for name in names)]
+        return [test.name for test in tests if test.name in names][:1] or [tests[0].name]
+
+    def notice(self, tests, fault, all_threads=False):
+        """The first of the cases, in order, that fails with the fault and not without it, or nothing."""
+        for program, some in batches(tests):
+            left = [test for test in some if (program, test.name) not in self.broken]
+            while left:
+                failed = self.failures(program, left, fault, all_threads)
+                if not failed:
+                    break
+                alone = [test for test in left if test.name in failed]
+                case = (program, alone[0].name)
+                if case in self.sound or not self.failures(program, alone, None, all_threads):
+                    self.sound.add(case)
+                    return alone[0].name
+                self.broken.add(case)
+                left = [test for test in left if test not in alone]
+        return None
 
 
 def batches(tests):
@@ -98,42 +137,66 @@ def batches(tests):
     return out
 
 
-def who_notices(runner, tree, fault, file):
-    """(tier, test) of a fault in a file."""
-    tests = tree.entering(f"espalier/{file}")
-    for tier, from_, to in (("fast", -1.0, FAST), ("test", FAST, LONG)):
-        chosen = [test for test in tests if from_ < test.seconds <= to and (test.program == PYTEST or test.program in runner.entries)]
-        # Python tests come last: torch and transformers are slow to begin.
-        for program, some in batches([t for t in chosen if t.program != PYTEST] + [t for t in chosen if t.program == PYTEST]):
-            for name in runner.failures(program, some, fault):
-                if (program, name) in runner.broken:
-                    continue
-                alone = [test for test in some if test.name == name]
-                if runner.failures(program, alone, None):
-                    runner.broken.add((program, name))
-                    continue
-                return tier, name
-    return SWEEP
+def who_notices(runner, cases, reaching, fault):
+    """(tier, case) of a fault, from the cases that reach its line in order."""
+    # Python tests come last: torch and transformers are slow to begin.
+    in_order = [test for test in reaching if test.program != PYTEST] + [test for test in reaching if test.program == PYTEST]
+    for tier in ("fast", "test"):
+        found = runner.notice([test for test in in_order if cases.tier(test) == tier], fault)
+        if found:
+            return tier, found
+    found = runner.notice([test for test in in_order if cases.on_all_threads(test)], fault, all_threads=True)
+    return ("test", found) if found else SWEEP
+
+
+def reach(build, cases, faults, jobs, python):
+    """{fault: cases that reach its line, the most specific first}; programs that the folder has since they were built run no more."""
+    raw, library = build / "reached", build / "tests/support/libespalier_entered_functions.so"
+    tables = {FAULTS: [(0, fault.file, fault.name) for fault in faults]}
+    known = lambda file, *of: (raw / f"{file.name}.json").is_file() and all((raw / f"{file.name}.json").stat().st_mtime > o.stat().st_mtime for o in of)  # noqa: E731
+    todo = []
+    for name, entry in cases.entries.items():
+        chosen = cases.fast[name] | cases.share[name]
+        if chosen and not known(entry.program, entry.program):
+            todo.append(([entry.program], record_program, entry, tables, library, {case: case for _, case in entry.cases if case in chosen}))
+    if python:
+        stale = lambda file: not known(file, file, build / "espalier")  # noqa: E731
+        todo += [(files, record_pytest, build, files, tables, library, "quick") for files in groups_of_python_tests("", stale)]
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(lambda job: write_raw(raw, job[0], job[1](*job[2:])), todo))
+    entered = read_raw(raw)
+    of_cases = {test: {name for _, name in entered[test]} & {fault.name for fault in faults} for test in entered}
+    order = sorted((test for test in entered if of_cases[test]), key=lambda test: (len(of_cases[test]), test.seconds, test.name))
+    return {fault.name: [test for test in order if fault.name in of_cases[test]] for fault in faults}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build", type=Path, required=True)
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", default="", help="regular expression on names of faults")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1))
+    parser.add_argument("--no-python", action="store_true", help="faults that no C++ test notices have no line then")
+    parser.add_argument("--again", action="store_true", help="faults that have a line, too")
     arguments = parser.parse_args()
     build = arguments.build.resolve()
-    faults = [fault for fault in table_of(TABLE) if fault.alone]
-    # A fault of two lines has two entries of its name, one with a file.
-    places = {fault.name: fault.file for fault in table_of(TABLE) if fault.file}
-    wanted = [fault for fault in faults if re.search(arguments.only, fault.name)]
-    runner, tree = Runner(build), Tree(Record.read(), build)
+    table = table_of(TABLE)
+    faults = [fault for fault in table if fault.alone]
     known = dict(line.split(" ", 1) for line in NOTICED.read_text(encoding="utf-8").splitlines()) if NOTICED.is_file() else {}
+    wanted = [fault for fault in faults if re.search(arguments.only, fault.name) and (arguments.again or name_of(fault) not in known)]
+    cases = Cases(build)
+    # A fault of two lines has two entries of its name, one with a file.
+    reaching = reach(build, cases, [fault for fault in table if fault.file], arguments.jobs, not arguments.no_python)
+    runner = Runner(build, cases)
+
+    def of_fault(fault):
+        return fault, who_notices(runner, cases, reaching[fault.name], fault)
+
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        found = pool.map(lambda fault: who_notices(runner, tree, fault, places[fault.name]), wanted)
-        for number, (fault, (tier, test)) in enumerate(zip(wanted, found), 1):
-            known[name_of(fault)] = f"{tier} {test}"
-            print(f"[{number}/{len(wanted)}] {name_of(fault):46} {places[fault.name]:32} {tier:5} {test}", flush=True)
+        for number, (fault, (tier, case)) in enumerate(pool.map(of_fault, wanted), 1):
+            if arguments.no_python and (tier, case) == SWEEP:
+                continue
+            known[name_of(fault)] = f"{tier} {case}"
+            print(f"[{number}/{len(wanted)}] {name_of(fault):46} {len(reaching[fault.name]):4} {tier:5} {case}", flush=True)
             NOTICED.write_text("".join(f"{name} {known[name]}\n" for name in dict.fromkeys(map(name_of, faults)) if name in known), encoding="utf-8")
 
 

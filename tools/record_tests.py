@@ -26,6 +26,7 @@ from built_tests import compiled_files, entries_of
 
 OF_TESTS = re.compile(r"^tests/(.*_test\.cpp|.*_gradcheck\.cpp|python/(.*/)?(test_\w+|conftest)\.py|support/main\.cpp)$")  # their tests are known
 FILES_AT_ONCE = 8  # of Python tests in one process, which imports torch and transformers once
+FAULTS = "faults"  # a table without a program: the lines of deliberate faults (tests/mutation/fault_of_environment.cpp)
 LIBRARIES = ("espalier", "espalier_copies", "libespalier_core.so", "libespalier_emulated.so",
              "tests/cuda/libespalier_emulated_kernels.so", "tests/cuda/libespalier_emulation.so")
 
@@ -83,6 +84,8 @@ class Folder:
         for name, functions in tables.items():
             (self.path / f"{name}.functions").write_bytes(struct.pack(f"<{len(functions)}Q", *(at for at, _, _ in functions)))
             (self.path / f"{name}.entered").write_bytes(bytes(len(functions)))
+        if FAULTS in tables:
+            (self.path / f"{FAULTS}.names").write_text("".join(f"{name}\n" for _, _, name in tables[FAULTS]), encoding="utf-8")
 
     def environment(self, library, **more):
         return dict(os.environ, ESPALIER_RECORDING=str(self.path), LD_PRELOAD=str(library), OMP_NUM_THREADS="1", **more)
@@ -113,17 +116,21 @@ def first_cases(pairs):
     return first
 
 
-def record_program(entry, tables, library):
-    """{KnownTest: entered} of one GoogleTest program."""
-    cases = first_cases(entry.cases)
+def tables_of(names, tables):
+    return {name: tables[name] for name in (*names, *(Path(library).name for library in LIBRARIES), FAULTS) if name in tables}
+
+
+def record_program(entry, tables, library, names=None):
+    """{KnownTest: entered} of one GoogleTest program. `names`: {case that runs: its name there}, the first case of every test unless given."""
+    if names is None:
+        names = {case: test for test, case in first_cases(entry.cases).items()}
     with tempfile.TemporaryDirectory(prefix="espalier-recording-") as path:
-        folder = Folder(path, {name: tables[name] for name in (entry.program.name, *(Path(library).name for library in LIBRARIES)) if name in tables})
+        folder = Folder(path, tables_of([entry.program.name], tables))
         flags = Path(path) / "flags"
-        flags.write_text("--gtest_filter=" + ":".join(cases.values()))
+        flags.write_text("--gtest_filter=" + ":".join(names))
         done = subprocess.run([*entry.command, f"--gtest_flagfile={flags}", "--gtest_brief=1"], cwd=entry.cwd, env=folder.environment(library),
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
         notes = folder.notes(tables)
-    names = {case: test for test, case in cases.items()}
     lost = set(names) - set(notes)
     if done.returncode != 0 or lost:
         print(f"{entry.name}: exit status {done.returncode}, no note of {len(lost)} tests\n{done.stdout[-2000:]}", flush=True)
@@ -131,12 +138,12 @@ def record_program(entry, tables, library):
     return {KnownTest(names[case], entry.name, seconds): entered for case, (seconds, entered) in notes.items() if case in names}
 
 
-def record_pytest(build, files, tables, library):
-    """{KnownTest: entered} of files of tests/python, in one process."""
+def record_pytest(build, files, tables, library, choice="one"):
+    """{KnownTest: entered} of files of tests/python, in one process; the cases that a choice of tools/tiers.py has."""
     with tempfile.TemporaryDirectory(prefix="espalier-recording-") as path:
-        folder = Folder(path, {name: tables[name] for name in (Path(library).name for library in LIBRARIES) if name in tables})
+        folder = Folder(path, tables_of([], tables))
         search = os.pathsep.join(filter(None, [str(ROOT / "tests/recording"), str(build / "python"), os.environ.get("PYTHONPATH")]))
-        environment = folder.environment(library, PYTHONPATH=search, ESPALIER_BINARY=str(build / "espalier"), ESPALIER_SWEEPS="one",
+        environment = folder.environment(library, PYTHONPATH=search, ESPALIER_BINARY=str(build / "espalier"), ESPALIER_SWEEPS=choice,
                                          PYTHONDONTWRITEBYTECODE="1", ESPALIER_PYTHON=sys.executable)
         done = subprocess.run([sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "notes_of_pytest", *map(str, files)],
                               cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
@@ -145,6 +152,27 @@ def record_pytest(build, files, tables, library):
         print(f"exit status {done.returncode}\n{done.stdout[-6000:]}", flush=True)
     print(f"{', '.join(file.name for file in files)}: {len(notes)} tests, {sum(seconds for seconds, _ in notes.values()):.1f} s", flush=True)
     return {KnownTest(test, PYTEST, seconds): entered for test, (seconds, entered) in notes.items()}
+
+
+def groups_of_python_tests(only, wanted=lambda file: True):
+    """Files of tests/python, as many as one process runs together."""
+    files = [file for file in sorted((ROOT / "tests/python").rglob("test_*.py")) if re.search(only, file.name) and wanted(file)]
+    return [files[start:start + FILES_AT_ONCE] for start in range(0, len(files), FILES_AT_ONCE)]
+
+
+def write_raw(raw, files, entered_by):
+    """What the tests of programs or of Python files entered, a file for each of them in the folder `raw`."""
+    raw.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        of_file = {test: entered for test, entered in entered_by.items() if file.name in (test.program, test.name.split("::")[0])}
+        lines = [[[test.name, test.program, test.seconds], sorted(entered)] for test, entered in of_file.items()]
+        (raw / f"{file.name}.json").write_text(json.dumps(lines), encoding="utf-8")
+
+
+def read_raw(raw):
+    """{KnownTest: {(file, function)}} of everything in the folder."""
+    lines = [one for file in sorted(raw.glob("*.json")) for one in json.loads(file.read_text(encoding="utf-8"))]
+    return {KnownTest(*key): {tuple(pair) for pair in entered} for key, entered in lines}
 
 
 def record_of(entered_by):
@@ -198,22 +226,10 @@ def main():
     tables = {program.name: functions_of(program, symbols) for program in wanted}
     jobs = [] if arguments.no_cpp else [([entry.program], record_program, entry, tables, library) for entry in entries]
     if not arguments.no_python:
-        files = [file for file in sorted((ROOT / "tests/python").rglob("test_*.py")) if re.search(arguments.only, file.name)]
-        groups = [files[start:start + FILES_AT_ONCE] for start in range(0, len(files), FILES_AT_ONCE)]
-        jobs += [(files, record_pytest, build, files, tables, library) for files in groups]
-    arguments.raw.mkdir(parents=True, exist_ok=True)
-
-    def run(job):
-        made = job[1](*job[2:])
-        for file in job[0]:
-            of_file = {test: entered for test, entered in made.items() if file.name in (test.program, test.name.split("::")[0])}
-            lines = [[[test.name, test.program, test.seconds], sorted(entered)] for test, entered in of_file.items()]
-            (arguments.raw / f"{file.name}.json").write_text(json.dumps(lines), encoding="utf-8")
-
+        jobs += [(files, record_pytest, build, files, tables, library) for files in groups_of_python_tests(arguments.only)]
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        list(pool.map(run, jobs))
-    raw = [one for file in sorted(arguments.raw.glob("*.json")) for one in json.loads(file.read_text(encoding="utf-8"))]
-    record_of({KnownTest(*key): {tuple(pair) for pair in entered} for key, entered in raw}).write(FOLDER)
+        list(pool.map(lambda job: write_raw(arguments.raw, job[0], job[1](*job[2:])), jobs))
+    record_of(read_raw(arguments.raw)).write(FOLDER)
 
 
 if __name__ == "__main__":

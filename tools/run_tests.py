@@ -166,6 +166,15 @@ def run_jobs(jobs, at_once):
     return total, repetitions
 
 
+def chosen_cases(entry, choice):
+    """Those of a GoogleTest program's cases that a choice of tools/tiers.py has."""
+    cases = defaultdict(list)
+    for test, case in entry.cases:
+        cases[test].append(case)
+    kind = lambda what, names: matches(names[0], entry.label(what) or "-*")  # noqa: E731
+    return [case for test, names in cases.items() for case in choice.cases(test, names, kind("pairs", names), kind("products", names))]
+
+
 def cpp_jobs(build, only, reports, level, others, choice, sweep):
     """`others`: instruction sets of the repetitions. `sweep`: entries that run in the sweep alone, too."""
     jobs = []
@@ -178,11 +187,7 @@ def cpp_jobs(build, only, reports, level, others, choice, sweep):
         def job(called, sets, more, selected="*", entry=entry, **how):
             report, command = reports / f"{called}.xml", entry.command
             if entry.cases is not None:
-                cases = defaultdict(list)
-                for test, case in entry.cases:
-                    cases[test].append(case)
-                kind = lambda what, names, entry=entry: matches(names[0], entry.label(what) or "-*")  # noqa: E731
-                chosen = [case for test, names in cases.items() for case in choice.cases(test, names, kind("pairs", names), kind("products", names)) if matches(case, selected)]
+                chosen = [case for case in chosen_cases(entry, choice) if matches(case, selected)]
                 if not chosen:  # a share may have none of a program
                     return []
                 flags = reports / f"{called}.flags"
