@@ -43,13 +43,13 @@ inline std::int64_t recurrent_before(const ModelShape& shape, std::int64_t layer
                        [](const LayerShape& layer) { return layer.mixer->state() > 0; });
 }
 
-// Gives each layer with a number experts if it is 1, a dense MLP if it is 0.
+// `of_layer`: 1 gives the layer experts, 0 a dense MLP.
 inline void set_experts(ModelShape& shape, const std::vector<int>& of_layer) {
   for (std::size_t i = 0; i < of_layer.size(); ++i)
     shape.layer[i].mlp = of_layer[i] != 0 ? MlpKind::experts : MlpKind::dense;
 }
 
-// Makes layers recurrent whose number is 1; the others stay as they are.
+// `of_layer`: 1 makes the layer recurrent; the others stay as they are.
 inline void set_delta_rule(ModelShape& shape, const RecurrenceShape& states, const std::vector<int>& of_layer) {
   const auto mixer = std::make_shared<const DeltaRule>(states);
   for (std::size_t i = 0; i < of_layer.size(); ++i)
