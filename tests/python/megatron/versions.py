@@ -40,7 +40,7 @@ def environment(**more):
     return dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", PYTHONPATH=os.pathsep.join(paths), **more)
 
 
-def outputs_of_ranks(python, program, folder, world, arguments, patience=600, **more):
+def outputs_of_ranks(python, program, folder, world, arguments, patience=1800, **more):
     """Runs `program FOLDER RANK WORLD ARGUMENTS...` once for each rank. Returns (exit statuses, outputs)."""
     processes = [subprocess.Popen([python, str(HERE / program), str(folder), str(rank), str(world), *arguments], env=environment(**more), text=True,
                                   stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=folder) for rank in range(world)]
