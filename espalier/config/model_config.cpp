@@ -223,7 +223,7 @@ double read_cap(const Members& config, const char* name, double absent) {
 void read_scales(const Members& config, const Family& family, Reading& reading) {
   ModelShape& shape = reading.shape;
   AttentionShape& attention = reading.attention;
-  attention.scale = family.attention_scale;
+  if (family.attention_scale > 0) attention.scale = family.attention_scale;
   if (family.scales_embedding) shape.scales.embedding = std::sqrt(static_cast<double>(shape.hidden));
   if (family.query_scalar > 0)
     attention.scale = 1 / std::sqrt(config.positive("query_pre_attn_scalar", family.query_scalar));
