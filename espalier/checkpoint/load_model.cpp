@@ -567,9 +567,16 @@ void load_parameters(const fs::path& directory, const ParameterTable& table, DTy
   load(open_model(directory), table, dtype, flat, progress, head);
 }
 
+namespace {
+
+bool has_weights(const fs::path& directory) {
+  return fs::exists(directory / "model.safetensors") || fs::exists(directory / "model.safetensors.index.json");
+}
+
+}  // namespace
+
 std::optional<DType> stored_dtype(const fs::path& directory) {
-  if (!fs::exists(directory / "model.safetensors") && !fs::exists(directory / "model.safetensors.index.json"))
-    return std::nullopt;
+  if (!has_weights(directory)) return std::nullopt;
   const Tensors tensors = open_model(directory);
   std::map<DType, std::int64_t> numbers;
   for (const auto& [name, entry] : tensors.by_name) {
@@ -586,8 +593,10 @@ std::optional<DType> stored_dtype(const fs::path& directory) {
 }
 
 std::int64_t further_layer_tensors(const fs::path& directory) {
-  if (!fs::exists(directory / "model.safetensors") && !fs::exists(directory / "model.safetensors.index.json")) return 0;
-  return open_model(directory).further;
+  return has_weights(directory) ? open_model(directory).further : 0;
+}
+bool has_tensors_beside(const fs::path& directory) {
+  return has_weights(directory) && !open_model(directory).beside.empty();
 }
 
 void load_named_tensors(const fs::path& file, const ParameterTable& table, DType dtype, void* flat,

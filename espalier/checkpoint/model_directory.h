@@ -58,7 +58,9 @@ std::optional<DType> stored_dtype(const std::filesystem::path& directory);
 // Tensors of layers that predict further tokens (MTP: GLM-4.5, DeepSeek-V3, Qwen3-Next). They do not run, and a model
 // that is written holds them as they are. 0 without weights. Errors: as load_parameters for damaged or missing files.
 std::int64_t further_layer_tensors(const std::filesystem::path& directory);
-inline bool has_further_layers(const std::filesystem::path& directory) { return further_layer_tensors(directory) > 0; }
+// True if files hold tensors that no parameter is, and that a model written from them has all the same: of towers, of
+// layers that do not run, and factors of layers.
+bool has_tensors_beside(const std::filesystem::path& directory);
 
 // load_parameters from one safetensors file of any name, such as a checkpoint of a trace.
 void load_named_tensors(const std::filesystem::path& file, const ParameterTable& table, DType dtype, void* flat,

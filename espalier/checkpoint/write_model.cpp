@@ -239,7 +239,7 @@ void write_model_directory(const fs::path& target, const fs::path& source, const
   copy_other_files(source, target, to, table, options.of_sequences);
   const Json config = read_json_object(source / "config.json");
   std::optional<StoredTensors> beside;
-  if (is_beside_vision(config) || (!critic && has_further_layers(source))) beside.emplace(source);
+  if (is_beside_vision(config) || (!critic && has_tensors_beside(source))) beside.emplace(source);
   write_weights(target, table, from, values, to, options, beside ? &*beside : nullptr);
 }
 
