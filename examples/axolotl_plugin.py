@@ -5,6 +5,8 @@
 
 GRPO runs every prompt once in an accumulation window. DPO, IPO, KTO and reward models run the common beginnings of a batch once, supervised
 training without sample packing does, too. A batch that cannot be shared runs axolotl's own path, with one note in the log.
+With `gradient_checkpointing: true` and no `gradient_checkpointing_kwargs`, axolotl checkpoints supervised training reentrantly, which loses the graph
+of a shared prompt; with the plug-in the default is `use_reentrant: false`, as axolotl's own for the other kinds.
 """
 
 from axolotl.integrations.base import BasePlugin
@@ -29,6 +31,10 @@ def __getattr__(name):
 
 
 class SharedPrompts(BasePlugin):
+    def register(self, cfg):
+        if cfg.get("gradient_checkpointing") is True and cfg.get("gradient_checkpointing_kwargs") is None:
+            cfg["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+
     def pre_model_load(self, cfg):
         if cfg.rl and cfg.rl.value in TRAINERS and not cfg.trainer_cls:
             cfg.trainer_cls = f"{__name__}.{cfg.rl.value}"

@@ -4,6 +4,8 @@
 
 The common beginnings of a batch's rows run once, in the reference's pass too. A batch that cannot be shared (packing, padding_free, sequence
 parallelism) runs ms-swift's own path, with one note in the log. GRPO of ms-swift computes log-probs in a way of its own and stays as it is.
+In one process ms-swift checkpoints layers reentrantly, which loses the graph of a shared prompt; the plug-in's default is the other way, as
+ms-swift's own with several processes. `--gradient_checkpointing_kwargs '{"use_reentrant": true}'` trains without sharing.
 """
 
 import importlib
@@ -35,6 +37,8 @@ def __getattr__(name):
 
     class Shared(getattr(shared, MIXINS[name]), own):
         def __init__(self, *args, **kwargs):
+            settings = kwargs["args"]
+            settings.gradient_checkpointing_kwargs = {"use_reentrant": False} | (settings.gradient_checkpointing_kwargs or {})
             super().__init__(*args, **kwargs)
             self.add_callback(Rows(self.shared_rows))
 

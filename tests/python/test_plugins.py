@@ -27,7 +27,8 @@ KINDS = {
                    datasets=[dict(path="judged.jsonl", ds_type="json", split="train", type="bradley_terry.chat_template")]),
     "grpo": dict(rl="grpo", datasets=[dict(path="pairs.jsonl", ds_type="json", split="train", type="tasks.prompts")],
                  trl=dict(num_generations=4, max_completion_length=12, reward_funcs=["tasks.reward"], use_vllm=False)),
-    "sft": dict(datasets=[dict(path="texts.jsonl", ds_type="json", split="train", type="completion")], sample_packing=False, pad_to_sequence_len=False),
+    "sft": dict(datasets=[dict(path="texts.jsonl", ds_type="json", split="train", type="completion")], sample_packing=False, pad_to_sequence_len=False,
+                gradient_checkpointing=True),  # reentrant by axolotl's default
 }
 TASKS = """
 def reward(completions, **_):
