@@ -1,6 +1,8 @@
 """Clients of `espalier serve` beside one whose call takes long: nobody waits longer than an item of its plan, and everybody has the bits of a run alone."""
 
+import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +11,9 @@ tinker = pytest.importorskip("tinker", reason="the SDK is not installed (tools/r
 pytest.importorskip("peft")
 from serve_client import NAME, ByHand, group_data  # noqa: E402
 from serve_process import Server, without_proxies  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
+import serve_clients  # noqa: E402
 
 GROUPS = 120  # of the long call: hundreds of items, where each small call has one
 SMALL = [([5, 9, 2, 40], {"target_tokens": [9, 2, 40, 3]}), ([5, 9, 7, 41, 6], {"target_tokens": [9, 7, 41, 6, 8]})]
@@ -118,3 +123,19 @@ def test_a_server_ends_in_the_middle_of_a_long_call_and_does_it_again(start, tmp
     found = finish_long(model, tmp_path / "state", future)
     alone = ByHand(start("alone"), rank=2)
     assert found == finish_long(alone, tmp_path / "alone", long_call(alone, data))
+
+
+def run_clients(monkeypatch, program, clients, seconds):
+    monkeypatch.setattr(sys, "argv", ["serve_clients.py", "--program", str(program), "--clients", str(clients), "--seconds", str(seconds)])
+    with pytest.raises(SystemExit) as end:
+        serve_clients.main()
+    assert end.value.code == 0
+
+
+def test_random_requests_beside_each_other_have_the_bits_of_runs_alone(program, monkeypatch):
+    run_clients(monkeypatch, program, 2, 0)
+
+
+@pytest.mark.product
+def test_random_requests_of_sixteen_clients_have_the_bits_of_runs_alone(program, monkeypatch):
+    run_clients(monkeypatch, program, 16, 60)
