@@ -4,7 +4,7 @@
 
 The build folder is one with ESPALIER_FAULTS (cmake/EspalierFaults.cmake). First every case of `make fast` and of a share of `make test` runs
 once without a fault that is on, and the lines of the faults note that they are reached. Then each fault faces the cases that
-reach its line, the most specific first, until one of them fails. Python tests run by their first cases, those that take at most LONG seconds (tools/tiers.py).
+reach its line, the most specific first, until one of them fails. Python tests run by the first cases that `make fast` has.
 A case that fails without any fault counts for none. What no case of the two tiers notices is left to mutation_test, which `make sweep` runs:
 it notices every fault.
 
@@ -34,7 +34,7 @@ from write_faulty_sources import table_of  # noqa: E402
 TABLE, NOTICED = ROOT / "tests/mutation/faults.py", ROOT / "tests/mutation/noticed.txt"
 SHARE = "1/8"  # of `make test`
 SWEEP = ("sweep", "mutation_test")
-AT_ONCE = 12  # cases of one program that run before the next program has its turn
+AT_ONCE = 4.0  # seconds of cases of one program that run before the next program has its turn: each has to start
 PATIENCE = 240.0  # seconds of one program: a fault may make it wait for ever
 
 
@@ -50,12 +50,9 @@ class Cases:
         fast, share = Choice("fast"), Choice(SHARE)
         self.fast = {name: set(chosen_cases(entry, fast)) for name, entry in self.entries.items()}
         self.share = {name: set(chosen_cases(entry, share)) for name, entry in self.entries.items()}
-        self.of_python = fast
 
     def tier(self, test):
-        if test.program == PYTEST:
-            return "fast" if self.of_python.cases(test.name, [test.name]) else "test"
-        return "fast" if test.name in self.fast[test.program] else "test"
+        return "fast" if test.program == PYTEST or test.name in self.fast[test.program] else "test"
 
     def on_one_thread(self, program):
         return bool(self.entries[program].label("threads"))
@@ -126,11 +123,11 @@ class Runner:
 
 
 def batches(tests):
-    """[(program, tests)] in order; neighbours of one program together."""
+    """[(program, tests)] in order; what one program has next, together."""
     out, open_batches = [], {}
     for test in tests:
         batch = open_batches.get(test.program)
-        if batch is None or len(batch) == AT_ONCE:
+        if batch is None or sum(one.seconds for one in batch) + test.seconds > AT_ONCE:
             batch = open_batches[test.program] = []
             out.append((test.program, batch))
         batch.append(test)
@@ -161,7 +158,7 @@ def reach(build, cases, faults, jobs, python):
             todo.append(([entry.program], record_program, entry, tables, library, {case: case for _, case in entry.cases if case in chosen}))
     if python:
         stale = lambda file: not known(file, file, build / "espalier")  # noqa: E731
-        todo += [(files, record_pytest, build, files, tables, library, "quick") for files in groups_of_python_tests("", stale)]
+        todo += [(files, record_pytest, build, files, tables, library, "fast") for files in groups_of_python_tests("", stale)]
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(lambda job: write_raw(raw, job[0], job[1](*job[2:])), todo))
     entered = read_raw(raw)

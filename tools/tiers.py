@@ -5,7 +5,6 @@
          LONG seconds a case those that its turn gives to the share, so that it may have none. Turns of long tests begin where shares have
        equal seconds. Shares 1 to N together are all cases.
   fast   the first case of every test that takes at most FAST seconds a case
-  quick  the first case of every test that takes at most LONG seconds a case
   one    the first case of every test
   tests:FILE   every case of the tests that FILE names, one a line
 
@@ -63,8 +62,8 @@ class Choice:
         self.only = None
         if self.text.startswith("tests:"):
             self.only = set(Path(self.text.removeprefix("tests:")).read_text(encoding="utf-8").splitlines())
-        elif self.text not in ("all", "fast", "quick", "one") and not (found and 1 <= int(found[1]) <= int(found[2])):
-            raise ValueError(f"expected all, fast, quick, one or K/N with 1 <= K <= N, as 1/8, got {self.text!r}")
+        elif self.text not in ("all", "fast", "one") and not (found and 1 <= int(found[1]) <= int(found[2])):
+            raise ValueError(f"expected all, fast, one or K/N with 1 <= K <= N, as 1/8, got {self.text!r}")
         self.share, self.shares = (int(found[1]), int(found[2])) if found else (1, 1)
         self.seconds = {} if self.only is not None or self.text in ("all", "one") else seconds_of_tests()
         self.first_shares = first_shares_of_long_tests(self.seconds, self.shares)
@@ -75,12 +74,11 @@ class Choice:
             return names if test in self.only else []
         if self.text in ("all", "one"):
             return names if self.text == "all" else names[:1]
-        limit = {"fast": FAST, "quick": LONG}.get(self.text)
-        if product or pairs and not limit:
+        if product or pairs and self.text != "fast":
             return names if pairs else []
         seconds = self.seconds.get(test, 0)
-        if limit:
-            return names[:1] if seconds <= limit else []
+        if self.text == "fast":
+            return names[:1] if seconds <= FAST else []
         if seconds > LONG:
             first = self.first_shares[test]
             return [name for number, name in enumerate(names) if (first + number) % self.shares == self.share - 1]

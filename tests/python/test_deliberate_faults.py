@@ -6,6 +6,8 @@ import sys
 import pytest
 
 from conftest import ROOT
+from faults_by_tier import AT_ONCE, Runner, batches
+from recorded_tests import PYTEST, KnownTest
 
 sys.path.insert(0, str(ROOT / "tests" / "mutation"))
 from faults import Fault  # noqa: E402
@@ -37,3 +39,25 @@ def test_the_table_is_checked_against_the_engine(tmp_path):
     (tmp_path / "empty").mkdir()
     other = subprocess.run([sys.executable, script, str(tmp_path / "empty"), str(tmp_path / "out")], capture_output=True, text=True)
     assert other.returncode == 1 and not (tmp_path / "out").exists()
+
+
+def test_neighbours_of_a_program_face_a_fault_together():
+    tests = [KnownTest(f"A.{n}", "a_test", 0.3 * AT_ONCE) for n in range(4)]
+    tests.insert(1, python := KnownTest("test_file.py::test_one", PYTEST, 1.0))
+    assert batches(tests) == [("a_test", [tests[0], *tests[2:4]]), (PYTEST, [python]), ("a_test", tests[4:])]
+
+
+def test_a_case_counts_only_if_it_passes_without_the_fault(monkeypatch):
+    """A.1 fails always, A.2 with the fault alone; each is asked once without it."""
+    tests, asked = [KnownTest(f"A.{n}", "a_test", 0.1) for n in range(3)], []
+
+    def failures(program, some, fault, all_threads):
+        names = [test.name for test in some]
+        asked.append((names, fault))
+        return [name for name in names if name == "A.1" or name == "A.2" and fault][:1]
+
+    runner = Runner(None, None)
+    monkeypatch.setattr(runner, "failures", failures)
+    assert runner.notice(tests, SUM) == "A.2" and runner.broken == {("a_test", "A.1")}
+    assert runner.notice(tests, SUM) == "A.2" and sum(fault is None for _, fault in asked) == 2
+    assert runner.notice(tests[:1], SUM) is None

@@ -66,7 +66,6 @@ def test_shares_take_equally_long():
 
 def test_the_fast_tier_has_the_first_case_of_quick_tests(items):
     assert names(chosen_items(items, Choice("fast"))) == ["alone[0]", "two[0]", "many[0]"]
-    assert names(chosen_items(items, Choice("quick"))) == ["alone[0]", "two[0]", "many[0]", "slow[0]"]
     assert names(chosen_items(items, Choice("one"))) == ["alone[0]", "two[0]", "many[0]", "slow[0]", "product[0]", "long[0]", "long_too[0]"]
     assert chosen_items(items, Choice("all")) == items
 
