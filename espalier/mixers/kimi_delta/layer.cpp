@@ -46,8 +46,8 @@ class Forward final : public RecurrenceForward {
     const Columns columns(recurrence_of(c_).shape, saved_.projected_TW);
     const Views w(c_.weights.mixer);
     c_.products.linear(columns.of_rows_TW, input_TM, w.projected);
-    c_.products.linear(saved_.gate_latents_TC, input_TM, w.latents);
-    const Latents latents(saved_.gate_latents_TC);
+    c_.products.linear(saved_.latents_TC, input_TM, w.latents);
+    const Latents latents(saved_.latents_TC);
     c_.products.linear(columns.z_TV, latents.of_z_TC, w.z);
     c_.products.linear(columns.a_TA, latents.of_a_TC, w.a);
   }
@@ -66,14 +66,14 @@ class Backward final : public RecurrenceBackward {
     const Columns grad(recurrence_of(c_).shape, grad_projected_TW);
     c_.products.add_linear_grad_weight(grads.projected, w.projected, grad.of_rows_TW, input_TM,
                                        held_[declared_.projected_product]);
-    const at::Tensor grad_latents_TC = held_[declared_.grad_gate_latents_TC];
-    const Latents latents(saved_.gate_latents_TC), grad_latents(grad_latents_TC);
-    c_.products.add_linear_grad_weight(grads.z, w.z, grad.z_TV, latents.of_z_TC, held_[declared_.gate_z_product]);
-    c_.products.add_linear_grad_weight(grads.a, w.a, grad.a_TA, latents.of_a_TC, held_[declared_.gate_a_product]);
+    const at::Tensor grad_latents_TC = held_[declared_.grad_latents_TC];
+    const Latents latents(saved_.latents_TC), grad_latents(grad_latents_TC);
+    c_.products.add_linear_grad_weight(grads.z, w.z, grad.z_TV, latents.of_z_TC, held_[declared_.gates_product]);
+    c_.products.add_linear_grad_weight(grads.a, w.a, grad.a_TA, latents.of_a_TC, held_[declared_.decays_product]);
     c_.products.linear_grad_input(grad_latents.of_z_TC, grad.z_TV, w.z);
     c_.products.linear_grad_input(grad_latents.of_a_TC, grad.a_TA, w.a);
     c_.products.add_linear_grad_weight(grads.latents, w.latents, grad_latents_TC, input_TM,
-                                       held_[declared_.gate_latents_product]);
+                                       held_[declared_.latents_product]);
     c_.products.linear_grad_input(grad_input_TM, grad.of_rows_TW, w.projected);
     c_.products.add_linear_grad_input(grad_input_TM, grad_latents_TC, w.latents);
   }

@@ -8,8 +8,8 @@
 #include <limits>
 #include <memory>
 
+#include "espalier/mixers/states/shape.h"
 #include "espalier/shape/config_members.h"
-#include "espalier/shape/mixer.h"
 
 namespace espalier {
 
@@ -78,13 +78,12 @@ struct RecurrenceShape {
 };
 
 // A mixer of one of these kinds.
-class Recurrence : public Mixer {
+class Recurrence : public StateMixer {
  public:
-  // The numbers of its tensors (PartParameters), in every kind. Its first product gives the columns that are projected
-  // from rows; its last one is the output's.
+  // The numbers of its tensors (PartParameters), in every kind.
   enum Tensors : std::size_t { conv, conv_bias, a_log, dt_bias, skip, mixed_norm };
 
-  Recurrence(MixerKind kind, RecurrenceShape of_shape) : Mixer(kind), shape(of_shape) {}
+  Recurrence(MixerKind kind, RecurrenceShape of_shape) : StateMixer(kind), shape(of_shape) {}
 
   std::int64_t mixed_width() const override { return shape.value_width(); }
   void require(const Degrees& degrees) const override;
@@ -92,15 +91,16 @@ class Recurrence : public Mixer {
   std::string fingerprint() const override;
 
   std::int64_t state() const override { return shape.state(); }
+  Latents latents() const override {
+    return shape.decays_channels() ? Latents{shape.gate_latent, shape.value_width(), shape.decays()} : Latents{};
+  }
+  bool gates_rows() const override { return true; }
 
   MixerFlops flops() const override;
   MixerTraffic traffic() const override;
   std::int64_t widest_row() const override;
   std::int64_t cpu_scratch(const ScratchRows& rows) const override;
   GpuScratch gpu_scratch(const ScratchRows& rows) const override;
-  std::int64_t saved_bytes(const BlockShape& block, const BlockRows& rows) const override;
-  std::int64_t forward_bytes(const BlockShape& block, const BlockRows& rows, BlockBytes of_block) const override;
-  std::int64_t backward_bytes(const BlockShape& block, const BlockRows& rows, BlockBytes of_block) const override;
 
   const RecurrenceShape shape;
 

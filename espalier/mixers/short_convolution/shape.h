@@ -8,6 +8,7 @@
 #include <memory>
 #include <vector>
 
+#include "espalier/mixers/states/shape.h"
 #include "espalier/shape/config_members.h"
 #include "espalier/shape/layer_shape.h"
 
@@ -21,13 +22,14 @@ struct ShortConvolutionShape {
   std::int64_t state() const { return (kernel - 1) * channels; }
 };
 
-class ShortConvolution final : public Mixer {
+class ShortConvolution final : public StateMixer {
  public:
   // The numbers of its products and tensors (PartParameters).
   enum Products : std::size_t { input, output };
   enum Tensors : std::size_t { conv, conv_bias };
 
-  explicit ShortConvolution(ShortConvolutionShape of_shape) : Mixer(MixerKind::short_convolution), shape(of_shape) {}
+  explicit ShortConvolution(ShortConvolutionShape of_shape)
+      : StateMixer(MixerKind::short_convolution), shape(of_shape) {}
 
   PartParameters parameters(std::int64_t hidden) const override;
   std::size_t output_product() const override { return output; }
@@ -44,9 +46,6 @@ class ShortConvolution final : public Mixer {
   std::int64_t widest_row() const override { return shape.projected(); }
   std::int64_t cpu_scratch(const ScratchRows& rows) const override;
   GpuScratch gpu_scratch(const ScratchRows& rows) const override;
-  std::int64_t saved_bytes(const BlockShape& block, const BlockRows& rows) const override;
-  std::int64_t forward_bytes(const BlockShape& block, const BlockRows& rows, BlockBytes of_block) const override;
-  std::int64_t backward_bytes(const BlockShape& block, const BlockRows& rows, BlockBytes of_block) const override;
 
   const ShortConvolutionShape shape;
 };

@@ -186,7 +186,7 @@ TEST_F(Source, ALayerWithAWindowKeepsWhatItShowsBelowEachTrunk) {
   };
   const auto attention_of = [&](const Numbers& x, const KeysValues& own) {
     LayerAttention out = attention(x, own, kWindow);
-    out.layer = 0;
+    out.layer = out.source = 0;
     return out;
   };
   const auto trunk_rows = [&](std::int64_t begin, std::int64_t rows) {

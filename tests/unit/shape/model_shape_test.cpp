@@ -246,7 +246,7 @@ TEST(ModelShape, RefusesWhatIsKnownByName) {
   };
   refused(llama_config(), "attention_dropout", 0.1, "attention_dropout");
   refused(llama_config(), "hidden_act", "relu2", "relu2");
-  refused(llama_config(), "rope_scaling", {{"rope_type", "proportional"}, {"factor", 4.0}}, "proportional");
+  refused(llama_config(), "rope_scaling", {{"rope_type", "spiral"}, {"factor", 4.0}}, "spiral");
   refused(llama_config(), "rope_scaling", {{"type", "dynamic"}, {"factor", 4.0}}, "dynamic");
   refused(llama_config(), "architectures", {"DbrxForCausalLM"}, "Qwen3MoeForCausalLM");
   refused(llama_config(), "architectures", {"DbrxForCausalLM"}, "DbrxForCausalLM");
