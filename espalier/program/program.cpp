@@ -141,16 +141,4 @@ std::int64_t count_backwards(const Program& program) {
   return std::ranges::count(program, Pass::backward, &Step::pass);
 }
 
-std::string text_of_program(const Program& program) {
-  std::string out;
-  for (const Step& step : program) {
-    const bool forward = step.pass == Pass::forward;
-    const std::string name =
-        step.kind == ItemKind::trunk ? (forward ? "A" : "C") : (forward ? "B" : "b") + std::to_string(step.region);
-    if (!out.empty()) out += ' ';
-    out += step.own != nullptr ? name : "(" + name + ")";
-  }
-  return out;
-}
-
 }  // namespace espalier

@@ -58,7 +58,4 @@ Program program_of(const std::vector<PlanItem>& items, const std::vector<JointEv
 
 std::int64_t count_backwards(const Program& program);
 
-// "A B0 b0 C": a trunk's forward, a wave's forward and backward with its region, a trunk's backward; (..) joined.
-std::string text_of_program(const Program& program);
-
 }  // namespace espalier

@@ -10,9 +10,9 @@
 
 #include "espalier/base/error.h"
 #include "espalier/ops/operations.h"
-#include "espalier/parallel/in_process.h"
 #include "tests/cuda/emulated_runtime.h"
 #include "tests/cuda/emulated_streams.h"
+#include "tests/support/in_process.h"
 
 namespace espalier::testing {
 namespace {

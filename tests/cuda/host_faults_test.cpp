@@ -17,10 +17,10 @@
 #include "espalier/objective/fused_head.h"
 #include "espalier/ops/cuda/runtime.h"
 #include "espalier/optimizer/adamw.h"
-#include "espalier/parallel/in_process.h"
 #include "tests/cuda/emulated_runtime.h"
 #include "tests/equivalence/fixture.h"
 #include "tests/mutation/faults.h"
+#include "tests/support/in_process.h"
 
 namespace espalier::testing {
 

@@ -19,10 +19,10 @@
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/device/host_values.h"
 #include "espalier/ops/cpu/own_products.h"
-#include "espalier/parallel/in_process.h"
 #include "espalier/prove/verify.h"
 #include "espalier/train/training_data.h"
 #include "tests/equivalence/fixture.h"
+#include "tests/support/in_process.h"
 #include "tests/support/layers.h"
 #include "tests/with_products.h"
 

@@ -6,8 +6,8 @@
 #include <mutex>
 
 #include "espalier/base/error.h"
-#include "espalier/parallel/in_process.h"
 #include "tests/equivalence/fixture.h"
+#include "tests/support/in_process.h"
 
 namespace espalier::testing {
 namespace {

@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
-#include "espalier/parallel/in_process.h"
 #include "tests/equivalence/fixture.h"
+#include "tests/support/in_process.h"
 
 namespace espalier::testing {
 

@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "espalier/checkpoint/safetensors.h"
-#include "espalier/parallel/in_process.h"
 #include "espalier/train/trainer.h"
 #include "tests/equivalence/fixture.h"
+#include "tests/support/in_process.h"
 
 namespace espalier::testing {
 

@@ -12,13 +12,13 @@
 #include "espalier/base/error.h"
 #include "espalier/checkpoint/json_file.h"
 #include "espalier/checkpoint/safetensors.h"
-#include "espalier/parallel/in_process.h"
 #include "espalier/prove/verify.h"
 #include "espalier/replay/replay.h"
 #include "espalier/train/score.h"
 #include "espalier/train/trainer.h"
 #include "tests/equivalence/fixture.h"
 #include "tests/parallel/rank_runs.h"
+#include "tests/support/in_process.h"
 
 namespace espalier::testing {
 namespace {

@@ -64,7 +64,7 @@ class StateMixerBackward : public MixerBackward {
   // Turns the gradient of finished rows into that of mixed rows; adds the gradients of weights, and overwrites columns
   // of grad_projected_TW that only this reads.
   virtual void add_finish(const at::Tensor& /*grad_TV*/, const at::Tensor& /*grad_projected_TW*/) const {}
-  // Overwrites the gradient of the projected rows of these runs, and adds those of the weights and of states.
+  // Overwrites the gradient of the projected rows of these runs, and adds to the gradients of weights and states.
   virtual void add_run(const std::vector<StateRun>& runs, const at::Tensor& grad_mixed_TV,
                        const at::Tensor& grad_projected_TW) const = 0;
   // From the gradient of the projected rows: adds the gradients of the weights, then overwrites grad_input_TM, which

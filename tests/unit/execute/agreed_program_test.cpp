@@ -5,7 +5,8 @@
 
 #include <array>
 
-#include "espalier/parallel/in_process.h"
+#include "tests/support/in_process.h"
+#include "tests/support/program_text.h"
 #include "tests/unit/execute/small_step.h"
 
 namespace espalier::testing {

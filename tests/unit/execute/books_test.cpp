@@ -7,7 +7,7 @@
 #include <chrono>
 #include <thread>
 
-#include "espalier/parallel/in_process.h"
+#include "tests/support/in_process.h"
 #include "tests/unit/execute/small_step.h"
 
 namespace espalier::testing {

@@ -8,7 +8,7 @@
 #include <array>
 #include <cmath>
 
-#include "espalier/parallel/in_process.h"
+#include "tests/support/in_process.h"
 #include "tests/unit/execute/small_step.h"
 
 namespace espalier::testing {

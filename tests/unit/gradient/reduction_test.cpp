@@ -8,7 +8,7 @@
 #include <cmath>
 
 #include "espalier/mixers/attention/shape.h"
-#include "espalier/parallel/in_process.h"
+#include "tests/support/in_process.h"
 
 namespace espalier {
 namespace {

@@ -10,7 +10,7 @@
 #include "espalier/mixers/attention/shape.h"
 #include "espalier/model/path_source.h"
 #include "espalier/ops/cpu/operations.h"
-#include "espalier/parallel/in_process.h"
+#include "tests/support/in_process.h"
 
 namespace espalier {
 namespace {

@@ -6,8 +6,8 @@
 #include "espalier/mixers/attention/shape.h"
 #include "espalier/model/gathered_weights.h"
 #include "espalier/model/stage_link.h"
-#include "espalier/parallel/in_process.h"
 #include "espalier/shape/trained_parameters.h"
+#include "tests/support/in_process.h"
 
 namespace espalier {
 namespace {

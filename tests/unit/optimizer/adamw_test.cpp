@@ -11,7 +11,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/mixers/attention/shape.h"
-#include "espalier/parallel/in_process.h"
+#include "tests/support/in_process.h"
 
 namespace espalier {
 namespace {

@@ -9,7 +9,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/metrics/timer.h"
-#include "espalier/parallel/in_process.h"
+#include "tests/support/in_process.h"
 
 namespace espalier {
 namespace {

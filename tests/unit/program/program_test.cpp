@@ -17,6 +17,7 @@
 #include "espalier/plan/dealing.h"
 #include "espalier/program/row_shares.h"
 #include "tests/mutation/faults.h"
+#include "tests/support/program_text.h"
 
 namespace espalier {
 namespace testing {

@@ -1,4 +1,4 @@
-#include "espalier/parallel/in_process.h"
+#include "tests/support/in_process.h"
 
 #include <ATen/ATen.h>
 #include <omp.h>
