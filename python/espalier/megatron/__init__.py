@@ -7,8 +7,8 @@
     espalier.megatron.check(chunks)                                   refuses by name anything that would be silently wrong
 
 `install` changes instance attributes alone: modules, parameters, state dicts and checkpoints stay Megatron's, and so do plain calls of the model.
-Tensor, sequence, pipeline (interleaved too), context and expert parallelism, recomputation, LoRA, DDP and the distributed optimizer are
-supported (docs/megatron.md).
+Tensor, sequence, pipeline (interleaved too), context and expert parallelism, recurrent layers, recomputation, LoRA, DDP and the distributed
+optimizer are supported (docs/megatron.md).
 """
 
 import time
@@ -58,7 +58,7 @@ def phased_step(chunks: Any, rollouts: Iterable[Mapping[str, Any]], loss: Callab
     DDP, which it reduces once, else to `.grad`. Every shared prompt runs once, forward and backward.
 
     All tensor, context and pipeline parallel ranks of a data parallel rank call it with the same `rollouts`: dicts with `prompt_ids` and
-    `response_ids`. `loss(wave)` returns a scalar; it is called on ranks of the last pipeline stage, with whole responses of the data parallel
+    `response_ids`, and `routed_experts` where experts were recorded (docs/rollout_format.md). `loss(wave)` returns a scalar; it is called on ranks of the last pipeline stage, with whole responses of the data parallel
     rank. At most `wave_tokens` rows of a context parallel rank run at once. With `calculate_per_token_loss` Megatron divides by all response
     tokens of the step. `micro_batches`: lists of rollouts whose router losses are computed together, as a dense step would run them; None: each
     rollout for itself. The `loss` of the result is that of the data parallel rank, on every stage.
