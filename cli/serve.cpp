@@ -1,6 +1,8 @@
 // `serve`: a training server for clients of the tinker SDK.
 #include <algorithm>
+#include <cerrno>
 #include <cstdio>
+#include <cstring>
 #include <fstream>
 
 #include "cli/interrupt.h"
@@ -19,6 +21,7 @@ std::vector<std::string> read_keys(const std::string& file) {
   std::vector<std::string> keys;
   if (file.empty()) return keys;
   std::ifstream in(file);
+  if (!in) throw InputError({file, "a file with keys (--api-key-file)", std::strerror(errno), ""});
   for (std::string line; std::getline(in, line);) {
     while (!line.empty() && (line.back() == ' ' || line.back() == '\r')) line.pop_back();
     if (line.empty()) continue;

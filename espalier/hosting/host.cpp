@@ -18,11 +18,11 @@ namespace fs = std::filesystem;
 namespace {
 
 // Complete or absent.
-void write_state(const TunedModel& model, const fs::path& folder, serve::CheckpointKind kind,
-                 const std::string& description) {
+void write_state(TunedModel& model, const fs::path& folder, serve::CheckpointKind kind, const std::string& description,
+                 const serve::Pause& pause = {}) {
   fs::create_directories(folder.parent_path());
   AtomicDirectory directory(folder);
-  model.write(directory.path(), kind == serve::CheckpointKind::training);
+  model.write(directory.path(), kind == serve::CheckpointKind::training, pause);
   OutputFile file(directory.path() / serve::kDescription);
   file.write(description);
   file.close_synced();
@@ -167,19 +167,30 @@ std::map<std::string, double> Host::optim_step(const std::string& run, const ser
 }
 
 void Host::save(const std::string& run, const fs::path& folder, serve::CheckpointKind kind,
-                const std::string& description) {
-  write_state(run_of(run), folder, kind, description);
+                const std::string& description, const serve::Pause& pause) {
+  write_state(run_of(run), folder, kind, description, pause);
 }
 
 void Host::load(const std::string& run, const std::string& base, const serve::LoraConfig& lora, const fs::path& folder,
-                bool optimizer) {
+                bool optimizer, const serve::Pause& pause) {
   drop(run);
-  make_room(*bases_.at(base), lora);
-  add_run(run, *bases_.at(base), std::make_unique<TunedModel>(*bases_.at(base), *hosting_, lora, folder, optimizer));
+  HostedBase& own = *bases_.at(base);
+  make_room(own, lora);
+  struct Loading {
+    std::int64_t &sum, bytes;
+    ~Loading() { sum -= bytes; }
+  };
+  std::unique_ptr<TunedModel> model;
+  {
+    const Loading loading{loading_bytes_, TunedModel::bytes_of(own, lora)};
+    loading_bytes_ += loading.bytes;
+    model = std::make_unique<TunedModel>(own, *hosting_, lora, folder, optimizer, pause);
+  }
+  add_run(run, own, std::move(model));
 }
 
 std::int64_t Host::adapter_bytes() const {
-  std::int64_t sum = 0;
+  std::int64_t sum = loading_bytes_;
   for (const auto& [name, run] : runs_) sum += run.live ? run.live->held_bytes() : 0;
   for (const auto& [name, sampler] : samplers_)
     if (sampler.live) sum += sampler.live->weight_bytes();
@@ -280,8 +291,13 @@ bool Host::step_samples() {
     if (!each.live || each.live->idle()) continue;
     HostedSampler& sampler = *each.live;
     if (sampling.empty()) hosting_->calls.begin_decoding();
-    sampler.base().hold_weights(true);
     sampling.insert(&sampler.base());
+    try {
+      sampler.base().hold_weights(true);
+    } catch (...) {
+      sampler.fail(std::current_exception());
+      continue;
+    }
     if (kv_bytes_of(sampler) < hosting_->kv_bytes / 2)
       for (const auto& [other_name, other] : samplers_)
         if (other.live) other.live->forget();

@@ -36,9 +36,9 @@ class Host final : public serve::Engine {
   void break_gradient(const std::string& run, const std::string& why) override;
   std::map<std::string, double> optim_step(const std::string& run, const serve::AdamParams& params) override;
   void save(const std::string& run, const std::filesystem::path& folder, serve::CheckpointKind kind,
-            const std::string& description) override;
+            const std::string& description, const serve::Pause& pause) override;
   void load(const std::string& run, const std::string& base, const serve::LoraConfig& lora,
-            const std::filesystem::path& folder, bool optimizer) override;
+            const std::filesystem::path& folder, bool optimizer, const serve::Pause& pause) override;
   void open_sampler(const std::string& sampler, const serve::SamplerSource& source) override;
   void fail_sampler(const std::string& sampler, std::exception_ptr error) override;
   void close_sampler(const std::string& sampler) override;
@@ -72,7 +72,7 @@ class Host final : public serve::Engine {
   HostedSampler& live(Sampler& sampler);
   // The limit of one sampler: what the others have not been promised.
   std::int64_t kv_bytes_of(const HostedSampler& sampler) const;
-  std::int64_t adapter_bytes() const;  // of all models and samplers
+  std::int64_t adapter_bytes() const;  // of all models and samplers, and of models that are being loaded
   bool drop_idle_sampler();
 
   std::map<std::string, std::unique_ptr<HostedBase>> bases_;
@@ -81,6 +81,7 @@ class Host final : public serve::Engine {
   std::map<std::string, Run> runs_;
   std::map<std::string, Sampler> samplers_;
   std::uint64_t clock_ = 0;
+  std::int64_t loading_bytes_ = 0;  // of models that are not among the runs yet
 };
 
 std::vector<NamedFolder> named_folders(const std::string& options);

@@ -32,12 +32,24 @@ std::int64_t longest_of(const std::vector<Rollout>& rollouts) {
 // Rows of a wave after which others have their turn, where the user does not say.
 constexpr std::int64_t kRowsOfTurn = 8192;
 
+// What a model and the process hold beside a call.
+std::int64_t held_beside_call(const HeldModel& held, DType dtype) {
+  const HeldModel models[] = {held};
+  return bytes_held(models, dtype);
+}
+
 // A plan of its own budget: what this model holds, and `bytes` besides.
 Options step_options(const Hosting& hosting, const HeldModel& held, std::int64_t bytes) {
   Options options = hosting.options;
-  const HeldModel models[] = {held};
-  options.memory_budget = text_of(bytes_held(models, options.dtype) + bytes, "B");
+  options.memory_budget = text_of(held_beside_call(held, options.dtype) + bytes, "B");
   return options;
+}
+
+// Begins a call once it is planned.
+std::function<void(const StepPlan&)> begin_planned(CallMemory::Turns& turns, std::int64_t held) {
+  return [&turns, held](const StepPlan& plan) {
+    turns.begin(plan.chosen.bytes.peak() - held, plan.trunks + plan.waves <= 1);
+  };
 }
 
 // Progress of a pass: a pause after each item.
@@ -112,7 +124,7 @@ std::unique_ptr<ModelState> load_adapter(const HostedBase& base, const serve::Lo
 }
 
 TunedModel::TunedModel(HostedBase& base, Hosting& hosting, const serve::LoraConfig& lora,
-                       const std::filesystem::path& folder, bool optimizer)
+                       const std::filesystem::path& folder, bool optimizer, const serve::Pause& pause)
     : base_(base),
       hosting_(hosting),
       lora_(lora),
@@ -122,7 +134,7 @@ TunedModel::TunedModel(HostedBase& base, Hosting& hosting, const serve::LoraConf
   if (optimizer && !has_state)
     throw InputError({folder.filename().string(), "a checkpoint with the optimizer's state", "weights for sampling",
                       "load it without the optimizer, or save with save_state"});
-  if (has_state) continue_trained_model(folder, *model_, optimizer_);
+  if (has_state) continue_trained_model(folder, *model_, optimizer_, pause);
   if (optimizer) return;
   const Operations& ops = model_->decoder.device().operations();
   ops.zero(optimizer_.exp_avg());
@@ -130,11 +142,12 @@ TunedModel::TunedModel(HostedBase& base, Hosting& hosting, const serve::LoraConf
   optimizer_.set_steps_done(0);
 }
 
-void TunedModel::write(const std::filesystem::path& directory, bool state) const {
+void TunedModel::write(const std::filesystem::path& directory, bool state, const serve::Pause& pause) {
+  const Running running(runs_);
   if (state)
-    save_trained_model(directory, *model_, optimizer_, {}, SaveDType::source, base_.name());
+    save_trained_model(directory, *model_, optimizer_, {}, SaveDType::source, base_.name(), pause);
   else
-    write_trained_weights(directory, *model_, optimizer_, SaveDType::source, base_.name());
+    write_trained_weights(directory, *model_, optimizer_, SaveDType::source, base_.name(), pause);
 }
 
 std::int64_t TunedModel::bytes_of(const HostedBase& base, const serve::LoraConfig& lora) {
@@ -152,6 +165,7 @@ double TunedModel::check_gradient(const DatumRollouts& data, const at::Tensor& g
                                   CallMemory::Turns& turns) {
   Timer timer;
   Learner learner(*model_, options, hosting_.machine, turns.workspace(), &optimizer_);
+  learner.on_plan = begin_planned(turns, held_beside_call(learner.held(), options.dtype));
   learner.on_share = [&](double) { turns.pause(); };
   learner.options.schedule = Schedule::dense;
   learner.options.share = ShareMode::off;
@@ -165,10 +179,9 @@ double TunedModel::check_gradient(const DatumRollouts& data, const at::Tensor& g
 }
 
 // A call has the plan that fits half the memory for calls, in waves after which others have their turn. Where there is
-// none, the waves are as large as the planner wants them. One that needs more than half runs alone. So a plan depends
+// none, the waves are as large as the planner wants them. One that needs more than half may use all. So a plan depends
 // on the call and the server's options, not on what else the server does.
-void TunedModel::run_in_turns(const HeldModel& held, CallMemory::Turns& turns,
-                              const std::function<void(const Options&)>& pass) {
+void TunedModel::run_planned(const HeldModel& held, const std::function<void(const Options&)>& pass) {
   const bool chosen = hosting_.options.token_budget == 0;
   Options options = step_options(hosting_, held, hosting_.calls.half());
   if (chosen) try {
@@ -180,7 +193,6 @@ void TunedModel::run_in_turns(const HeldModel& held, CallMemory::Turns& turns,
   try {
     return pass(options);
   } catch (const StepTooLarge&) {
-    turns.run_alone();
   }
   options = step_options(hosting_, held, hosting_.calls.bytes());
   try {
@@ -192,11 +204,12 @@ void TunedModel::run_in_turns(const HeldModel& held, CallMemory::Turns& turns,
 
 TunedModel::Pass TunedModel::run_backward(const DatumRollouts& data, CallMemory::Turns& turns) {
   Learner learner(*model_, hosting_.options, hosting_.machine, turns.workspace(), &optimizer_);
+  learner.on_plan = begin_planned(turns, held_beside_call(learner.held(), learner.options.dtype));
   learner.on_share = [&](double) { turns.pause(); };
   DatumLoss loss(data.terms);
   LanguageHead head(model_->decoder, data.rollouts, turns.workspace().arena, &loss, &learner.gradients);
   PassReport report;
-  run_in_turns(learner.held(), turns, [&](const Options& options) {
+  run_planned(learner.held(), [&](const Options& options) {
     Timer timer;
     learner.options = options;
     report = run_gradient_pass(learner, data.rollouts, head, nullptr, true, timer);
@@ -222,14 +235,16 @@ TunedModel::Pass TunedModel::run_forward(const DatumRollouts& data, CallMemory::
   LanguageHead head(model_->decoder, data.rollouts, turns.workspace().arena);
   Pauses pauses(turns);
   ForwardReport report;
-  run_in_turns({model_->decoder.local(), kWeightsOnly}, turns, [&](const Options& options) {
+  const HeldModel held{model_->decoder.local(), kWeightsOnly};
+  run_planned(held, [&](const Options& options) {
     report = run_forward_pass({.decoder = model_->decoder,
                                .rollouts = data.rollouts,
                                .options = options,
                                .machine = hosting_.machine,
                                .workspace = turns.workspace(),
                                .progress = pauses,
-                               .task = "log-probs"},
+                               .task = "log-probs",
+                               .on_plan = begin_planned(turns, held_beside_call(held, options.dtype))},
                               head);
   });
   DatumLoss loss(data.terms);

@@ -29,9 +29,10 @@ class TunedModel {
   // A fresh adapter: A drawn from the seed, B zero. `base` and `hosting` must outlive the object. Errors: as
   // adapted_model.
   TunedModel(HostedBase& base, Hosting& hosting, const serve::LoraConfig& lora);
-  // The adapter of a checkpoint. Without `optimizer` its moments and its count of steps are left there.
+  // The adapter of a checkpoint. Without `optimizer` its moments and its count of steps are left there. `pause`, if
+  // there is one, is called between its tensors.
   TunedModel(HostedBase& base, Hosting& hosting, const serve::LoraConfig& lora, const std::filesystem::path& folder,
-             bool optimizer);
+             bool optimizer, const serve::Pause& pause = {});
 
   // The answers to calls that run as one: one call, or several that all go backward. `pause` is called between items of
   // the plan. Errors: InputError for a loss that is not finite; MemoryBudgetError with the budget that would suffice;
@@ -45,7 +46,8 @@ class TunedModel {
   AdamW::Update step(const serve::AdamParams& params);
 
   // Writes the adapter as peft has it into a directory that exists, with `state` also what exact continuation needs.
-  void write(const std::filesystem::path& directory, bool state) const;
+  // `pause`, if there is one, is called between its tensors.
+  void write(const std::filesystem::path& directory, bool state, const serve::Pause& pause = {});
 
   const serve::LoraConfig& lora() const { return lora_; }
   HostedBase& base() const { return base_; }
@@ -60,7 +62,7 @@ class TunedModel {
   Pass run_backward(const DatumRollouts& data, CallMemory::Turns& turns);
   Pass run_forward(const DatumRollouts& data, CallMemory::Turns& turns);
   // Runs `pass` with options whose plan fits.
-  void run_in_turns(const HeldModel& held, CallMemory::Turns& turns, const std::function<void(const Options&)>& pass);
+  void run_planned(const HeldModel& held, const std::function<void(const Options&)>& pass);
   void add_gradient(const at::Tensor& gradient);
   void drop_gradient();
   // Runs the data once more without sharing: the difference of the gradients, relative to the gradient.
@@ -73,7 +75,7 @@ class TunedModel {
   std::unique_ptr<ModelState> model_;
   AdamW optimizer_;
   at::Tensor gradient_;                // undefined: zero
-  bool runs_ = false;                  // a call does, or pauses
+  bool runs_ = false;                  // a call does, or is being saved, or pauses in it
   std::int64_t calls_ = 0;             // that went backward
   std::optional<std::string> broken_;  // why a part of the gradient is missing
 };

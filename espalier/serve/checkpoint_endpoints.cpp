@@ -89,7 +89,7 @@ void Service::save_checkpoint(Call& call, CheckpointKind kind, const char* type)
                           false);
   const std::filesystem::path folder = checkpoints_.folder(made.name);
   const auto save = [this, id = run.id, made, folder, kind, type](std::int64_t) {
-    timed(WorkKind::saving, [&] { engine_.save(id, folder, kind, made.description()); });
+    timed(WorkKind::saving, [&] { engine_.save(id, folder, kind, made.description(), pause_of(WorkKind::saving)); });
     server_.post([this, alive = alive_, made] {
       if (*alive) checkpoints_.add(made);
     });
@@ -125,8 +125,13 @@ void Service::save_weights_for_sampler(Call& call) {
   }
   const auto snapshot = [this, run_id = run.id, base = run.base, lora = run.lora, id](std::int64_t) {
     // A restarted server finds the weights in the folder.
-    timed(WorkKind::saving, [&] { engine_.save(run_id, folder_of_sampler(id), CheckpointKind::sampler, "{}"); });
+    timed(WorkKind::saving, [&] {
+      engine_.save(run_id, folder_of_sampler(id), CheckpointKind::sampler, "{}", pause_of(WorkKind::saving));
+    });
     engine_.open_sampler(id, {base, run_id, folder_of_sampler(id), lora});
+    server_.post([this, alive = alive_, id] {
+      if (*alive && samplers_.find(id) == nullptr) free_sampler(id);  // it was closed before its turn
+    });
     return json_result(Json{{"type", "save_weights_for_sampler"}, {"sampling_session_id", id}}.dump());
   };
   accept(call, run, number, snapshot, false);
@@ -148,7 +153,7 @@ void Service::load_weights(Call& call) {
   TrainingRun& run =
       add_run(id, session.id, checkpoint->base, checkpoint->lora, fields.member("user_metadata"), path, optimizer);
   const auto load = [this, id, source = *checkpoint, folder = checkpoints_.folder(name), optimizer] {
-    engine_.load(id, source.base, source.lora, folder, optimizer);
+    engine_.load(id, source.base, source.lora, folder, optimizer, pause_of(WorkKind::other));
     save_state(id, 0);  // the checkpoint may go
   };
   start_creation(run, load, Json{{"type", "load_weights"}, {"path", path}, {"model_id", id}}.dump());
@@ -177,7 +182,7 @@ void Service::load_into(Call& call, const Fields& fields, const std::string& pat
   }
   accept(call, run, number,
          [this, id = run.id, base = run.base, lora = run.lora, folder, optimizer, path](std::int64_t taken) {
-           engine_.load(id, base, lora, folder, optimizer);
+           timed(WorkKind::other, [&] { engine_.load(id, base, lora, folder, optimizer, pause_of(WorkKind::other)); });
            save_state(id, taken);  // the checkpoint may go
            return json_result(Json{{"type", "load_weights"}, {"path", path}, {"model_id", id}}.dump());
          });

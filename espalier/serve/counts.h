@@ -32,7 +32,7 @@ struct RunHistory {
     std::int64_t number = 0;
     double loss = 0;
   };
-  static constexpr std::size_t kMost = 512;
+  static constexpr std::size_t kMost = 512, kMostEnded = 16;  // calls; models that have ended
 
   std::deque<Call> calls;
   std::int64_t steps = 0, rows_computed = 0, rows_shared = 0;

@@ -75,12 +75,13 @@ class Engine {
   virtual std::map<std::string, double> optim_step(const std::string& run, const AdamParams& params) = 0;
 
   // Writes what the run has now into a folder that is complete or absent; `description` becomes its file kDescription.
+  // `pause` is called between tensors, as in forward_backward.
   virtual void save(const std::string& run, const std::filesystem::path& folder, CheckpointKind kind,
-                    const std::string& description) = 0;
+                    const std::string& description, const Pause& pause) = 0;
   // The run becomes, or is created as, what a checkpoint holds; its gradient is zero. Without `optimizer` the moments
-  // and the count of steps begin anew.
+  // and the count of steps begin anew. `pause` is called between tensors, as in forward_backward.
   virtual void load(const std::string& run, const std::string& base, const LoraConfig& lora,
-                    const std::filesystem::path& folder, bool optimizer) = 0;
+                    const std::filesystem::path& folder, bool optimizer, const Pause& pause) = 0;
 
   // Weights that later steps of their run do not change.
   virtual void open_sampler(const std::string& sampler, const SamplerSource& source) = 0;

@@ -8,11 +8,13 @@ namespace {
 
 class PlainUnit final : public Unit {
  public:
-  explicit PlainUnit(EngineThread::Work work) : work_(std::move(work)) {}
+  PlainUnit(EngineThread::Work work, bool pauses) : work_(std::move(work)), pauses_(pauses) {}
   void run() override { work_(); }
+  bool pauses() const override { return pauses_; }
 
  private:
   EngineThread::Work work_;
+  bool pauses_;
 };
 
 }  // namespace
@@ -120,7 +122,9 @@ void EngineThread::add(const std::string& line, std::vector<std::shared_ptr<Unit
   changed_.notify_one();
 }
 
-std::shared_ptr<Unit> EngineThread::unit(Work work) { return std::make_shared<PlainUnit>(std::move(work)); }
+std::shared_ptr<Unit> EngineThread::unit(Work work, bool pauses) {
+  return std::make_shared<PlainUnit>(std::move(work), pauses);
+}
 
 std::int64_t EngineThread::waiting() const {
   const std::lock_guard lock(mutex_);

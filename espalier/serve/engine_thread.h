@@ -46,7 +46,7 @@ class EngineThread {
   // Any thread.
   void add(const std::string& line, std::vector<std::shared_ptr<Unit>> units);
   void add(const std::string& line, Work work) { add(line, {unit(std::move(work))}); }
-  static std::shared_ptr<Unit> unit(Work work);
+  static std::shared_ptr<Unit> unit(Work work, bool pauses = false);
   std::int64_t waiting() const;
   std::string running() const;                    // the line whose unit runs; empty: none does
   bool has_begun(const std::string& line) const;  // its first unit has, and pauses now

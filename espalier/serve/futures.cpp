@@ -104,7 +104,8 @@ void Futures::drop(const std::string& id) {
 
 // The newest result stays whatever its size: its client has not had a chance yet.
 void Futures::make_room() {
-  while (held_bytes_ > most_bytes_ && finished_.size() > 1) drop(std::string(finished_.front()));
+  while ((held_bytes_ > most_bytes_ || finished_.size() > kMostKept) && finished_.size() > 1)
+    drop(std::string(finished_.front()));
 }
 
 }  // namespace espalier::serve

@@ -17,6 +17,7 @@
 namespace espalier::serve {
 
 inline constexpr double kPollSeconds = 30, kKeptSeconds = 600;
+inline constexpr std::size_t kMostKept = std::size_t{1} << 20;  // finished results, however small
 // Larger results are announced before they are sent, where the client allows it.
 inline constexpr std::size_t kInlineBytes = std::size_t{4} << 20;
 
@@ -33,7 +34,7 @@ FutureResult error_result(const std::string& text, const char* category);
 
 class Futures {
  public:
-  // `result_bytes`: of all finished results that nobody has fetched, before the oldest are dropped.
+  // `result_bytes`: of all finished results that are kept, before the oldest are dropped.
   Futures(HttpServer& server, std::int64_t result_bytes, double poll_seconds = kPollSeconds)
       : server_(server), most_bytes_(result_bytes), poll_seconds_(poll_seconds) {}
 

@@ -15,7 +15,7 @@ dl { display: flex; flex-wrap: wrap; gap: .6rem 2.2rem; margin: 1.2rem 0; }
 dt { color: #888; font-size: .85rem; } dd { margin: 0; font-size: 1.25rem; font-variant-numeric: tabular-nums; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line); }
-th { color: #888; font-weight: normal; font-size: .85rem; } td.n, th.n { text-align: right; }
+th { color: #888; font-weight: normal; font-size: .85rem; } td.n, th.n { text-align: right; padding-right: 1.5rem; }
 svg { display: block; } polyline { fill: none; stroke: var(--strong); stroke-width: 1.5; }
 #key { display: none; margin: 1rem 0; }
 </style></head><body>
@@ -23,7 +23,7 @@ svg { display: block; } polyline { fill: none; stroke: var(--strong); stroke-wid
 <form id="key"><label>Key of this server: <input type="password" autocomplete="off"></label> <button>Show</button></form>
 <dl id="facts"></dl>
 <h2>Models in training</h2><table id="runs"></table>
-<h2>Samplers</h2><table id="samplers"></table>
+<h2 id="shown">Samplers</h2><table id="samplers"></table>
 <script>
 const cell = (text, kind) => { const e = document.createElement(kind || "td"); e.textContent = text; return e; };
 const count = n => Math.round(n).toLocaleString("en");
@@ -64,14 +64,16 @@ async function show() {
     if (!answer.ok) throw new Error(answer.status === 401 ? "this server wants a key" : "status " + answer.status);
     const s = await answer.json(), rows = s.rows_computed + s.rows_shared;
     document.getElementById("about").textContent = `${s.version}, up ${age(s.uptime)}: ${s.models.join(", ")}`;
-    const facts = [["tokens in training", count(rows)], ["of these shared", rows ? (100 * s.rows_shared / rows).toFixed(1) + " %" : "-"],
+    const facts = [["tokens in training", count(rows)], ["of these saved", rows ? `${count(s.rows_shared)} (${(100 * s.rows_shared / rows).toFixed(1)} %)` : "-"],
       ["sampled tokens", count(s.sampled_tokens)], ["prompt tokens from the cache", s.prompt_tokens ? (100 * s.cached_tokens / s.prompt_tokens).toFixed(1) + " %" : "-"],
       ["waiting requests", count(s.waiting)], ["live samples", count(s.live_samples)], ["memory of the process", bytes(s.resident_bytes)]];
     document.getElementById("facts").replaceChildren(...facts.map(([name, value]) => { const e = document.createElement("div"); e.append(cell(name, "dt"), cell(value, "dd")); return e; }));
-    table("runs", [["model"], ["base"], ["rank", 1], ["steps", 1], ["tokens", 1], ["shared", 1], ["last request"], ["last loss:sum", 1], ["loss:sum of calls"]], s.runs.map(r => [r.id, r.base, r.rank, count(r.steps),
+    table("runs", [["model"], ["base"], ["rank", 1], ["steps", 1], ["tokens", 1], ["shared", 1], ["last request"], ["last loss:sum", 1], ["loss:sum of calls"]], s.runs.sort((a, b) => a.ended - b.ended).map(r => [r.id, r.base, r.rank, count(r.steps),
       count(r.rows_computed + r.rows_shared), r.rows_shared ? (100 * r.rows_shared / (r.rows_computed + r.rows_shared)).toFixed(0) + " %" : "-", r.ended ? "ended" : age(r.idle) + " ago",
       r.loss.length ? r.loss[r.loss.length - 1].toPrecision(4) : "-", curve(r.loss)]));
-    table("samplers", [["sampler"], ["base"], ["checkpoint"], ["live requests", 1], ["last request"]], s.samplers.map(r => [r.id, r.base, r.path || "-", r.live, age(r.idle) + " ago"]));
+    const shown = s.samplers.sort((a, b) => b.live - a.live || a.idle - b.idle).slice(0, 12);
+    document.getElementById("shown").textContent = s.samplers.length > shown.length ? `Samplers: ${s.samplers.length}, of which these were used last` : "Samplers";
+    table("samplers", [["sampler"], ["base"], ["checkpoint"], ["live requests", 1], ["last request"]], shown.map(r => [r.id, r.base, r.path || "-", r.live, age(r.idle) + " ago"]));
   } catch (error) { document.getElementById("about").textContent = String(error.message || error); }
   setTimeout(show, 2000);
 }

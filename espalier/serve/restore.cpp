@@ -64,12 +64,18 @@ void Service::write_down(const Json& record) {
 
 void Service::save_state(const std::string& run, std::int64_t number) {
   const double begin = seconds_since_1970();
+  double paused = 0;
+  const auto pause = [&] {
+    const double from = seconds_since_1970();
+    pause_of(WorkKind::saving)();
+    paused += seconds_since_1970() - from;
+  };
   timed(WorkKind::saving, [&] {
-    engine_.save(run, states_of(folder_of_run(run)) / std::to_string(number), CheckpointKind::training, "{}");
+    engine_.save(run, states_of(folder_of_run(run)) / std::to_string(number), CheckpointKind::training, "{}", pause);
   });
   ++engine_counts_.states_saved;
   const double end = seconds_since_1970();
-  saved_[run] = {end, end - begin, 0};
+  saved_[run] = {end, end - begin - paused, 0};
   server_.post([this, alive = alive_, run, number] {
     if (*alive) untaken_states_[run] = number;
   });
@@ -108,7 +114,15 @@ void Service::end_session(const std::string& id) {
     if (run.session != id || run.ended) continue;
     TrainingRun& ended = *runs_.find(run_id);
     ended.ended = true;
-    ended.early.clear();
+    shown_ended_.push_back(run_id);
+    if (shown_ended_.size() > RunHistory::kMostEnded) {
+      histories_.erase(shown_ended_.front());
+      shown_ended_.pop_front();
+    }
+    for (const auto& [number, early] : std::exchange(ended.early, {})) {
+      queued_bytes_ -= early.bytes;
+      futures_.finish(ended.future(number), error_result("the session has ended", "user"));
+    }
     journal_of(run_id).remove();
     run_journals_.erase(run_id);
     thread_.add(run_id, [this, run_id = run_id, folder = folder_of_run(run_id)] {
@@ -236,10 +250,12 @@ void Service::restore_run(TrainingRun& run, const std::optional<CheckpointName>&
   const Json made{{"type", source ? "load_weights" : "create_model"}, {"model_id", run.id}};
   if (!states.empty())
     make = [this, id = run.id, base = run.base, lora = run.lora,
-            at = states_of(folder) / std::to_string(states.back())] { engine_.load(id, base, lora, at, true); };
+            at = states_of(folder) / std::to_string(states.back())] {
+      engine_.load(id, base, lora, at, true, pause_of(WorkKind::other));
+    };
   else if (source)
     make = [this, id = run.id, base = run.base, lora = run.lora, at = checkpoints_.folder(*source), optimizer] {
-      engine_.load(id, base, lora, at, optimizer);
+      engine_.load(id, base, lora, at, optimizer, pause_of(WorkKind::other));
       save_state(id, 0);
     };
   else

@@ -11,7 +11,7 @@ namespace espalier::serve {
 namespace {
 
 constexpr const char* kSamplersLine = "samplers";  // of the engine's thread
-constexpr std::size_t kMostSeen = 65536;           // numbers that a sampler remembers
+constexpr std::size_t kMostSeen = 65536;           // numbers, and ended requests, that a sampler remembers
 
 std::uint64_t random_seed() {
   std::uint64_t seed = 0;
@@ -84,6 +84,10 @@ void Service::make_room_for_sampler() {
 void Service::close_sampler(const std::string& id) {
   write_down({{"closed_sampler", id}});
   samplers_.remove(id);
+  free_sampler(id);
+}
+
+void Service::free_sampler(const std::string& id) {
   thread_.add(kSamplersLine, [this, id, folder = folder_of_sampler(id)] {
     engine_.close_sampler(id);
     std::error_code ignored;
@@ -198,7 +202,9 @@ void Service::end_sample(const std::string& sampler_id, std::int64_t clone, cons
   if (sampler == nullptr) return;
   sampler->live -= samples > 0 ? 1 : 0;
   CompletionLine& line = sampler->line(clone);
-  line.completions.push_back({++line.last, future, result.failed, bytes});
+  std::vector<Completion>& ended = line.completions;
+  if (ended.size() >= kMostSeen) ended.erase(ended.begin(), ended.begin() + kMostSeen / 2);  // nobody polls for them
+  ended.push_back({++line.last, future, result.failed, bytes});
   for (auto& [number, waiter] : std::exchange(line.waiters, {}))
     Call{{}, {}, std::move(waiter.respond)}.answer(completions_after(line, waiter.after));
 }

@@ -206,6 +206,7 @@ void Service::dispatch(Call& call) {
 Session& Service::session_of(const Fields& fields) {
   Session* session = sessions_.find(fields.text("session_id"));
   if (session == nullptr) throw Refused{404, "unknown session " + fields.text("session_id")};
+  if (!session->finished.is_null()) throw Refused{410, "the session has finished: " + session->id};
   session->last_heard = seconds_since_1970();
   return *session;
 }
@@ -217,6 +218,11 @@ TrainingRun& Service::run_of(const std::string& model_id) {
   run->last_request = seconds_since_1970();
   if (Session* session = sessions_.find(run->session)) session->last_heard = run->last_request;
   return *run;
+}
+
+bool Service::is_live(const std::string& run_id) {
+  const TrainingRun* run = runs_.find(run_id);
+  return run != nullptr && !run->ended;
 }
 
 const BaseModel& Service::base_of(const std::string& name) const {
@@ -232,6 +238,8 @@ namespace {
 FutureResult result_of(const std::function<FutureResult()>& work) {
   try {
     return work();
+  } catch (const EngineThread::Stopped&) {
+    throw;
   } catch (...) {
     return result_of_error(std::current_exception());
   }
@@ -243,8 +251,7 @@ void Service::end_request(const std::string& run_id, std::int64_t number, std::i
                           const FutureResult& result, RunJournal::Joined joined) {
   queued_bytes_ -= bytes;
   const std::string future = text_of(run_id, '#', number);
-  const TrainingRun* run = runs_.find(run_id);
-  const bool lives = run != nullptr && !run->ended;
+  const bool lives = is_live(run_id);
   try {
     if (result.body && !futures_.is_done(future) && number > 0 && lives)
       journal_of(run_id).add_result(number, result, joined);
@@ -261,12 +268,13 @@ void Service::end_request(const std::string& run_id, std::int64_t number, std::i
 
 std::shared_ptr<Unit> Service::unit_of(const std::string& run_id, std::int64_t number, std::int64_t bytes, Work work) {
   queued_bytes_ += bytes;
-  return EngineThread::unit([this, alive = alive_, run_id, number, bytes, work = std::move(work)] {
+  const auto run = [this, alive = alive_, run_id, number, bytes, work = std::move(work)] {
     FutureResult result = result_of([&] { return work(number); });
     server_.post([this, alive, run_id, number, bytes, result = std::move(result)] {
       if (*alive) end_request(run_id, number, bytes, result, {number, number});
     });
-  });
+  };
+  return EngineThread::unit(run, true);
 }
 
 std::shared_ptr<Unit> Service::gradient_unit(const std::string& run_id, std::int64_t number, std::int64_t bytes,
@@ -280,10 +288,8 @@ std::shared_ptr<Unit> Service::gradient_unit(const std::string& run_id, std::int
     for (const GradientUnit::Part& part : parts) calls.push_back(part.call.get());
     std::vector<TrainingOutcome> outcomes(parts.size());
     try {
-      outcomes = timed(WorkKind::gradient, [&] {
-        return engine_.forward_backward(run_id, calls,
-                                        [this] { untimed(WorkKind::gradient, [this] { thread_.pause(); }); });
-      });
+      outcomes = timed(WorkKind::gradient,
+                       [&] { return engine_.forward_backward(run_id, calls, pause_of(WorkKind::gradient)); });
     } catch (const EngineThread::Stopped&) {
       throw;
     } catch (...) {
@@ -317,7 +323,7 @@ void Service::note_gradient(const std::string& run, std::int64_t number, const s
   ++engine_counts_.gradients;
   engine_counts_.rows_computed += computed, engine_counts_.rows_shared += shared;
   server_.post([this, alive = alive_, run, number, computed, shared, loss = metrics.at("loss:sum")] {
-    if (!*alive) return;
+    if (!*alive || !is_live(run)) return;
     RunHistory& history = histories_[run];
     history.rows_computed += computed, history.rows_shared += shared;
     history.calls.push_back({number, loss});
@@ -342,11 +348,11 @@ void Service::enqueue(Call& call, TrainingRun& run, std::int64_t number, std::in
     } catch (const Error& error) {
       throw Refused{503, error.what()};
     }
-  run.early[number] = make();
+  run.early[number] = {make(), bytes};
   futures_.open(future);
   std::vector<std::shared_ptr<Unit>> ready;
   for (auto next = run.early.begin(); next != run.early.end() && next->first == run.next; next = run.early.begin()) {
-    ready.push_back(std::move(next->second));
+    ready.push_back(std::move(next->second.unit));
     run.early.erase(next);
     ++run.next;
   }

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <string>
@@ -111,6 +112,7 @@ class Service {
 
   Session& session_of(const Fields& fields);
   TrainingRun& run_of(const std::string& model_id);
+  bool is_live(const std::string& run_id);
   Sampler& sampler_of(const std::string& id);
   const BaseModel& base_of(const std::string& name) const;
 
@@ -125,6 +127,7 @@ class Service {
                         const std::string& path);
   void start_sampler(const std::string& id, const SamplerSource& source);
   void close_sampler(const std::string& id);
+  void free_sampler(const std::string& id);  // what the engine and the folder have of it
   void make_room_for_sampler();
   void end_sample(const std::string& sampler_id, std::int64_t clone, const std::string& future, std::int64_t samples,
                   const FutureResult& result);
@@ -177,6 +180,10 @@ class Service {
     const Clock clock{engine_counts_.microseconds[static_cast<std::size_t>(kind)], -1};
     work();
   }
+  // For the engine, inside of timed(kind).
+  Pause pause_of(WorkKind kind) {
+    return [this, kind] { untimed(kind, [this] { thread_.pause(); }); };
+  }
   struct Clock {
     std::atomic<std::int64_t>& sum;
     std::int64_t sign;
@@ -224,6 +231,7 @@ class Service {
   EngineCounts engine_counts_;
   AnswerCounts answers_;
   std::map<std::string, RunHistory> histories_;                 // by run
+  std::deque<std::string> shown_ended_;                         // runs that have ended and keep theirs
   std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);  // of this thread: results that come later are dropped
   EngineThread thread_;                                         // the last member: its work uses the others
 };

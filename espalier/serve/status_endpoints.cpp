@@ -92,6 +92,7 @@ void Service::status(Call& call) {
   Json models = Json::array(), runs = Json::array(), samplers = Json::array();
   for (const BaseModel& model : engine_.models()) models.push_back(model.name);
   for (const auto& [id, run] : runs_.all()) {
+    if (run.ended && !histories_.contains(id)) continue;
     const RunHistory& history = histories_[id];
     Json loss = Json::array();
     for (const RunHistory::Call& one : history.calls) loss.push_back(one.loss);

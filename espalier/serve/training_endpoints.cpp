@@ -161,7 +161,7 @@ void Service::optim_step(Call& call) {
     const auto metrics = timed(WorkKind::step, [&] { return engine_.optim_step(id, params); });
     ++engine_counts_.steps;
     server_.post([this, alive = alive_, id] {
-      if (*alive) ++histories_[id].steps;
+      if (*alive && is_live(id)) ++histories_[id].steps;
     });
     save_state_if_due(id, taken);
     return json_result(Json{{"type", "optim_step"}, {"metrics", metrics}}.dump());

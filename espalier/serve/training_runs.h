@@ -25,9 +25,13 @@ struct TrainingRun {
   LoraConfig lora;
   Json user_metadata;
   double created = 0, last_request = 0;
-  bool ended = false;                                   // its session has: checkpoints and this entry are left
-  std::int64_t next = 1;                                // number of the next request to start
-  std::map<std::int64_t, std::shared_ptr<Unit>> early;  // requests whose turn has not come
+  bool ended = false;     // its session has: checkpoints and this entry are left
+  std::int64_t next = 1;  // number of the next request to start
+  struct Early {
+    std::shared_ptr<Unit> unit;
+    std::int64_t bytes;  // of the request
+  };
+  std::map<std::int64_t, Early> early;  // requests whose turn has not come
 
   // The future of a request; 0: of the model's creation.
   std::string future(std::int64_t number) const { return id + '#' + std::to_string(number); }

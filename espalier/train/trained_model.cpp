@@ -75,17 +75,18 @@ void write_model_without_adapters(const std::filesystem::path& directory, const 
 }
 
 void write_trained_weights(const std::filesystem::path& directory, const ModelState& model, const AdamW& optimizer,
-                           SaveDType save_dtype, const std::string& base) {
-  write_weights(directory, model, optimizer, WholeValues(model), save_dtype, base);
+                           SaveDType save_dtype, const std::string& base, const std::function<void()>& between) {
+  write_weights(directory, model, optimizer, WholeValues(model, between), save_dtype, base);
 }
 
 void save_trained_model(const std::filesystem::path& directory, const ModelState& model, const AdamW& optimizer,
-                        RunState state, SaveDType save_dtype, const std::string& base) {
+                        RunState state, SaveDType save_dtype, const std::string& base,
+                        const std::function<void()>& between) {
   state.step = optimizer.steps_done();
   state.model = fingerprint_of(model.shape);
   state.dtype = model.dtype;
   state.accumulators = accumulator_of(model.dtype);
-  const WholeValues whole(model);
+  const WholeValues whole(model, between);
   write_weights(directory, model, optimizer, whole, save_dtype, base);
   const RunStateValues parts = {whole.of(optimizer.masters(), optimizer), whole.of(optimizer.exp_avg(), optimizer),
                                 whole.of(optimizer.exp_avg_sq(), optimizer)};
@@ -111,13 +112,15 @@ std::int64_t bytes_of_saved_model(ModelShape shape, const std::filesystem::path&
   return (adapted ? trained : shape.parameters()) * bytes_of(weights) + trained * kParts * bytes_of(accumulator);
 }
 
-RunState continue_trained_model(const std::filesystem::path& directory, ModelState& model, AdamW& optimizer) {
+RunState continue_trained_model(const std::filesystem::path& directory, ModelState& model, AdamW& optimizer,
+                                const std::function<void()>& between) {
   Device& device = model.decoder.device();
   const at::Tensor masters = optimizer.masters(), first = optimizer.exp_avg(), second = optimizer.exp_avg_sq();
   const at::Tensor read[] = {device.to_host(masters), device.to_host(first), device.to_host(second)};  // with padding
   const AdamW::Range own = optimizer.own();
   const std::int64_t bytes = bytes_of(accumulator_of(model.dtype));
   const auto take = [&](std::size_t part, const Parameter& whole, const std::byte* values) {
+    if (between) between();
     if (const Parameter* const here = model.table.find(whole.name))
       take_values(*here, kept_within(model.table.kept(*here), own), values, bytes,
                   static_cast<std::byte*>(host_bytes(read[part])));

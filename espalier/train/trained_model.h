@@ -3,6 +3,7 @@
 #pragma once
 
 #include <filesystem>
+#include <functional>
 #include <string>
 
 #include "espalier/checkpoint/run_state.h"
@@ -30,12 +31,15 @@ void write_model_without_adapters(const std::filesystem::path& directory, const 
 
 // Fills a directory, usually AtomicDirectory::path(), with the weights that the masters round to, and the other files
 // of the model's source. `save_dtype`: of the weights; source: that of most numbers in the source's files. `base`: the
-// model that an adapter's config names; empty: the model's source.
+// model that an adapter's config names; empty: the model's source. `between`, if there is one, is called before each
+// tensor.
 void write_trained_weights(const std::filesystem::path& directory, const ModelState& model, const AdamW& optimizer,
-                           SaveDType save_dtype, const std::string& base = "");
+                           SaveDType save_dtype, const std::string& base = "",
+                           const std::function<void()>& between = {});
 // The same, with the state that exact continuation needs. Sets `state`'s step, model and number formats.
 void save_trained_model(const std::filesystem::path& directory, const ModelState& model, const AdamW& optimizer,
-                        RunState state, SaveDType save_dtype, const std::string& base = "");
+                        RunState state, SaveDType save_dtype, const std::string& base = "",
+                        const std::function<void()>& between = {});
 
 // Notes the first weight file that the run reads in place (checkpoint/mapped_weights.h) and that has changed since.
 void note_changed_files(const ModelState& model, Progress& progress);
@@ -44,7 +48,8 @@ void note_changed_files(const ModelState& model, Progress& progress);
 std::int64_t bytes_of_saved_model(ModelShape shape, const std::filesystem::path& source, const Options& options);
 
 // Overwrites masters, moments, the optimizer's step and the weights from a directory that save_trained_model
-// filled. Errors: as load_run_state.
-RunState continue_trained_model(const std::filesystem::path& directory, ModelState& model, AdamW& optimizer);
+// filled. `between`, if there is one, is called before each tensor. Errors: as load_run_state.
+RunState continue_trained_model(const std::filesystem::path& directory, ModelState& model, AdamW& optimizer,
+                                const std::function<void()>& between = {});
 
 }  // namespace espalier

@@ -23,7 +23,8 @@ bool is_whole(const Parameter& parameter) { return parameter.shard.dim < 0; }
 
 }  // namespace
 
-WholeValues::WholeValues(const ModelState& model) : model_(model), table_(model.shape, Parameters::trained) {
+WholeValues::WholeValues(const ModelState& model, std::function<void()> between)
+    : model_(model), between_(std::move(between)), table_(model.shape, Parameters::trained) {
   const Degrees& degrees = model.mesh.degrees;
   for (int rank = 0; rank < model.mesh.world.size(); ++rank) {
     ParameterTable table(LocalShape(model.shape, degrees, place_of(rank, degrees)), Parameters::trained);
@@ -76,6 +77,7 @@ at::Tensor WholeValues::part_of(const Holder& holder, const Parameter& parameter
 
 ParameterValues WholeValues::of(const at::Tensor& part, int shares) const {
   return [this, part, shares](const Parameter& asked) -> const void* {
+    if (between_) between_();
     const bool writes = model_.mesh.writes();
     at::Tensor& whole = whole_;
     whole = at::Tensor();

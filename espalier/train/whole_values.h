@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <vector>
 
 #include "espalier/optimizer/adamw.h"
@@ -13,8 +14,9 @@ namespace espalier {
 
 class WholeValues {
  public:
-  // The model must outlive the object, and the object what of() gives.
-  explicit WholeValues(const ModelState& model);
+  // The model must outlive the object, and the object what of() gives. `between`, if there is one, is called before
+  // each parameter.
+  explicit WholeValues(const ModelState& model, std::function<void()> between = {});
 
   const ParameterTable& table() const { return table_; }  // the trained parameters of the whole model
 
@@ -49,6 +51,7 @@ class WholeValues {
   at::Tensor part_of(const Holder& holder, const Parameter& parameter, const at::Tensor& part, int shares) const;
 
   const ModelState& model_;
+  std::function<void()> between_;
   ParameterTable table_;
   std::vector<Holder> holders_;
   mutable at::Tensor whole_;  // the parameter asked for last

@@ -47,10 +47,11 @@ def test_a_key_opens_all_but_what_is_public(start, tmp_path):
     assert server.get("/api/v1/healthz")[0] == 200
 
 
-@pytest.mark.parametrize("text, words", [("", "a key that begins with tml-"), ("secret\n", "tml-"), ("tml-\n", "eight characters")])
+@pytest.mark.parametrize("text, words", [(None, "No such file"), ("", "a key that begins with tml-"), ("secret\n", "tml-"), ("tml-\n", "eight characters")])
 def test_files_of_keys_are_checked(espalier, model_of, tmp_path, text, words):
     keys = tmp_path / "keys"
-    keys.write_text(text)
+    if text is not None:
+        keys.write_text(text)
     assert words in espalier("serve", "--model", f"x={model_of('qwen3_tied')}", "--port", 0, "--state", tmp_path / "state", "--api-key-file", keys, expect=3).stderr
 
 

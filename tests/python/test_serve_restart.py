@@ -220,11 +220,17 @@ def test_a_finished_session_leaves_its_checkpoints_alone(start, tmp_path):
     training = ready(service.create_lora_training_client(base_model=NAME, rank=RANK))
     path = training.save_state("kept").result().path
     ready(training.save_weights_and_get_sampling_client())
+    early = {"model_id": path.removeprefix("tinker://").split("/")[0], "seq_id": 90, "adam_params": {}}
+    assert server.post("/api/v1/optim_step", early)[0] == 200
     if hasattr(service, "close"):
         service.close("success").result()
     else:  # an SDK that leaves without a word
         session = path.removeprefix("tinker://").split(":")[0]
         assert server.post(f"/api/v1/sessions/{session}/finish", {"reason": {"type": "success"}})[0] == 200
+    run = path.removeprefix("tinker://").split("/")[0]
+    assert server.result(run + "#90")[1]["error"] == "the session has ended"  # it waited for requests that will not come
+    late = {"session_id": run.split(":")[0], "model_seq_id": 5, "base_model": NAME, "lora_config": {"rank": 1}}
+    assert server.post("/api/v1/create_model", late)[0] == 410
     folder = tmp_path / "state"
     end = time.monotonic() + 20
     while any((folder / "samplers").iterdir()) or list(folder.glob("runs/*/journal")):

@@ -122,6 +122,28 @@ TEST(EngineThread, LongUnitsOfDifferentLinesRunInTurnsPartByPart) {
   EXPECT_EQ(ran, (std::vector<std::string>{"a0", "b0", "c", "a1", "b1", "a2", "a3", "A0", "A1"}));
 }
 
+TEST(EngineThread, PlainWorkMayPause) {
+  std::vector<std::string> ran;
+  std::promise<void> go, done;
+  EngineThread* engine = nullptr;
+  EngineThread thread([] {}, [] { return false; });
+  engine = &thread;
+  thread.add("z", [&] { go.get_future().wait(); });
+  while (thread.running().empty()) std::this_thread::yield();  // everything below waits behind it
+  const auto work = [&] {
+    for (const char* part : {"a0", "a1", "a2"}) {
+      ran.emplace_back(part);
+      engine->pause();
+    }
+    done.set_value();
+  };
+  thread.add("a", {EngineThread::unit(work, true)});
+  thread.add("b", [&] { ran.emplace_back("b"); });
+  go.set_value();
+  done.get_future().wait();
+  EXPECT_EQ(ran, (std::vector<std::string>{"a0", "b", "a1", "a2"}));
+}
+
 TEST(EngineThread, SamplesAreDecodedBetweenTheParts) {
   std::vector<std::string> ran;
   std::promise<void> go, done;
