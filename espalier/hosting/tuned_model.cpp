@@ -32,7 +32,7 @@ std::int64_t longest_of(const std::vector<Rollout>& rollouts) {
 // Rows of a wave after which others have their turn, where the user does not say.
 constexpr std::int64_t kRowsOfTurn = 8192;
 
-// What a model and the process hold beside a call.
+// Bytes that a model and the process hold beside a call.
 std::int64_t held_beside_call(const HeldModel& held, DType dtype) {
   const HeldModel models[] = {held};
   return bytes_held(models, dtype);
