@@ -20,12 +20,13 @@ GLM = dict(QWEN, out_hidden_size=64, image_size=8)
 GLM_IMAGE = dict(image_token_id=96, video_token_id=95, image_start_token_id=94, image_end_token_id=93, video_start_token_id=92, video_end_token_id=91)
 GEMMA4 = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=8, patch_size=4,
               position_embedding_size=16)
+# transformers puts the token of padding in the place of images' tokens, and fails without one.
 GEMMA4_IMAGE = dict(image_token_id=96, video_token_id=95, boi_token_id=94, eoi_token_id=93, audio_token_id=92, boa_token_id=91, eoa_token_index=90)
 # The text model's family in make_model.py, what it has otherwise, the tower, and where the tokens of images are named otherwise, their names.
 MODELS = {
     "Gemma3": dict(text="gemma3", vision=SIGLIP, image=dict(image_token_index=96, boi_token_index=94, eoi_token_index=95)),
-    "Gemma4": dict(text="gemma4", vision=GEMMA4, image=GEMMA4_IMAGE),
-    "Gemma4 that reads": dict(text="gemma4_reads", vision=GEMMA4, image=GEMMA4_IMAGE),
+    "Gemma4": dict(text="gemma4", more=dict(pad_token_id=0), vision=GEMMA4, image=GEMMA4_IMAGE),
+    "Gemma4 that reads": dict(text="gemma4_reads", more=dict(pad_token_id=0), vision=GEMMA4, image=GEMMA4_IMAGE),
     "Qwen3_5": dict(text="qwen3_5", vision=QWEN),
     "Qwen3_5Moe": dict(text="qwen3_5_moe", vision=QWEN),
     "Mistral3": dict(text="mistral", vision=SIGLIP, image=dict(image_token_index=96)),
