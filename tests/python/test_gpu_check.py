@@ -76,7 +76,9 @@ def bundle(program, tmp_path_factory):
 def rehearsed(bundle, out, *arguments):
     """first_hour.py with neither the tree nor a network; where namespaces are not allowed, with a network."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("ESPALIER_", "PYTHONPATH", "LD_"))}
-    apart = ["unshare", "-rn"] if subprocess.run(["unshare", "-rn", "true"], capture_output=True).returncode == 0 else []
+    apart = ["unshare", "-rn", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]  # ranks of one machine meet on its loopback
+    if subprocess.run([*apart, "true"], capture_output=True).returncode != 0:
+        apart = []
     command = [*apart, sys.executable, bundle / "first_hour.py", "--device", "emulate", "--out", out, *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=kept | {"OMP_NUM_THREADS": "1"}, cwd=bundle, timeout=500)
 
@@ -90,7 +92,7 @@ def test_the_bundle_runs_without_the_tree_and_without_a_network(bundle, tmp_path
         "megatron": "passed" if importlib.util.find_spec("megatron") else "skipped",
         "nccl": "skipped", "selftest-flash": "skipped"}
     assert results["llama-own"]["result"]["cells"] and results["hf"]["result"]["rows"] < results["hf"]["result"]["rows_without_sharing"]
-    assert "2 GPUs needed" in results["nccl"]["reason"] and "FlashAttention" in results["selftest-flash"]["reason"]
+    assert "2 GPUs needed" in results["nccl"]["reason"] and "no flash on processors" in results["selftest-flash"]["reason"]
     page = (tmp_path / "out/first_hour.md").read_text()
     assert all(name in page for name in results)
 
@@ -126,7 +128,7 @@ def test_all_stages_together_end_after_so_many_minutes(bundle, tmp_path):
 
 def test_a_python_without_torch_is_told_so(tmp_path):
     done = subprocess.run([sys.executable, "-S", ROOT / "tools/first_hour.py", "--out", tmp_path / "out"], capture_output=True, text=True)
-    assert done.returncode == 8 and "run first_hour.py with the Python that has torch" in done.stderr and not (tmp_path / "out").exists()
+    assert done.returncode == 8 and "run first_hour.py with a Python that has the torch of the build" in done.stderr and not (tmp_path / "out").exists()
 
 
 def test_libraries_that_a_machine_lacks_are_named():

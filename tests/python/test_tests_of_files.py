@@ -44,15 +44,15 @@ def test_all_cases_of_a_test_run_while_they_fit():
 @pytest.fixture
 def tree(tmp_path):
     """Of this tree's sources, where one test was recorded, and a test's file that was compiled into moe_test."""
-    written = "tests/unit/moe/load_accounting_test.cpp"
-    command = f"c++ -o tests/unit/moe/CMakeFiles/moe_test.dir/load_accounting_test.cpp.o -c {written}"
+    written = "tests/unit/model/load_accounting_test.cpp"
+    command = f"c++ -o tests/unit/model/CMakeFiles/moe_test.dir/load_accounting_test.cpp.o -c {written}"
     units = [{"file": str(ROOT / written), "directory": str(tmp_path), "command": command}]
     (tmp_path / "compile_commands.json").write_text(json.dumps(units))
     return Tree(Record([WIDE], {"espalier/model/load_accounting.cpp": [WIDE]}, {"espalier/model/load_accounting.cpp": [WIDE]}), tmp_path)
 
 
 def test_a_test_that_was_not_recorded_belongs_to_the_header_that_it_includes(tree):
-    own = tree.tests_of("tests/unit/moe/load_accounting_test.cpp")
+    own = tree.tests_of("tests/unit/model/load_accounting_test.cpp")
     assert own and {test.program for test in own} == {"moe_test"}
     for file in ("espalier/model/load_accounting.cpp", "espalier/model/load_accounting.h"):
         assert tree.tests_of(file)[:len(own)] == own and WIDE in tree.tests_of(file)

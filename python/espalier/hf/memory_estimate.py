@@ -134,11 +134,15 @@ class _Few:
         each = rows // 2
         self.rollouts = Rollouts([dict(prompt_ids=ids(path + 1), response_ids=ids(each)) for _ in range(2)], 1 << 30)
         both, none = np.arange(2, dtype=np.int32), np.zeros(0, np.int32)
-        trunk = native.Item(True, recompute, -1, 0, path, np.array([[0, 0, path, 0, path, 2, 0, 2]]), both, none)
+        trunk = native.Item(True, recompute, -1, 0, path, np.array([[0, 0, path, 0, path, 2, 0, 2]]), [(0, path, path)], both, none)
+        runs = [(0, each, each), (each, each, 2 * each)]
         below = np.array([[i, path, path + each, i * each, (i + 1) * each, 1, i, i + 1] for i in range(2)])
-        self.items = [trunk, native.Item(False, False, 0, path, 2 * each, below, both, both)]
+        self.items = [trunk, native.Item(False, False, 0, path, 2 * each, below, runs, both, both)]
         first = each - scored // 2
         self._edges = np.array([[i * each + t, self.rollouts.responses[i][t], i, t] for i in range(2) for t in range(first, each)])
+
+    def program(self):
+        return [(True, 0), (True, 1), (False, 1), (False, 0)]
 
     def edges(self, item):
         return self._edges if item else self._edges[:0]
