@@ -35,10 +35,10 @@ def attend(q, k, v, sinks, scale, call, layer, rule=None, chosen=None):
     more = (scale, call.sets, layer, *more)
     out, lse = rows.forward(q, k, v, *more)
     if sinks is not None:
-        heads_last = lse.T  # [T, H]
+        heads_last = lse.reshape(q.shape[1], -1).T  # [T, H]
         both = torch.logaddexp(heads_last, sinks.to(lse.dtype))
         out = (out.to(lse.dtype) * (heads_last - both).exp()[None, ..., None]).to(out.dtype)
-        lse = both.T.contiguous()
+        lse = both.T.contiguous().view_as(lse)
     return out.contiguous(), lse, (rows, more)  # contiguous, as transformers' own attention functions return it
 
 
@@ -48,7 +48,7 @@ def attend_backward(go, q, k, v, out, lse, sinks, how):
     with torch.autocast(q.device.type, enabled=False):
         dsinks = None
         if sinks is not None:
-            weights = (sinks.to(lse.dtype)[:, None] - lse).exp()  # [H, T]
+            weights = (sinks.to(lse.dtype)[:, None] - lse.reshape(len(sinks), -1)).exp()  # [H, T]
             dsinks = -(weights * (go.to(lse.dtype) * out.to(lse.dtype)).sum(-1)[0].T).sum(1).to(sinks.dtype)
         return (*rows.backward(go.to(q.dtype), q, k, v, out, lse, *more), dsinks)
 
