@@ -20,12 +20,10 @@
 
 namespace espalier {
 
-const Budget& budget_of(const Options& options, int local_ranks) {
+Budget budget_of(const Options& options, int local_ranks) {
   static std::mutex mutex;
   static std::map<const Device*, Budget> automatic;
-  static thread_local Budget given;
-  given = given_budget(options);
-  if (given.given) return given;
+  if (const Budget given = given_budget(options); given.given) return given;
   const std::lock_guard lock(mutex);
   Device& device = bound_device();
   const auto found = automatic.find(&device);

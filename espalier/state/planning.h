@@ -19,7 +19,7 @@ namespace espalier {
 
 // The budget of this process: --memory-budget, or what the bound device held and had free at the first call. Processes
 // of one machine that share its memory: `local_ranks`; they keep the number of the first call.
-const Budget& budget_of(const Options& options, int local_ranks = 1);
+Budget budget_of(const Options& options, int local_ranks = 1);
 
 // The traits of the bound device, with the attention kernels of its profile. An emulated GPU has its memory in this
 // process and counts as a CPU.

@@ -47,6 +47,40 @@ def test_a_plan_has_every_response_token_once_and_keeps_its_budget(wave_tokens, 
         assert plan.json["rows"]["physical"] == plan.json["rows"]["logical"]
 
 
+def plans():
+    prompts = [p for p, n in zip(drawn(50, 30), (4, 3)) for _ in range(n)]
+    return [native.Plan(prompts, drawn(10, 12, 0, 9, 7, 7, 30, seed=1), SHAPE, wave_tokens=w, schedule=s) for w in (4, 30, 1000) for s in ("packed", "phased")]
+
+
+def test_a_program_opens_a_trunk_before_and_closes_it_behind_all_that_stands_below_it():
+    for plan in plans():
+        items, steps = plan.items, plan.program()
+        assert sorted(steps) == sorted((forward, i) for i in range(len(items)) for forward in (True, False))
+        at = {step: place for place, step in enumerate(steps)}
+        for i, item in enumerate(items):
+            assert at[True, i] < at[False, i]
+            assert item.trunk or at[False, i] == at[True, i] + 1
+            if item.parent >= 0:
+                assert at[True, item.parent] < at[True, i] and at[False, i] < at[False, item.parent]
+        assert [i for forward, i in steps if forward] == list(range(len(items)))
+
+
+def seen(runs):
+    """(row, key) of every pair in a square or a rectangle, as often as it is in one."""
+    return sorted([(row, key) for begin, length, end in runs
+                   for key in range(begin, begin + length) for row in range(key, end)])
+
+
+def test_runs_hold_every_pair_of_a_row_and_a_row_that_it_sees_once():
+    ends = [10, 3, 3, 7, 6, 6, 7, 10, 10, 10]
+    assert seen(native.causal_runs(ends)) == [(row, key) for row in range(10) for key in range(row + 1) if row < ends[key]]
+    assert native.causal_runs([]) == []
+    for plan in plans():
+        for item in plan.items:
+            ends = [end for _, begin, to, _, end, *_ in item.segments.tolist() for _ in range(begin, to)]
+            assert seen(item.runs) == [(row, key) for row in range(item.rows) for key in range(row + 1) if row < ends[key]]
+
+
 def test_tables_are_copies():
     plan = native.Plan(drawn(8), drawn(4, seed=1), SHAPE, wave_tokens=100)
     segments, edges = plan.items[0].segments, plan.edges(0)

@@ -17,12 +17,12 @@ class AtenLibrary : public LibraryAttention {
 };
 
 // Attention on GPU `index` composed of the library's calls if it takes the problem, else the kernels of
-// attention_operations(). `open()` returns the library, which stays open for the process. Errors: DeviceError if this
-// torch has no CUDA.
+// attention_operations(). `option` names it in errors; `open()` returns the library, which stays open for the process.
+// Errors: DeviceError if this torch has no CUDA.
 template <class Open>
-AttentionOperations composed_operations(int index, const Open& open) {
+AttentionOperations composed_operations(const char* option, int index, const Open& open) {
   if (const std::string& problem = open_aten(index); !problem.empty())
-    throw DeviceError({"--attention", "a torch with CUDA, libtorch_cuda.so", problem, "use --attention own"});
+    throw DeviceError({option, "a torch with CUDA, libtorch_cuda.so", problem, "use --attention own"});
   static decltype(open()) library;
   library = open();
   AttentionOperations all = attention_operations();

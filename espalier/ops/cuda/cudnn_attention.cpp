@@ -224,8 +224,9 @@ class OpenedCudnn final : public CudnnAttention {
 
 AttentionOperations open_cudnn_attention(const AttentionGpu& gpu) {
   const std::int64_t rows = row_of(AttentionKernels::cudnn).backward_rows(gpu.deterministic);
-  return composed_operations(
-      gpu.index, [&] { return std::make_unique<const OpenedCudnn>(open_cudnn(stream(), gpu.major), rows); });
+  return composed_operations("--attention cudnn", gpu.index, [&] {
+    return std::make_unique<const OpenedCudnn>(open_cudnn(stream(), gpu.major), rows);
+  });
 }
 
 }  // namespace espalier::cuda

@@ -71,7 +71,8 @@ class Flash2 final : public AtenLibrary {
 }  // namespace
 
 AttentionOperations open_flash_attention(const AttentionGpu& gpu) {
-  return composed_operations(gpu.index, [&] { return std::make_unique<const Flash2>(gpu.deterministic); });
+  return composed_operations("--attention flash", gpu.index,
+                             [&] { return std::make_unique<const Flash2>(gpu.deterministic); });
 }
 
 }  // namespace espalier::cuda

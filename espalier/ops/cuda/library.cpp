@@ -27,15 +27,15 @@ AttentionOperations chosen_attention(AttentionKernels& attention, AttentionKerne
   if (attention != AttentionKernels::automatic) return open_attention(attention, gpu);
   std::vector<AttentionKernels> tried = tried_in_order();
   if (fastest != AttentionKernels::automatic) tried.insert(tried.begin(), fastest);
-  for (const AttentionKernels each : tried) {
-    attention = each;
+  for (auto each = tried.begin();; ++each) {
+    attention = *each;
     try {
-      return open_attention(each, gpu);
-    } catch (const DeviceError&) {  // a GPU, a build or a machine without it: the next one serves
+      return open_attention(attention, gpu);
+    } catch (
+        const DeviceError&) {  // a GPU, a build or a machine without it: the next one serves; own kernels always do
+      if (each + 1 == tried.end()) throw;
     }
   }
-  attention = AttentionKernels::own;
-  return open_attention(attention, gpu);
 }
 
 Device* open(const GpuChoice& choice, OpenedGpu* opened, std::string* problem) {

@@ -86,34 +86,37 @@ TEST(EngineThread, UnitsThatWaitAreJoinedWhereTheyMay) {
   EXPECT_EQ(thread.waiting(), 0);
 }
 
-// A unit of so many parts, which pauses between them.
+// A unit of `parts` parts, which pauses between them.
 struct Parts final : Unit {
-  Parts(EngineThread*& engine, std::string its_name, int count, std::vector<std::string>& into)
+  Parts(EngineThread& engine, std::string its_name, int count, std::vector<std::string>& into)
       : thread(engine), name(std::move(its_name)), parts(count), ran(into) {}
   void run() override {
     for (int part = 0; part < parts; ++part) {
-      if (part > 0) thread->pause();
+      if (part > 0) thread.pause();
       ran.push_back(name + std::to_string(part));
     }
   }
   bool pauses() const override { return true; }
 
-  EngineThread*& thread;
+  EngineThread& thread;
   std::string name;
   int parts;
   std::vector<std::string>& ran;
 };
 
+// Everything that is added from now on waits until `go` is set.
+void hold_back(EngineThread& thread, std::promise<void>& go) {
+  thread.add("z", [&] { go.get_future().wait(); });
+  while (thread.running().empty()) std::this_thread::yield();
+}
+
 TEST(EngineThread, LongUnitsOfDifferentLinesRunInTurnsPartByPart) {
   std::vector<std::string> ran;
   std::promise<void> go, done;
-  EngineThread* engine = nullptr;
   EngineThread thread([] {}, [] { return false; });
-  engine = &thread;
-  thread.add("z", [&] { go.get_future().wait(); });
-  while (thread.running().empty()) std::this_thread::yield();  // everything below waits behind it
-  thread.add("a", {std::make_shared<Parts>(engine, "a", 4, ran), std::make_shared<Parts>(engine, "A", 2, ran)});
-  thread.add("b", {std::make_shared<Parts>(engine, "b", 2, ran)});
+  hold_back(thread, go);
+  thread.add("a", {std::make_shared<Parts>(thread, "a", 4, ran), std::make_shared<Parts>(thread, "A", 2, ran)});
+  thread.add("b", {std::make_shared<Parts>(thread, "b", 2, ran)});
   thread.add("c", [&] { ran.emplace_back("c"); });
   thread.add("a", [&] { done.set_value(); });
   go.set_value();
@@ -125,15 +128,12 @@ TEST(EngineThread, LongUnitsOfDifferentLinesRunInTurnsPartByPart) {
 TEST(EngineThread, PlainWorkMayPause) {
   std::vector<std::string> ran;
   std::promise<void> go, done;
-  EngineThread* engine = nullptr;
   EngineThread thread([] {}, [] { return false; });
-  engine = &thread;
-  thread.add("z", [&] { go.get_future().wait(); });
-  while (thread.running().empty()) std::this_thread::yield();  // everything below waits behind it
+  hold_back(thread, go);
   const auto work = [&] {
     for (const char* part : {"a0", "a1", "a2"}) {
       ran.emplace_back(part);
-      engine->pause();
+      thread.pause();
     }
     done.set_value();
   };
@@ -148,16 +148,13 @@ TEST(EngineThread, SamplesAreDecodedBetweenTheParts) {
   std::vector<std::string> ran;
   std::promise<void> go, done;
   int left = 0;
-  EngineThread* engine = nullptr;
   EngineThread thread([] {},
                       [&] {
                         if (left > 0) ran.push_back("sample" + std::to_string(left--));
                         return left > 0;
                       });
-  engine = &thread;
-  thread.add("z", [&] { go.get_future().wait(); });
-  while (thread.running().empty()) std::this_thread::yield();  // everything below waits behind it
-  thread.add("a", {std::make_shared<Parts>(engine, "a", 4, ran), EngineThread::unit([&] { done.set_value(); })});
+  hold_back(thread, go);
+  thread.add("a", {std::make_shared<Parts>(thread, "a", 4, ran), EngineThread::unit([&] { done.set_value(); })});
   thread.add("samplers", [&] { left = 2; });
   go.set_value();
   done.get_future().wait();
