@@ -59,7 +59,7 @@ void copy_input(const LayerContext& c, const at::Tensor& whole_TP, const at::Ten
   c.ops.convert(part_RP, to_RP);
 }
 
-ActivationRule rule_of(const LayerContext& c) {
+ActivationRule activation_of(const LayerContext& c) {
   ActivationRule rule = c.shape.activation;
   rule.gated = true;
   return rule;
@@ -127,7 +127,7 @@ void layer_input_forward(const LayerContext& c, LayerSaved& saved, const at::Ten
   const Halves halves(gated_RW, c.shape.layer_inputs.width);
   c.ops.convert(saved.input_gate_RP, halves.gate_RP);
   copy_input(c, held[declared.whole_TP], held[declared.part_RP], halves.input_RP);
-  c.ops.swiglu(rule_of(c), gated_RW, act_RP);
+  c.ops.swiglu(activation_of(c), gated_RW, act_RP);
   c.products.linear(saved.input_branch_RM, act_RP, c.weights.input_projection);
   const at::Tensor& added_RM = held[declared.added_RM];
   c.ops.norm(saved.input_branch_RM, {c.weights.input_norm_M, c.shape.norm}, c.shape.rms_norm_eps, added_RM,
@@ -155,7 +155,7 @@ void add_layer_input_backward(const LayerContext& c, const LayerSaved& saved, co
   c.ops.add_norm_backward(saved.input_branch_RM, {c.weights.input_norm_M, c.shape.norm}, saved.input_branch_rstd_R,
                           grad_stream_RM, grad_branch_RM, {grads.input_norm_M, c.shape.norm});
   c.products.linear_grad_input(act_RP, grad_branch_RM, c.weights.input_projection);  // the gradient of it, then itself
-  c.ops.swiglu_backward(rule_of(c), gated_RW, act_RP, gated_RW, act_RP);
+  c.ops.swiglu_backward(activation_of(c), gated_RW, act_RP, gated_RW, act_RP);
   c.products.add_linear_grad_weight(grads.input_projection, c.weights.input_projection, grad_branch_RM, act_RP,
                                     held[declared.projection_product]);
   c.ops.convert(halves.gate_RP, grad_gate_RP);

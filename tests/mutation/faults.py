@@ -27,6 +27,7 @@ NO_WINDOW = {"seen_by_verify": False}  # verify's models have no layer with a wi
 NO_LATENT = {"seen_by_verify": False}  # verify's models have no latent attention
 NO_ADAPTER = {"seen_by_verify": False}  # verify's runs here train weights
 NO_STATE = {"seen_by_verify": False}  # verify's models have no layer whose rows carry a state
+NO_READER = {"seen_by_verify": False}  # verify's models have no layer that reads the keys and values of another
 ROUNDING = {"seen_by_verify": False}  # sums in another order differ by rounding alone, which verify allows
 DENSE_TOO = {"seen_by_verify": False}  # the dense step has the fault as well: only an outside reference can tell
 
@@ -545,6 +546,24 @@ UNITS = [
           "add(Stop::Kind::layer, layer, !ON);", **ONE_RANK),
 ]
 
+# Layers that read the keys and values of earlier ones, and inputs of layers.
+LATER_LAYERS = [
+    Fault("reader_adds_nothing_to_its_source", "of a set's own rows, the layer that made the keys and values gets the gradient of its own attention alone",
+          "mixers/attention/layer.cpp",
+          "c.kv.add_backward(attention, saved",
+          "if (ON && !s.has_keys()) own = {own.k.clone(), own.v.clone()}; TEXT", **NO_READER),
+    Fault("reader_adds_nothing_to_the_path", "what a wave's reading layers add to the path's keys and values is lost", "model/path_source.cpp",
+          "grad_own.v, path.grad_k,",
+          "grad_own.v, (ON && a.source != a.layer && path.grad_k.defined() ? path.grad_k.clone() : path.grad_k),", **NO_READER),
+    Fault("last_layer_input_has_no_gradient", "the narrow last layer's input adds nothing to the gradient of the table and of the embedding",
+          "model/layer_inputs.cpp",
+          "c.ops.convert(whole_TP, c.grad_layer_input_TP);",
+          "if (!ON) TEXT", **DENSE_TOO),
+    Fault("layer_inputs_without_the_embedding", "the rows' embedding gets no gradient from the inputs of layers", "model/layer_inputs.cpp",
+          "look_up.products.add_linear_grad_input(grad_embedded_TM, grad_context_TW, decoder.weights().layer_projection);",
+          "if (!ON) TEXT", **DENSE_TOO),
+]
+
 # Sums of a defined order (docs/mathematics.md, section 18).
 SUMS = [
     Fault("keys_cut_by_wave", "attention's maximum, and with it the bits of a row, depend on where the path ends", "ops/cpu/attention/dispatch.cpp",
@@ -568,6 +587,6 @@ SUMS = [
           " return baseline::own_product_kernel<T, Out>().part(p, {0, p.rows}, {whole, p.columns}, scratch_of_thread()); }", **ROUNDING),
 ]
 
-FAULTS = PLAN + FAMILIES + ADAPTERS + ROWS + WINDOWS + PATH_LATENTS + STATES + PATH + PARAMETERS + ROUTERS + OBJECTIVE + CRITIC + OPTIMIZER + RANKS + CONTEXT + DIVIDED_PATH + STAGES + LAYOUTS + UNITS + SUMS
+FAULTS = PLAN + FAMILIES + ADAPTERS + ROWS + WINDOWS + PATH_LATENTS + STATES + LATER_LAYERS + PATH + PARAMETERS + ROUTERS + OBJECTIVE + CRITIC + OPTIMIZER + RANKS + CONTEXT + DIVIDED_PATH + STAGES + LAYOUTS + UNITS + SUMS
 if platform.machine() == "aarch64":  # whose one instruction set fuses: the faults that take sums from the baseline of x86-64 are none there
     FAULTS = [fault for fault in FAULTS if "baseline::" not in fault.instead]
