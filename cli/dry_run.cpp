@@ -6,18 +6,18 @@
 #include "espalier/base/error.h"
 #include "espalier/base/units.h"
 #include "espalier/config/model_config.h"
+#include "espalier/data/training_data.h"
 #include "espalier/generate/generate_records.h"
 #include "espalier/generate/prompts_file.h"
 #include "espalier/loop/run_start.h"
 #include "espalier/objective/objective.h"
+#include "espalier/score/score.h"
 #include "espalier/services/environment.h"
 #include "espalier/services/reward_function.h"
 #include "espalier/shape/trained_parameters.h"
 #include "espalier/state/held_models.h"
 #include "espalier/state/trained_choice.h"
 #include "espalier/tasks/word_tasks.h"
-#include "espalier/train/score.h"
-#include "espalier/train/training_data.h"
 
 namespace espalier::cli {
 namespace {

@@ -1,5 +1,5 @@
 // espalier merge ADAPTER: a base model and a LoRA adapter as one model directory.
-#include "espalier/train/merge.h"
+#include "espalier/merge/merge.h"
 #include "cli/verbs.h"
 #include "espalier/base/error.h"
 #include "espalier/base/units.h"

@@ -14,6 +14,7 @@
 #include "espalier/base/quantised_rows.h"
 #include "espalier/base/units.h"
 #include "espalier/config/model_config.h"
+#include "espalier/data/training_data.h"
 #include "espalier/forecast/planned_machine.h"
 #include "espalier/grouping/shared_tokens.h"
 #include "espalier/measure/machine.h"
@@ -29,7 +30,6 @@
 #include "espalier/state/held_models.h"
 #include "espalier/state/planning.h"
 #include "espalier/state/trained_choice.h"
-#include "espalier/train/training_data.h"
 
 namespace espalier::cli {
 namespace {

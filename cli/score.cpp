@@ -1,5 +1,5 @@
 // `score`: writes log-probs beside the records.
-#include "espalier/train/score.h"
+#include "espalier/score/score.h"
 
 #include "cli/verbs.h"
 #include "espalier/base/units.h"

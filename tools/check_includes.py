@@ -17,10 +17,10 @@ ROOT = Path(__file__).resolve().parent.parent
 # Parts of a training step, a sample and the closed loop.
 ENGINE = (
     "base options machine metrics device parallel rollout services grouping shape mixers.shape config program work forecast plan ops model mixers.layer saved objective "
-    "gradient execute optimizer checkpoint measure state step train generate loop"
+    "gradient execute optimizer checkpoint measure state step data score train generate loop"
 ).split()
 # Parts that the program and the Python package add. The engine includes none of them.
-BESIDE_ENGINE = "settings selftest prove doctor replay report tasks serve hosting binding".split()
+BESIDE_ENGINE = "settings merge selftest prove doctor replay report tasks serve hosting binding".split()
 ORDER = ENGINE + BESIDE_ENGINE
 ARCHITECTURES = ("x86_64", "aarch64")
 # These are pure functions of tokens, shapes and options: no tensor may enter.

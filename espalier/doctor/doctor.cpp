@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "espalier/base/error.h"
+#include "espalier/data/training_data.h"
 #include "espalier/doctor/history_faults.h"
 #include "espalier/doctor/logprob_faults.h"
 #include "espalier/doctor/probe.h"
@@ -15,7 +16,6 @@
 #include "espalier/shape/trained_parameters.h"
 #include "espalier/state/held_models.h"
 #include "espalier/state/trained_choice.h"
-#include "espalier/train/training_data.h"
 
 namespace espalier {
 namespace {

@@ -11,6 +11,7 @@
 #include "espalier/base/units.h"
 #include "espalier/config/model_config.h"
 #include "espalier/config/rope_config.h"
+#include "espalier/data/training_data.h"
 #include "espalier/generate/end_tokens.h"
 #include "espalier/generate/environment_turns.h"
 #include "espalier/generate/prompts_file.h"
@@ -22,7 +23,6 @@
 #include "espalier/state/model_state.h"
 #include "espalier/state/planning.h"
 #include "espalier/state/trained_choice.h"
-#include "espalier/train/training_data.h"
 
 namespace espalier {
 namespace {

@@ -11,6 +11,7 @@
 #include "espalier/checkpoint/atomic_output.h"
 #include "espalier/config/model_config.h"
 #include "espalier/config/rope_config.h"
+#include "espalier/data/training_data.h"
 #include "espalier/loop/checkpoint.h"
 #include "espalier/loop/random_streams.h"
 #include "espalier/loop/run_start.h"
@@ -19,15 +20,14 @@
 #include "espalier/metrics/timer.h"
 #include "espalier/rollout/mini_batches.h"
 #include "espalier/rollout/writer.h"
+#include "espalier/score/score.h"
 #include "espalier/services/tracker.h"
 #include "espalier/state/trained_choice.h"
 #include "espalier/step/step.h"
 #include "espalier/step/step_json.h"
-#include "espalier/train/score.h"
 #include "espalier/train/step_statistics.h"
 #include "espalier/train/trace.h"
 #include "espalier/train/trainer.h"
-#include "espalier/train/training_data.h"
 
 namespace espalier {
 namespace {

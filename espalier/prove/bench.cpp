@@ -13,6 +13,7 @@
 #include "espalier/base/error.h"
 #include "espalier/base/random.h"
 #include "espalier/config/model_config.h"
+#include "espalier/data/training_data.h"
 #include "espalier/measure/cost_fit.h"
 #include "espalier/measure/machine.h"
 #include "espalier/mixers/attention/shape.h"
@@ -23,7 +24,6 @@
 #include "espalier/state/planning.h"
 #include "espalier/state/trained_choice.h"
 #include "espalier/step/step.h"
-#include "espalier/train/training_data.h"
 
 namespace espalier {
 namespace {

@@ -16,18 +16,18 @@
 #include "espalier/base/error.h"
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/config/model_config.h"
+#include "espalier/data/training_data.h"
 #include "espalier/device/scalar_type.h"
 #include "espalier/grouping/prefix_tree.h"
 #include "espalier/measure/machine.h"
 #include "espalier/parallel/agreement.h"
 #include "espalier/prove/verified_step.h"
+#include "espalier/score/score.h"
 #include "espalier/shape/trained_parameters.h"
 #include "espalier/state/planning.h"
 #include "espalier/state/trained_choice.h"
 #include "espalier/step/over_ranks.h"
 #include "espalier/train/pair_training.h"
-#include "espalier/train/score.h"
-#include "espalier/train/training_data.h"
 
 namespace espalier {
 namespace {

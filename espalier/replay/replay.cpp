@@ -8,6 +8,7 @@
 #include "espalier/base/error.h"
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/config/model_config.h"
+#include "espalier/data/training_data.h"
 #include "espalier/device/host_values.h"
 #include "espalier/measure/machine.h"
 #include "espalier/options/products.h"
@@ -16,7 +17,6 @@
 #include "espalier/state/planning.h"
 #include "espalier/state/trained_choice.h"
 #include "espalier/train/trace.h"
-#include "espalier/train/training_data.h"
 
 namespace espalier {
 namespace {

@@ -7,13 +7,13 @@
 #include "espalier/base/error.h"
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/config/model_config.h"
+#include "espalier/data/training_data.h"
 #include "espalier/measure/machine.h"
 #include "espalier/parallel/agreement.h"
 #include "espalier/shape/trained_parameters.h"
 #include "espalier/state/planning.h"
 #include "espalier/state/trained_choice.h"
 #include "espalier/step/step.h"
-#include "espalier/train/training_data.h"
 
 namespace espalier {
 

@@ -9,11 +9,11 @@
 #include "espalier/base/json.h"
 #include "espalier/checkpoint/atomic_output.h"
 #include "espalier/checkpoint/run_state.h"
+#include "espalier/data/training_data.h"
 #include "espalier/loop/random_streams.h"
-#include "espalier/train/score.h"
+#include "espalier/score/score.h"
 #include "espalier/train/trained_model.h"
 #include "espalier/train/trainer.h"
-#include "espalier/train/training_data.h"
 
 namespace espalier {
 namespace {

@@ -4,18 +4,18 @@
 #include <utility>
 
 #include "espalier/config/model_config.h"
+#include "espalier/data/training_data.h"
 #include "espalier/device/device.h"
 #include "espalier/grouping/shared_tokens.h"
 #include "espalier/measure/machine.h"
 #include "espalier/objective/score_loss.h"
 #include "espalier/plan/layout_search.h"
 #include "espalier/rollout/mini_batches.h"
+#include "espalier/score/score.h"
 #include "espalier/shape/trained_parameters.h"
 #include "espalier/state/held_models.h"
 #include "espalier/state/planning.h"
 #include "espalier/state/trained_choice.h"
-#include "espalier/train/score.h"
-#include "espalier/train/training_data.h"
 
 namespace espalier {
 namespace {

@@ -17,9 +17,9 @@
 #include <string>
 
 #include "espalier/base/atomic_file.h"
+#include "espalier/data/training_data.h"
 #include "espalier/execute/language_head.h"
 #include "espalier/options/options.h"
-#include "espalier/train/training_data.h"
 
 namespace espalier {
 

@@ -4,8 +4,8 @@
 
 #include <cmath>
 
+#include "espalier/data/training_data.h"
 #include "espalier/program/step_plan.h"
-#include "espalier/train/training_data.h"
 
 namespace espalier::testing {
 namespace {

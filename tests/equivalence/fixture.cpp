@@ -17,12 +17,12 @@
 #include "espalier/checkpoint/safetensors.h"
 #include "espalier/config/model_config.h"
 #include "espalier/config/model_families.h"
+#include "espalier/data/training_data.h"
 #include "espalier/device/host_values.h"
 #include "espalier/device/scalar_type.h"
 #include "espalier/forecast/memory_model.h"
 #include "espalier/ops/cpu/attention/attention.h"
 #include "espalier/shape/trained_parameters.h"
-#include "espalier/train/training_data.h"
 #include "tests/support/layers.h"
 
 namespace espalier::testing {

@@ -9,13 +9,13 @@
 
 #include "espalier/base/error.h"
 #include "espalier/base/random.h"
+#include "espalier/data/training_data.h"
 #include "espalier/device/scalar_type.h"
 #include "espalier/execute/language_head.h"
 #include "espalier/execute/stage.h"
 #include "espalier/forecast/memory_model.h"
 #include "espalier/state/planning.h"
 #include "espalier/step/step_path.h"
-#include "espalier/train/training_data.h"
 #include "tests/equivalence/fixture.h"
 #include "tests/support/layers.h"
 

@@ -3,8 +3,8 @@
 #include <gtest/gtest.h>
 
 #include "espalier/base/random.h"
+#include "espalier/data/training_data.h"
 #include "espalier/ops/dispatch.h"
-#include "espalier/train/training_data.h"
 #include "tests/equivalence/fixture.h"
 
 namespace espalier::testing {

@@ -7,10 +7,10 @@
 #include <numeric>
 
 #include "espalier/base/error.h"
+#include "espalier/data/training_data.h"
 #include "espalier/metrics/progress.h"
 #include "espalier/ops/dispatch.h"
-#include "espalier/train/score.h"
-#include "espalier/train/training_data.h"
+#include "espalier/score/score.h"
 #include "tests/device/guarded_device.h"
 #include "tests/equivalence/fixture.h"
 

@@ -13,12 +13,12 @@
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/checkpoint/safetensors.h"
 #include "espalier/config/model_config.h"
+#include "espalier/data/training_data.h"
 #include "espalier/forecast/memory_model.h"
 #include "espalier/prove/verify.h"
 #include "espalier/replay/replay.h"
-#include "espalier/train/score.h"
+#include "espalier/score/score.h"
 #include "espalier/train/trainer.h"
-#include "espalier/train/training_data.h"
 #include "tests/equivalence/fixture.h"
 
 namespace espalier::testing {

@@ -9,9 +9,9 @@
 
 #include "espalier/base/error.h"
 #include "espalier/base/random.h"
+#include "espalier/data/training_data.h"
 #include "espalier/ops/dispatch.h"
 #include "espalier/train/trainer.h"
-#include "espalier/train/training_data.h"
 #include "tests/equivalence/fixture.h"
 #include "tests/mutation/battery.h"
 

@@ -3,8 +3,8 @@
 
 #include <vector>
 
+#include "espalier/data/training_data.h"
 #include "espalier/forecast/communication.h"
-#include "espalier/train/training_data.h"
 #include "tests/parallel/layouts.h"
 
 namespace espalier {

@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "espalier/data/training_data.h"
 #include "espalier/forecast/memory_model.h"
-#include "espalier/train/training_data.h"
 #include "tests/parallel/layouts.h"
 
 namespace espalier::testing {

@@ -4,11 +4,11 @@
 
 #include <algorithm>
 
+#include "espalier/data/training_data.h"
 #include "espalier/forecast/communication.h"
 #include "espalier/plan/rank_layout.h"
 #include "espalier/program/row_shares.h"
 #include "espalier/shape/path_leaves.h"
-#include "espalier/train/training_data.h"
 #include "tests/parallel/draws.h"
 #include "tests/parallel/layouts.h"
 

@@ -6,10 +6,10 @@
 #include <mutex>
 #include <vector>
 
+#include "espalier/data/training_data.h"
 #include "espalier/forecast/pipeline_time.h"
 #include "espalier/ops/operations.h"
 #include "espalier/plan/rank_layout.h"
-#include "espalier/train/training_data.h"
 #include "tests/parallel/layouts.h"
 #include "tests/support/layers.h"
 

@@ -14,7 +14,7 @@
 #include "espalier/checkpoint/safetensors.h"
 #include "espalier/prove/verify.h"
 #include "espalier/replay/replay.h"
-#include "espalier/train/score.h"
+#include "espalier/score/score.h"
 #include "espalier/train/trainer.h"
 #include "tests/equivalence/fixture.h"
 #include "tests/parallel/rank_runs.h"

@@ -4,9 +4,9 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include "espalier/data/training_data.h"
 #include "espalier/mixers/attention/shape.h"
 #include "espalier/step/step.h"
-#include "espalier/train/training_data.h"
 #include "tests/support/make_rollouts.h"
 #include "tests/unit/allocations/heap_count.h"
 

@@ -8,7 +8,7 @@
 #include "espalier/base/json.h"
 #include "espalier/forecast/memory_model.h"
 #include "espalier/generate/generate_records.h"
-#include "espalier/train/score.h"
+#include "espalier/score/score.h"
 #include "tests/unit/generate/sampling_case.h"
 #include "tests/with_products.h"
 

@@ -1,5 +1,5 @@
 // Mini-batches cut from recorded rollouts: every rollout once, groups whole, advantages computed over the group.
-#include "espalier/train/training_data.h"
+#include "espalier/data/training_data.h"
 
 #include <gtest/gtest.h>
 

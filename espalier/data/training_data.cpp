@@ -1,4 +1,4 @@
-#include "espalier/train/training_data.h"
+#include "espalier/data/training_data.h"
 
 #include <algorithm>
 #include <bit>

@@ -1,4 +1,4 @@
-#include "espalier/train/score.h"
+#include "espalier/score/score.h"
 
 #include <algorithm>
 #include <cmath>
@@ -9,6 +9,7 @@
 #include "espalier/base/error.h"
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/config/model_config.h"
+#include "espalier/data/training_data.h"
 #include "espalier/measure/machine.h"
 #include "espalier/objective/score_loss.h"
 #include "espalier/options/column_names.h"
@@ -21,7 +22,6 @@
 #include "espalier/step/critic.h"
 #include "espalier/step/over_ranks.h"
 #include "espalier/step/pass.h"
-#include "espalier/train/training_data.h"
 
 namespace espalier {
 namespace {

@@ -1,4 +1,4 @@
-#include "espalier/train/merge.h"
+#include "espalier/merge/merge.h"
 
 #include <optional>
 #include <string>

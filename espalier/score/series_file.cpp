@@ -1,4 +1,4 @@
-#include "espalier/train/series_file.h"
+#include "espalier/score/series_file.h"
 
 #include <algorithm>
 #include <numeric>
