@@ -128,10 +128,10 @@ def test_the_list_of_a_program_is_what_googletest_runs(program):
 
 @pytest.mark.parametrize("text", ["0/8", "9/8", "1", "a/8", "1/", "1/8x", "-1/8", "slow"])
 def test_a_wrong_choice_is_refused_with_an_example(text):
-    with pytest.raises(ValueError, match="as 1/8"):
+    with pytest.raises(ValueError, match="as 1/12"):
         Choice(text)
     done = subprocess.run([sys.executable, ROOT / "tools/tiers.py", "--day=2026-11-28", "--", text], capture_output=True, text=True, env=dict(os.environ))
-    assert done.returncode == 1 and "as 1/8" in done.stderr
+    assert done.returncode == 1 and "as 1/12" in done.stderr
 
 
 def test_long_tests_exist():
