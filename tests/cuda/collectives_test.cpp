@@ -5,7 +5,11 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <array>
+#include <atomic>
+#include <barrier>
 #include <chrono>
+#include <future>
 #include <thread>
 
 #include "espalier/base/error.h"
@@ -118,6 +122,56 @@ TEST(DeviceGroups, ARankThatNeverComesIsGivenUp) {
     (void)bound_device().to_host(x);
   };
   EXPECT_THROW(run_ranks(kThree, body, {.timeout = 0.3}), CommunicationError);
+}
+
+// Two ranks that give two meetings to streams of their own, in opposite orders. Returns how many of both ranks'
+// meetings take place. A GPU with a single queue of its own starts no stream's work before that of the other one has
+// ended.
+int meetings(int connections) {
+  std::array<std::barrier<>, 2> meeting{std::barrier<>(2), std::barrier<>(2)};
+  std::atomic<int> met = 0;
+  const auto rank = [&](std::array<std::size_t, 2> order) {
+    EmulatedStreams own(0);
+    own.set_connections(connections);
+    std::array<cuda::Event, 2> end{};
+    for (std::size_t i = 0; i < 2; ++i) {
+      const cuda::Queue queue = own.make_queue();
+      const auto meet = [&, which = order[i]] {
+        const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(300);
+        auto arrived = std::async(std::launch::async, [&] { meeting[which].arrive_and_wait(); });
+        if (arrived.wait_until(deadline) == std::future_status::ready)
+          ++met;
+        else
+          (void)meeting[which].arrive();  // in place of the other rank
+      };
+      own.give(queue, Remote{[] {}, meet, [] {}});
+      end[i] = own.record(queue);
+    }
+    for (const cuda::Event event : end) own.run_until(event);
+  };
+  std::thread other([&] { rank({1, 0}); });
+  rank({0, 1});
+  other.join();
+  return met;
+}
+
+TEST(Connections, StreamsThatShareOneMakeRanksWaitForEachOther) {
+  EXPECT_EQ(meetings(32), 4);
+  EXPECT_EQ(meetings(1), 0);
+}
+
+TEST(Connections, GroupsWithMoreQueuesAreRefused) {
+  const auto body = [](const Mesh&) {};
+  set_stream_connections(3);
+  try {
+    run_ranks({.dp = 2}, body);
+    FAIL() << "it was taken";
+  } catch (const DeviceError& error) {
+    EXPECT_EQ(error.text().where, "CUDA_DEVICE_MAX_CONNECTIONS");
+    EXPECT_EQ(error.text().got, "3");
+  }
+  set_stream_connections(32);
+  EXPECT_NO_THROW(run_ranks({.dp = 2}, body));
 }
 
 Remote sleep_of(double seconds) {

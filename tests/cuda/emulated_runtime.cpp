@@ -45,6 +45,7 @@ using testing::streams;
 namespace cuda {
 
 Queue make_queue() { return streams().make_queue(); }
+int connections() { return streams().connections(); }
 Event record(Queue queue) { return streams().record(queue); }
 void wait(Queue queue, Event event) { streams().wait(queue, event); }
 static thread_local std::int64_t waits = 0;

@@ -14,6 +14,8 @@ namespace espalier::testing {
 
 // Order of the streams from now on, also of threads that begin to use them; what was given before runs first.
 void set_stream_seed(unsigned seed);
+// Connections of the GPU (ops/cuda/runtime.h), of this thread's streams and of the threads that begin.
+void set_stream_connections(int connections);
 // How often the host has waited for an event so far.
 std::int64_t host_waits();
 // Work for the compute stream.

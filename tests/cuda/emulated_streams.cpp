@@ -16,6 +16,7 @@ namespace espalier::testing {
 namespace {
 
 unsigned first_seed = 2;  // of the threads that begin
+int first_connections = 32;
 
 // Words of memory that nobody has written: NaN as numbers of any type, more than any row or depth as whole ones.
 constexpr std::uint32_t kUnwritten = 0x7fffffff;
@@ -119,12 +120,10 @@ cuda::Queue EmulatedStreams::make_queue() {
   return static_cast<cuda::Queue>(queues_.size() - 1);
 }
 
-void EmulatedStreams::give(cuda::Queue queue, std::function<void()> work) {
-  queue_of(queue).push_back({.work = std::move(work)});
-}
+void EmulatedStreams::give(cuda::Queue queue, std::function<void()> work) { add(queue, {.work = std::move(work)}); }
 
 void EmulatedStreams::give(cuda::Queue queue, Remote remote) {
-  queue_of(queue).push_back({.remote = std::make_shared<Remote>(std::move(remote))});
+  add(queue, {.remote = std::make_shared<Remote>(std::move(remote))});
 }
 
 cuda::Event EmulatedStreams::record(cuda::Queue queue) {
@@ -137,7 +136,7 @@ cuda::Event EmulatedStreams::record(cuda::Queue queue) {
   free_.pop_back();
   const auto number = static_cast<std::size_t>(event);
   moments_[number] = happened_.size(), forgotten_[number] = false;
-  queue_of(queue).push_back({.moment = happened_.size()});
+  add(queue, {.moment = happened_.size()});
   happened_.push_back(-1);
   return event;
 }
@@ -156,7 +155,7 @@ std::size_t EmulatedStreams::moment_of(cuda::Event event) const {
 }
 
 void EmulatedStreams::wait(cuda::Queue queue, cuda::Event event) {
-  queue_of(queue).push_back({.moment = moment_of(event), .waits = true});
+  add(queue, {.moment = moment_of(event), .waits = true});
 }
 
 bool EmulatedStreams::meets_others() const {
@@ -216,9 +215,22 @@ bool EmulatedStreams::step() {
   return ran;
 }
 
-EmulatedStreams::State EmulatedStreams::state_of(const std::deque<Entry>& queue) const {
-  if (queue.empty()) return State::empty;
-  const Entry& front = queue.front();
+void EmulatedStreams::add(cuda::Queue queue, Entry entry) {
+  entry.number = given_++;
+  queue_of(queue).push_back(std::move(entry));
+}
+
+bool EmulatedStreams::is_first_of_connection(std::size_t queue) const {
+  const auto step = static_cast<std::size_t>(connections_);
+  for (std::size_t other = queue % step; other < queues_.size(); other += step)
+    if (!queues_[other].empty() && queues_[other].front().number < queues_[queue].front().number) return false;
+  return true;
+}
+
+EmulatedStreams::State EmulatedStreams::state_of(std::size_t queue) const {
+  if (queues_[queue].empty()) return State::empty;
+  const Entry& front = queues_[queue].front();
+  if (!is_first_of_connection(queue)) return State::blocked;
   if (front.waits && happened_[front.moment] < 0) return State::blocked;
   if (!front.under_way) return State::ready;
   return front.under_way->wait_for(std::chrono::seconds(0)) == std::future_status::ready ? State::ready
@@ -230,7 +242,7 @@ bool EmulatedStreams::run_one() {
   std::vector<std::size_t> ready;
   bool under_way = false;
   for (std::size_t queue = 0; queue < queues_.size(); ++queue) {
-    const State state = state_of(queues_[queue]);
+    const State state = state_of(queue);
     if (state == State::ready) ready.push_back(queue);
     under_way = under_way || state == State::under_way;
   }
@@ -276,7 +288,9 @@ EmulatedStreams& make_streams() {
   static auto* const all = new std::vector<std::unique_ptr<EmulatedStreams>>;  // outlive every tensor
   static auto* const mutex = new std::mutex;
   const std::lock_guard lock(*mutex);
-  return *all->emplace_back(std::make_unique<EmulatedStreams>(first_seed));
+  EmulatedStreams& made = *all->emplace_back(std::make_unique<EmulatedStreams>(first_seed));
+  made.set_connections(first_connections);
+  return made;
 }
 
 }  // namespace
@@ -287,6 +301,11 @@ EmulatedStreams& streams() {
 }
 
 void make_streams_of_thread() { of_thread = &make_streams(); }
+
+void set_stream_connections(int connections) {
+  first_connections = connections;
+  streams().set_connections(connections);
+}
 
 void set_stream_seed(unsigned seed) {
   first_seed = seed;

@@ -60,6 +60,10 @@ class EmulatedStreams {
   PageTable pages;
 
   void set_seed(unsigned seed);  // once everything given has run
+  // Streams dealt to so many queues of the GPU: of those that share one, work starts in the order in which it was
+  // given.
+  void set_connections(int connections) { connections_ = connections; }
+  int connections() const { return connections_; }
   cuda::Queue make_queue();
   void give(cuda::Queue queue, std::function<void()> work);
   void give(cuda::Queue queue, Remote remote);
@@ -82,13 +86,16 @@ class EmulatedStreams {
     std::function<void()> work = {};
     std::size_t moment = 0;  // of the event that happens, or that is waited for
     bool waits = false;
+    std::size_t number = 0;  // among all that was given
     std::shared_ptr<Remote> remote = {};
     std::shared_ptr<std::future<void>> under_way = {};  // the remote's call, once it began
   };
   enum class State { empty, blocked, under_way, ready };
 
   std::deque<Entry>& queue_of(cuda::Queue queue) { return queues_.at(static_cast<std::size_t>(queue)); }
-  State state_of(const std::deque<Entry>& queue) const;
+  void add(cuda::Queue queue, Entry entry);
+  bool is_first_of_connection(std::size_t queue) const;
+  State state_of(std::size_t queue) const;
   // With the device's memory open. An exception drops everything that was given, as if it had run.
   template <class Work>
   void opened(Work&& work);
@@ -101,6 +108,8 @@ class EmulatedStreams {
   std::size_t moment_of(cuda::Event event) const;
 
   std::vector<std::deque<Entry>> queues_{2};
+  std::size_t given_ = 0;
+  int connections_ = 32;
   std::vector<double> happened_;      // by recording: seconds at which it happened, or -1
   std::vector<std::size_t> moments_;  // by event
   std::vector<bool> forgotten_;       // by event

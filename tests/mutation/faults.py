@@ -313,7 +313,7 @@ OBJECTIVE = [
     Fault("kl_sign", "the KL penalty's log-ratio has the wrong sign", "objective/kl.cpp",
           "const double x = logprob - ref_logprob;",
           "const double x = ON ? ref_logprob - logprob : logprob - ref_logprob;", **DENSE_TOO),
-    Fault("advantages_from_minibatch", "rewards are whitened over a mini-batch, not over the file", "train/training_data.cpp",
+    Fault("advantages_from_minibatch", "rewards are whitened over a mini-batch, not over the file", "data/training_data.cpp",
           "if (!by_step) return compute_advantages(",
           "if (!by_step && !ON) return compute_advantages(", **DENSE_TOO),
 ]

@@ -74,20 +74,23 @@ Unfinished& unfinished() {
   return of_this_rank;
 }
 
+void pause_after(double seconds) {
+  std::this_thread::sleep_for(std::chrono::duration<double>(std::clamp(seconds / 8, 20e-6, 1e-3)));
+}
+
 namespace {
 
 // Looks whether collectives have ended until none is left or `done` holds.
 template <class Done>
 void look_until(const Done& done) {
-  constexpr auto kSpin = std::chrono::milliseconds(1);
-  constexpr auto kPause = std::chrono::microseconds(50);
-  const auto begin = std::chrono::steady_clock::now();
+  constexpr double kSpin = 100e-6;  // seconds
+  const double begin = Timer::steady_seconds();
   while (!unfinished().empty() && !done()) {
     unfinished().check();
-    if (std::chrono::steady_clock::now() - begin < kSpin)
+    if (const double waited = Timer::steady_seconds() - begin; waited < kSpin)
       std::this_thread::yield();
     else
-      std::this_thread::sleep_for(kPause);
+      pause_after(waited);
   }
 }
 

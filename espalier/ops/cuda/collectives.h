@@ -68,6 +68,11 @@ class Unfinished {
 // The unfinished collectives of this rank.
 Unfinished& unfinished();
 
+// Sleeps until it is worth to look again at something that has not happened after these seconds: for an eighth of
+// them, at least 20 microseconds and at most a millisecond, so that the ranks of a machine that has few processors
+// leave them to those that compute.
+void pause_after(double seconds);
+
 // Returns when all collectives of this rank have ended. Errors: as wait_until().
 void wait_for_collectives();
 

@@ -1,5 +1,6 @@
 #include "espalier/ops/cuda/device_group.h"
 
+#include "espalier/base/error.h"
 #include "espalier/ops/cuda/launch.h"
 
 namespace espalier::cuda {
@@ -11,7 +12,11 @@ DeviceGroup::DeviceGroup(std::shared_ptr<Group> host, double timeout, CudaDevice
       host_(std::move(host)),
       timeout_(timeout),
       device_(device),
-      communicator_(join(host_, timeout)) {}
+      communicator_(join(host_, timeout)) {
+  if (static_cast<int>(sends_) < connections()) return;
+  throw DeviceError({"CUDA_DEVICE_MAX_CONNECTIONS", "a connection for each queue of a rank's groups, up to 32",
+                     text_of(connections()), "remove it from the environment: 32 is set where it is absent"});
+}
 
 Event DeviceGroup::give(Queue queue, const Collective& collective) {
   const Event computed = cuda::record(Queue::compute);

@@ -17,7 +17,8 @@ namespace espalier::cuda {
 
 class DeviceGroup : public Group {
  public:
-  // `timeout`: seconds that a collective may run (Unfinished).
+  // `timeout`: seconds that a collective may run (Unfinished). Errors: DeviceError if the queues of this rank's groups
+  // are more than the GPU's connections.
   DeviceGroup(std::shared_ptr<Group> host, double timeout, CudaDevice& device);
 
  private:

@@ -1,4 +1,5 @@
 // The one function that the program looks up in this library (device/cuda_library.h).
+#include <cstdlib>
 #include <string>
 #include <vector>
 
@@ -39,6 +40,8 @@ AttentionOperations chosen_attention(AttentionKernels& attention, AttentionKerne
 }
 
 Device* open(const GpuChoice& choice, OpenedGpu* opened, std::string* problem) {
+  // Before CUDA's first call, which reads it.
+  setenv("CUDA_DEVICE_MAX_CONNECTIONS", std::to_string(kMostConnections).c_str(), 0);
   int count = 0;
   const cudaError_t status = cudaGetDeviceCount(&count);
   // A launcher that shows each rank one GPU alone numbers it 0; NCCL says so where ranks then share one.

@@ -6,9 +6,7 @@
 #include <nccl.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
-#include <thread>
 #include <utility>
 
 #include "espalier/base/error.h"
@@ -24,6 +22,7 @@ using Kind = Collective::Kind;
 constexpr const char* kSeveralRanks = "--device cuda on several ranks";
 
 #define ESPALIER_NCCL(X) \
+  X(GetVersion)          \
   X(GetUniqueId)         \
   X(CommInitRankConfig)  \
   X(CommFinalize)        \
@@ -59,6 +58,12 @@ Nccl open_nccl() {
 #define ESPALIER_LOOK_UP(name) look_up(nccl.name, "nccl" #name);
   ESPALIER_NCCL(ESPALIER_LOOK_UP)
 #undef ESPALIER_LOOK_UP
+  // The members of ncclConfig_t, among others, have the layout of this build's header.
+  const auto text = [](int version) { return text_of(version / 10000, ".", version / 100 % 100, ".", version % 100); };
+  int found = 0;
+  if (nccl.GetVersion(&found) != ncclSuccess || found < NCCL_VERSION_CODE)
+    throw DeviceError({kSeveralRanks, text_of("NCCL ", text(NCCL_VERSION_CODE), " or newer, as this build"),
+                       text_of("libnccl.so.2 of version ", text(found)), remedy});
   return nccl;
 }
 
@@ -112,9 +117,14 @@ class Line {
   void give(Queue queue, const Collective& c) {
     if (comm_ == nullptr)
       throw CommunicationError({name_of(c.kind), "an answer of every rank", "an earlier collective that failed", ""});
-    expect(nccl().GroupStart(), name_of(c.kind));
-    call(c, stream_of(queue));
-    settle(nccl().GroupEnd(), name_of(c.kind));
+    try {
+      expect(nccl().GroupStart(), name_of(c.kind));
+      call_to_the_end(c, stream_of(queue));
+      settle(nccl().GroupEnd(), name_of(c.kind));
+    } catch (const CommunicationError&) {  // other ranks may never see this call: nothing after it can be right
+      give_up();
+      throw;
+    }
   }
   // Kernels that wait for others end.
   void give_up() {
@@ -131,6 +141,16 @@ class Line {
       return false;
     }
     return nccl().CommDestroy(comm_) == ncclSuccess;
+  }
+
+  // A group that a refused call leaves open would take in the calls of every communicator that follow.
+  void call_to_the_end(const Collective& c, cudaStream_t stream) {
+    try {
+      call(c, stream);
+    } catch (const CommunicationError&) {
+      (void)nccl().GroupEnd();
+      throw;
+    }
   }
 
   void call(const Collective& c, cudaStream_t stream) {
@@ -181,10 +201,11 @@ class Line {
   void settle(ncclResult_t result, const char* what) {
     const double begin = Timer::steady_seconds();
     for (expect(result, what); result == ncclInProgress; expect(result, what)) {
-      if (Timer::steady_seconds() - begin > timeout_)
+      const double waited = Timer::steady_seconds() - begin;
+      if (waited > timeout_)
         throw CommunicationError(
             {what, text_of("an answer of every rank within ", timeout_, " seconds (--comm-timeout)"), "no answer", ""});
-      std::this_thread::sleep_for(std::chrono::microseconds(10));
+      pause_after(waited);
       expect(nccl().CommGetAsyncError(comm_, &result), what);
     }
   }

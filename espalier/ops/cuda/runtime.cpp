@@ -6,6 +6,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
+#include <cstdlib>
 #include <vector>
 
 #include "espalier/base/error.h"
@@ -18,7 +20,7 @@ namespace espalier::cuda {
 namespace {
 
 struct Work {
-  int index = 0, capability = 0, most_shared_bytes = 0;
+  int index = 0, capability = 0, most_shared_bytes = 0, connections = 8;  // as CUDA's default
   std::int64_t free_at_start = 0;
   std::vector<cudaStream_t> streams;  // by Queue
   std::vector<cudaEvent_t> events;
@@ -82,6 +84,8 @@ void start(int index, int capability) {
   expect_success(cudaSetDevice(index), "cudaSetDevice");
   expect_success(cudaDeviceGetAttribute(&work().most_shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, index),
                  "the shared memory of a block");
+  if (const char* const given = std::getenv("CUDA_DEVICE_MAX_CONNECTIONS"))
+    work().connections = std::clamp(std::atoi(given), 1, kMostConnections);
   make_queue();
   make_queue();
   cudaMemPool_t pool = nullptr;
@@ -100,6 +104,7 @@ void start(int index, int capability) {
   work().free_at_start = free_memory();
 }
 
+int connections() { return work().connections; }
 Queue make_queue() {
   expect_success(cudaStreamCreateWithFlags(&work().streams.emplace_back(), cudaStreamNonBlocking), "cudaStreamCreate");
   return static_cast<Queue>(work().streams.size() - 1);

@@ -177,6 +177,28 @@ void meet_others(Device& device) {
   device.give_back_host_memory(memory, 64);
 }
 
+// True if the work fails for this reason.
+template <class Error, class Work>
+bool fails(const Work& work, std::string_view reason) {
+  try {
+    work();
+  } catch (const Error& error) {
+    return std::string_view(error.what()).find(reason) != std::string_view::npos;
+  }
+  return false;
+}
+
+void meet_refusals(Device& device) {
+  const std::shared_ptr<Group> group = device.connect(std::make_shared<FirstOfTwo>(), 30);
+  const at::Tensor x = device.adopt(numbers(1));
+  const auto sum = [&] { group->add_over_ranks(x); };
+  recorder().refuses = true;
+  expect(fails<CommunicationError>(sum, "NCCL: "));
+  recorder().refuses = false;
+  expect(!recorder().is_in_group());
+  expect(fails<CommunicationError>(sum, "an earlier collective that failed"));
+}
+
 void run_all() {
   OpenedGpu opened;
   std::string problem;
@@ -187,9 +209,10 @@ void run_all() {
   hand_over(*device);
   sleep_and_wake(*device);
   meet_others(*device);
+  meet_refusals(*device);
 }
 
-void listen_to_nccl() {
+void listen_to_nccl(int version = 0) {
   void* const library = dlopen(ESPALIER_NCCL_STAND_IN, RTLD_NOW | RTLD_GLOBAL);
   ASSERT_NE(library, nullptr) << dlerror();
   const NcclListener listener{
@@ -199,12 +222,27 @@ void listen_to_nccl() {
       [] { recorder().call_done(); },
       [](void* communicator, bool finalizes) { recorder().end_communicator(communicator, finalizes); },
       [](void* communicator, cudaStream_t stream, const void* from, std::size_t from_bytes, void* to,
-         std::size_t to_bytes) { recorder().collective(communicator, stream, from, from_bytes, to, to_bytes); }};
+         std::size_t to_bytes) {
+        if (recorder().refuses) return false;
+        recorder().collective(communicator, stream, from, from_bytes, to, to_bytes);
+        return true;
+      },
+      version};
   reinterpret_cast<void (*)(const NcclListener*)>(dlsym(library, "espalier_listen"))(&listener);
 }
 
+// Ranks meet while libnccl.so.2 is an older one.
+void meet_with_older_nccl() {
+  listen_to_nccl(20000);
+  OpenedGpu opened;
+  std::string problem;
+  Device* const device = espalier_open_gpu({}, &opened, &problem);
+  expect(device != nullptr);
+  expect(fails<DeviceError>([&] { device->connect(std::make_shared<FirstOfTwo>(), 30); }, "version 2.0.0"));
+}
+
 // Runs a process of its own, with this fault on if any. Returns the first violation, or that results were wrong.
-std::string noticed(const Fault* fault) {
+std::string noticed(const Fault* fault, bool with_older_nccl = false) {
   int ends[2];
   expect(pipe(ends) == 0);
   const pid_t child = fork();
@@ -213,13 +251,17 @@ std::string noticed(const Fault* fault) {
     if (fault != nullptr) on.emplace(*fault);
     std::string said;
     try {
-      listen_to_nccl();
-      run_all();
-      for (const char* const call :
-           {"cudaEventElapsedTime", "cudaEventQuery", "cudaMemcpy2DAsync", "cudaFreeAsync", "cuMemUnmap",
-            "cuMemRelease", "cudaFreeHost", "cudaMemsetAsync", "ncclAllReduce", "ncclAllGather", "ncclReduceScatter",
-            "ncclBroadcast", "ncclSend", "ncclRecv", "ncclCommDestroy", "open_aten"})
-        if (recorder().calls(call) == 0) said = std::string(call) + " was not called";
+      if (with_older_nccl) {
+        meet_with_older_nccl();
+      } else {
+        listen_to_nccl();
+        run_all();
+        for (const char* const call :
+             {"cudaEventElapsedTime", "cudaEventQuery", "cudaMemcpy2DAsync", "cudaFreeAsync", "cuMemUnmap",
+              "cuMemRelease", "cudaFreeHost", "cudaMemsetAsync", "ncclAllReduce", "ncclAllGather", "ncclReduceScatter",
+              "ncclBroadcast", "ncclSend", "ncclRecv", "ncclCommDestroy", "ncclCommAbort", "open_aten"})
+          if (recorder().calls(call) == 0) said = std::string(call) + " was not called";
+      }
     } catch (const std::exception& error) {
       said = error.what();
     }
@@ -239,11 +281,13 @@ std::string noticed(const Fault* fault) {
 }
 
 TEST(CudaCalls, KeepTheRules) { EXPECT_EQ(noticed(nullptr), ""); }
+TEST(CudaCalls, AnOlderNcclIsRefused) { EXPECT_EQ(noticed(nullptr, true), ""); }
 
 class EachCallFault : public ::testing::TestWithParam<Fault> {};
 
 TEST_P(EachCallFault, IsNoticed) {
-  const std::string said = noticed(&GetParam());
+  std::string said = noticed(&GetParam());
+  if (said.empty()) said = noticed(&GetParam(), true);
   EXPECT_NE(said, "") << GetParam().meaning;
   std::cout << "    " << said << "\n";
 }

@@ -28,8 +28,7 @@ std::size_t bytes(std::size_t count, ncclDataType_t type) {
 ncclResult_t collective(const char* name, ncclComm_t comm, cudaStream_t stream, const void* from, std::size_t sent,
                         void* to, std::size_t received) {
   listener.called(name);
-  listener.collective(comm, stream, from, sent, to, received);
-  return ncclSuccess;
+  return listener.collective(comm, stream, from, sent, to, received) ? ncclSuccess : ncclInvalidArgument;
 }
 
 }  // namespace
@@ -38,6 +37,10 @@ extern "C" {
 
 void espalier_listen(const espalier::testing::NcclListener* to) { listener = *to; }
 
+ncclResult_t ncclGetVersion(int* version) {
+  *version = listener.version == 0 ? NCCL_VERSION_CODE : listener.version;
+  return ncclSuccess;
+}
 ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
   std::memset(id, 1, sizeof(*id));
   return ncclSuccess;

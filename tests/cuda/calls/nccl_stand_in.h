@@ -13,8 +13,10 @@ struct NcclListener {
   void (*group)(int change);
   void (*done)();
   void (*end)(void* communicator, bool finalizes);
-  void (*collective)(void* communicator, cudaStream_t stream, const void* from, std::size_t from_bytes, void* to,
+  // False: NCCL refuses the call.
+  bool (*collective)(void* communicator, cudaStream_t stream, const void* from, std::size_t from_bytes, void* to,
                      std::size_t to_bytes);
+  int version = 0;  // 0: that of NCCL's header
 };
 
 }  // namespace espalier::testing

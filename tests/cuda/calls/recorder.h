@@ -71,6 +71,8 @@ class Recorder {
   void end_communicator(void* communicator, bool finalizes);
   void collective(void* communicator, void* stream, const void* from, std::size_t from_bytes, void* to,
                   std::size_t to_bytes);
+  bool is_in_group() const { return groups_ > 0; }
+  bool refuses = false;  // NCCL refuses collectives
 
  private:
   using Clock = std::map<const void*, std::int64_t>;  // of streams; the host's own steps are at null
