@@ -2,10 +2,7 @@
 
 import contextlib
 import json
-import os
 import sys
-import time
-import traceback
 import types
 from pathlib import Path
 
@@ -22,6 +19,7 @@ from espalier.errors import Error
 from adapters import adapt
 from cases import CASES
 from faults import FAULTS
+from layouts import Layouts, in_order, watched
 from models import chunks_of, configuration, global_name, logged_router_losses
 from optimizers import moves, wrapped
 from steps import Plain, gradients, loss_of_wave, replay, rollouts, with_recorded_experts, worst
@@ -29,12 +27,8 @@ from versions import ROOT
 
 FOLDER, RANK, WORLD, NAMES = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
+LAYOUTS = Layouts(FOLDER, RANK, WORLD)
 torch.set_num_threads(1)
-
-
-def begin(tp=1, pp=1, cp=1, ep=1, vpp=None, **_):
-    parallel_state.initialize_model_parallel(tp, pp, vpp, context_parallel_size=cp, expert_model_parallel_size=ep,
-                                             **(dict(expert_tensor_parallel_size=1) if ep > 1 else {}))
 
 
 def over_context(found, config):
@@ -217,7 +211,7 @@ def by_recipe(recipe, module, **case):
 
 
 def run(ddp=None, another_order=False, verify=False, trainer=False, package=None, recipe=None, **case):
-    begin(**case if verify and not trainer else {**case, "cp": 1})
+    LAYOUTS.begin(**case if verify and not trainer else {**case, "cp": 1})
     if another_order:
         return in_another_order(**case)
     if trainer == "padded rows":
@@ -267,8 +261,7 @@ def gradients_of(kind="nested", more=0, wave=14, dtype="float64", tied=False, po
     plain = Plain(records, **how).run(chunks)
     wanted, logged, loaded = gradients(chunks), [logged_router_losses()], loads(chunks)
     if cp > 1:
-        parallel_state.destroy_model_parallel()
-        begin(cp=cp, **case)
+        LAYOUTS.begin(cp=cp, **case)
         chunks = make(cp)
     names = [list(chunk.state_dict()) for chunk in chunks]
     if recorded:
@@ -306,21 +299,13 @@ def from_last(total):
 
 
 def main():
-    dist.init_process_group("gloo", init_method=f"file://{FOLDER}/store", rank=RANK, world_size=WORLD)
     results = {}
-    for name in NAMES:
-        start = time.time()
-        try:
+    for name in in_order(NAMES, CASES[WORLD]):
+        with watched(name, RANK):
             results[name] = run(**CASES[WORLD][name])
-        except BaseException:  # the other ranks wait for this one: end at once
-            print(f"rank {RANK}, case {name}\n{traceback.format_exc()}", flush=True)
-            os._exit(1)
-        logged_router_losses()
-        results[name]["seconds"] = time.time() - start
-        parallel_state.destroy_model_parallel()
+            logged_router_losses()
     (FOLDER / f"{RANK}.json").write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
+    LAYOUTS.end()
 
 
 if __name__ == "__main__":

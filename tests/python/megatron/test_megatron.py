@@ -4,7 +4,6 @@ Float64: 1e-10 of a parameter's own gradient, as promised everywhere; usually 1e
 model is. One launch for each version and number of ranks runs the cases that were selected.
 """
 
-import json
 import sys
 from pathlib import Path
 
@@ -12,9 +11,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from cases import CASES, DAILY, FAULTS, OLDEST  # noqa: E402
-from versions import ABSENT, has, outputs_of_ranks, pythons  # noqa: E402
+from versions import ABSENT, has, pythons, ranks_in  # noqa: E402
 
 FLOAT64 = 1e-10
+IMPORTED = ("cpu", "recurrent_kernels", "models", "steps")  # before forks, in this order
 
 
 def cases():
@@ -56,12 +56,20 @@ def results(request, tmp_path_factory):
         if (version, ranks) not in made:
             names = [name for name in CASES[ranks] if (version, ranks, name) in wanted and not lacking(version, ranks, name)]
             folder = tmp_path_factory.mktemp(f"megatron-{version}-{ranks}")
-            statuses, outputs = outputs_of_ranks(pythons()[version], "ranks.py", folder, ranks, names)
-            assert not any(statuses), "\n".join(text[-4000:] for text in outputs)
-            made[version, ranks] = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+            of_version = ranks_in(pythons()[version], *IMPORTED)
+            made[version, ranks] = of_version.written("ranks.py", folder, ranks, names) if ranks > 1 else [in_halves(of_version, folder, names)]
         return made[version, ranks]
 
     return find
+
+
+def in_halves(ranks, folder, names):
+    """{name: numbers} of cases of one rank, in two processes beside each other."""
+    halves = [folder / half for half in "ab"]
+    for half in halves:
+        half.mkdir()
+    one, two = ranks.written_by_each("ranks.py", [[half, 0, 1, *names[at::2]] for at, half in enumerate(halves)])
+    return one | two
 
 
 def judge(name, numbers):
@@ -130,9 +138,7 @@ def test_ranks_of_a_replica_must_have_the_same_rollouts(results):
 
 @pytest.mark.parametrize("version", list(pythons()))
 def test_settings_that_cannot_be_shared_are_refused_by_name(tmp_path, version):
-    statuses, outputs = outputs_of_ranks(pythons()[version], "alone.py", tmp_path, 1, [])
-    assert statuses == [0], outputs[0][-4000:]
-    found = json.loads((tmp_path / "0.json").read_text())
+    found, = ranks_in(pythons()[version], *IMPORTED).written("alone.py", tmp_path, 1, [])
     for name, error in found["fields"].items():
         assert error and error["where"] == f"config.{name}" and name in error["remedy"] and error["kind"] == "unsupported" and error["exit_code"] == 4, name
     assert found["usual"] == [None, None] and found["evaluated"] is None

@@ -4,7 +4,6 @@ Float64: 1e-10 of a parameter's own gradient. It runs where verl is installed be
 """
 
 import functools
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from versions import environment, outputs_of_ranks, pythons  # noqa: E402
+from versions import environment, pythons, ranks_in  # noqa: E402
 
 FLOAT64 = 1e-10
 SHARED = {1: ("one rank", "full recompute", "verify"), 2: ("dp", "tp", "pp", "vpp"), 4: ("tp pp tied",)}
@@ -39,9 +38,7 @@ def results(request, tmp_path_factory):
         if ranks not in made:
             folder = tmp_path_factory.mktemp(f"verl-{ranks}")
             names = [name for of_ranks, name in wanted if of_ranks == ranks]
-            statuses, outputs = outputs_of_ranks(python(), "verl_ranks.py", folder, ranks, names)
-            assert not any(statuses), "\n".join(text[-4000:] for text in outputs)
-            made[ranks] = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+            made[ranks] = ranks_in(python(), "verl_world").written("verl_ranks.py", folder, ranks, names)
         return made[ranks]
 
     return find

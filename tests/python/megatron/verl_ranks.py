@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import sys
-import traceback
 from pathlib import Path
 
 FOLDER, RANK, WORLD, NAMES = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
@@ -18,9 +17,7 @@ os.environ.update(RANK=str(RANK), WORLD_SIZE=str(WORLD), LOCAL_RANK=str(RANK), M
 
 import verl_world  # noqa: E402  before megatron
 import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
 import verl_actor  # noqa: E402
-from megatron.core import parallel_state  # noqa: E402
 from verl.utils import tensordict_utils as tu  # noqa: E402
 from verl.workers.config import McoreActorConfig, TrainingWorkerConfig  # noqa: E402
 from verl.workers.engine_workers import TrainingWorker  # noqa: E402
@@ -28,6 +25,7 @@ from verl.workers.utils.losses import ppo_loss  # noqa: E402
 from verl.workers.utils.padding import no_padding_2_padding  # noqa: E402
 
 import espalier.verl  # noqa: E402
+from layouts import Layouts, watched  # noqa: E402
 from steps import worst  # noqa: E402
 
 torch.set_num_threads(1)
@@ -105,24 +103,18 @@ def run(folder, notes, apart=False, tied=False, verify=False, trunk_state="keep"
 
 
 def main():
-    dist.init_process_group("gloo", init_method=f"file://{FOLDER}/store", rank=RANK, world_size=WORLD)
-    notes = Notes()
+    notes, layouts = Notes(), Layouts(FOLDER, RANK, WORLD)
     logging.getLogger("espalier").addHandler(notes)
     if RANK == 0:
         for tied in (False, True):
             verl_world.write_model(FOLDER / str(tied), tied)
-    dist.barrier()
     results = {}
     for name in NAMES:
-        try:
+        with watched(name, RANK):
+            layouts.meet()
             results[name] = run(FOLDER, notes, **CASES[WORLD][name])
-        except BaseException:
-            print(f"rank {RANK}, case {name}\n{traceback.format_exc()}", flush=True)
-            os._exit(1)
-        parallel_state.destroy_model_parallel()
+            layouts.end()
     (FOLDER / f"{RANK}.json").write_text(json.dumps(results, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x)))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

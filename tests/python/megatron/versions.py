@@ -1,6 +1,8 @@
 """The Pythons with Megatron-Core that this machine has, and runs of several ranks in one of them."""
 
+import atexit
 import functools
+import json
 import os
 import subprocess
 import sys
@@ -40,13 +42,40 @@ def environment(**more):
     return dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", PYTHONPATH=os.pathsep.join(paths), **more)
 
 
-def outputs_of_ranks(python, program, folder, world, arguments, patience=1800, **more):
-    """Runs `program FOLDER RANK WORLD ARGUMENTS...` once for each rank. Returns (exit statuses, outputs)."""
-    processes = [subprocess.Popen([python, str(HERE / program), str(folder), str(rank), str(world), *arguments], env=environment(**more), text=True,
-                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=folder) for rank in range(world)]
-    try:
-        outputs = [process.communicate(timeout=patience)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [process.returncode for process in processes], outputs
+class Ranks:
+    """Runs ranks in the Python of one version (forks.py), which imports `modules` once."""
+
+    def __init__(self, python, *modules):
+        self.process = subprocess.Popen([python, str(HERE / "forks.py"), *modules], env=environment(), text=True, stdin=subprocess.PIPE,
+                                        stdout=subprocess.PIPE)
+
+    def written(self, program, folder, world, arguments, limit=900):
+        """What the ranks of `program FOLDER RANK WORLD ARGUMENTS...` wrote to FOLDER/RANK.json in at most `limit` seconds."""
+        return self.written_by_each(program, [[folder, rank, world, *arguments] for rank in range(world)], limit)
+
+    def written_by_each(self, program, ranks, limit=900):
+        """The same with arguments of each process."""
+        folders = [Path(folder) for folder, *_ in ranks]
+        outputs = [folder / f"output_{rank}.txt" for folder, (_, rank, *_) in zip(folders, ranks)]
+        request = dict(program=str(HERE / program), ranks=[[str(word) for word in words] for words in ranks], outputs=[*map(str, outputs)], limit=limit)
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        codes = json.loads(self.process.stdout.readline() or "null")
+        assert codes is not None, f"{program}: the process that forks ranks has ended (its message stands above)"
+        named = {None: f"killed: it still ran after {limit} seconds, or long after another rank had failed"}
+        assert not any(code != 0 for code in codes), "\n".join(
+            f"{program}, rank {words[1]}: {named.get(code, f'exit {code}')}\n{output.read_text(errors='replace')[-4000:] if output.is_file() else ''}"
+            for words, code, output in zip(ranks, codes, outputs))
+        return [json.loads((folder / f"{words[1]}.json").read_text()) for folder, words in zip(folders, ranks)]
+
+    def end(self):
+        self.process.stdin.close()
+        self.process.wait()
+
+
+@functools.cache
+def ranks_in(python, *modules):
+    """The Ranks of a Python, for the whole run of the tests."""
+    ranks = Ranks(python, *modules)
+    atexit.register(ranks.end)
+    return ranks

@@ -1,0 +1,73 @@
+"""Ranks as forks of one process, since the imports of Megatron-Core take four seconds of a processor: forks.py MODULE...
+
+Imports the modules, then reads one request a line: {"program", "ranks": the arguments of each rank, "outputs": files, "limit": seconds}. Answers with
+the exit status of each rank, null for one that was killed. The first rank that fails ends the others, which would wait for it, with all that they
+started. So does the end of whoever sends the requests.
+"""
+
+import ctypes
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import sys
+import time
+
+PATIENCE = 10  # seconds that the other ranks have to end behind one that failed
+
+
+def run(program, words, output):
+    """In a fork: python PROGRAM WORDS."""
+    os.setsid()
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    with open(output, "wb", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.argv = [program, *words]
+    status = 1
+    try:
+        runpy.run_path(program, run_name="__main__")
+        status = 0
+    finally:
+        sys.stdout.flush()
+        if status:
+            sys.excepthook(*sys.exc_info())
+        os._exit(status)
+
+
+def codes_of(program, ranks, outputs, limit):
+    running = {}
+    for words, output in zip(ranks, outputs):
+        child = os.fork()
+        if child == 0:
+            run(program, words, output)
+        running[child] = len(running)
+    codes, end, children = [None] * len(ranks), time.monotonic() + limit, list(running)
+    try:
+        while running and time.monotonic() < end:
+            child, status = os.waitpid(-1, os.WNOHANG)
+            if child == 0:
+                if select.select([sys.stdin], [], [], .02)[0]:  # nobody reads the answer
+                    break
+                continue
+            code = codes[running.pop(child)] = os.waitstatus_to_exitcode(status)
+            if code:
+                end = min(end, time.monotonic() + PATIENCE)
+    finally:
+        for child in children:
+            try:
+                os.killpg(child, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        for child in running:
+            os.waitpid(child, 0)
+    return codes
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
+    for line in sys.stdin:
+        print(json.dumps(codes_of(**json.loads(line))), flush=True)
