@@ -111,27 +111,3 @@ def test_a_difference_on_one_rank_is_raised_on_all(verified_by_two, kind):
             told = kind == "ddp" and not case.endswith(str(rank))
             assert verdict.startswith("verification, ") and (verdict == "verification, another rank") == told, (rank, case, verdict)
             assert kind == "ddp" or verdict == verified_by_two[0][kind][case], "sharded ranks judge different sums"
-
-
-def test_the_common_order_of_ranks_holds_each_rank_s_own():
-    import random
-
-    from espalier.hf.ranks import common_order
-
-    def alternating():
-        return "".join(random.choice("NP") for _ in range(random.randint(0, 8)))
-
-    def nested(depth=0):
-        return "".join(random.choice(["FB", "F" + nested(depth + 1) + random.choice(["B", "FB"]) if depth < 3 else "FB"])
-                       for _ in range(random.randint(0 if depth == 0 else 1, 3)))
-
-    for seed in range(400):
-        random.seed(seed)
-        everyone = [alternating() if seed % 4 == 0 else nested() for _ in range(random.randint(1, 4))]
-        order = common_order(everyone)
-        for rank, own in enumerate(everyone):
-            assert "".join(letter for letter, who in order if rank in who) == own, seed
-            held = 0
-            for letter, who in order:
-                held += 0 if rank in who else {"F": 1, "B": -1}.get(letter, 0)
-                assert held >= 0, f"seed {seed}: an empty backward without an empty forward"

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from espalier.hf.model_parts import base_model, is_fsdp1, unwrapped
+from espalier.rows.joint_order import joint_order
 
 _BUCKET = 25 << 20  # bytes of gradients reduced at once, DDP's own size
 
@@ -195,7 +196,7 @@ def run(model, program, device):
     at, rank, empty = 0, dist.get_rank(group), []
     program, nothing = list(program), torch.zeros(1, 1, dtype=torch.long, device=device)
     call = lambda: model(input_ids=nothing, use_cache=False).logits.sum() * 0
-    for letter, who in common_order(everyone):
+    for letter, _, who in joint_order(everyone):
         while at < len(program) and program[at][0] == "":
             program[at][1]()
             at += 1
@@ -222,30 +223,6 @@ def in_pairs(program):
             out.append(("P", lambda forward=forward, action=action: (forward(), action())))
         else:
             out.append(("N" if letter == "F" else letter, action))
-    return out
-
-
-def common_order(everyone):
-    """One sequence of (letter, ranks with an action) that contains the sequence of every rank, of the letters F and B, or N and P.
-
-    Forwards come first: a rank without a backward of its own then has an empty forward to run one through. If it has none left, all ranks make an
-    empty forward.
-    """
-    at = [0] * len(everyone)
-    empty = [0] * len(everyone)
-    out = []
-    while any(a < len(letters) for a, letters in zip(at, everyone)):
-        upcoming = [letters[a] if a < len(letters) else "" for a, letters in zip(at, everyone)]
-        letter = next(letter for letter in "FBNP" if letter in upcoming)
-        who = [rank for rank, own in enumerate(upcoming) if own == letter]
-        if letter == "B" and any(empty[rank] == 0 for rank in range(len(everyone)) if rank not in who):
-            letter, who = "F", []
-        for rank in range(len(everyone)):
-            if rank in who:
-                at[rank] += 1
-            else:
-                empty[rank] += {"F": 1, "B": -1}.get(letter, 0)
-        out.append((letter, who))
     return out
 
 

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-_LETTERS = {"open": "O", "wave": "W", "close": "C"}
+from espalier.rows.joint_order import joint_order
+
+_LETTERS = {"open": "F", "wave": "P", "close": "B"}  # of joint_order
 _KINDS = {letter: kind for kind, letter in _LETTERS.items()}
 
 
@@ -43,43 +45,12 @@ def aligned(program, group, multiple):
         everyone = [None] * dist.get_world_size(group)
         dist.all_gather_object(everyone, "".join(_LETTERS[one.kind] for one in program), group)
         own, out = iter(program), []
-        for letter, slot, who in common_order(everyone):
+        for letter, slot, who in joint_order(everyone, slots=True):
             one = next(own) if dist.get_rank(group) in who else MicroBatch(_KINDS[letter])
             one.slot = slot
             out.append(one)
         program = out
     return program + [MicroBatch("wave") for _ in range(-len(program) % multiple)]
-
-
-def common_order(everyone):
-    """[(letter, slot, ranks with an item of their own)]: one order that contains the program of every rank, of the letters O, W and C.
-
-    Trunks that open together have one slot, and they close together: the backward of a layer with experts returns the rows that its forward
-    exchanged. A rank without a trunk of its own opens one of rows that no loss reads. A slot closes as soon as all ranks that own a trunk in
-    it are at its closing; of the ranks that wait, those with the latest slot always are.
-    """
-    at, stacks, owners, order, slots = [0] * len(everyone), [[] for _ in everyone], {}, [], 0
-    while True:
-        upcoming = ["" if i == len(own) else own[i] for i, own in zip(at, everyone)]
-        if not any(upcoming):
-            return order
-        closing = [stack[-1] if letter == "C" else None for letter, stack in zip(upcoming, stacks)]
-        ready = [slot for slot in closing if slot is not None and all(closing[rank] == slot for rank in owners[slot])]
-        if ready:
-            letter, slot, who = "C", max(ready), owners.pop(max(ready))
-        else:
-            letter = max("OW", key=upcoming.count)
-            who, slot = [rank for rank, own in enumerate(upcoming) if own == letter], None
-            if letter == "O":
-                slot, slots = slots, slots + 1
-                owners[slot] = who
-        for rank in who:
-            at[rank] += 1
-            if letter == "O":
-                stacks[rank].append(slot)
-            elif letter == "C":
-                stacks[rank].pop()
-        order.append((letter, slot, who))
 
 
 def counted(program):

@@ -1,7 +1,6 @@
 """Checks that need one process: alone.py FOLDER RANK WORLD. Writes refusals and properties of programs to FOLDER/RANK.json."""
 
 import json
-import random
 import sys
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import espalier.megatron
 from espalier.errors import Error
-from espalier.megatron.program import common_order
 from espalier.megatron.split import dealt_runs, parts_of
 from models import chunks_of, configuration
 from steps import loss_of_wave, rollouts
@@ -117,35 +115,6 @@ def waits(chunks):
     return out
 
 
-def program(generator, depth=0):
-    """A random program of one rank in letters."""
-    out = ""
-    for _ in range(generator.randint(0, 3)):
-        out += "W" if depth == 3 or generator.random() < .5 else "O" + program(generator, depth + 1) + "C"
-    return out
-
-
-def orders():
-    """Random programs in one order: every rank keeps its own, and a slot closes on all ranks at once. Returns the micro-batches beside the longest program."""
-    generator, added = random.Random(5), []
-    for _ in range(300):
-        everyone = [program(generator) for _ in range(generator.randint(1, 4))]
-        order, stacks, closed = common_order(everyone), [[] for _ in everyone], set()
-        for rank, own in enumerate(everyone):
-            assert "".join(letter for letter, _, who in order if rank in who) == own
-            for letter, slot, who in order:
-                if rank in who and letter == "O":
-                    stacks[rank].append(slot)
-                if rank in who and letter == "C":
-                    assert stacks[rank].pop() == slot
-        for letter, slot, who in order:
-            if letter == "C":
-                assert slot not in closed and who == next(w for opening, s, w in order if s == slot and opening == "O")
-                closed.add(slot)
-        added.append(len(order) / max(1, *map(len, everyone)))
-    return sum(added) / len(added)
-
-
 def splits():
     """Rows of every item lie on one rank each, dealt where subtrees are about equal, else cut."""
     runs = [(0, 4, 4), (4, 2, 9), (6, 3, 9), (9, 5, 14)]
@@ -165,7 +134,7 @@ def main():
     chunks, experts = chunks_of(configuration()), chunks_of(configuration(**EXPERTS))
     found = dict(fields={name: with_field(chunks, name, value) for name, value in FIELDS.items()}, usual=[refused(chunks), refused(experts)],
                  routers=[with_field(experts, name, value) for name, values in ROUTERS.items() for value in values], modules=modules(chunks),
-                 arguments=arguments(chunks), order=orders(), splits=splits(),
+                 arguments=arguments(chunks), splits=splits(),
                  waits=[waits(chunks), waits(chunks_of(configuration(gdn=True)))])
     for chunk in chunks:
         chunk.eval()
