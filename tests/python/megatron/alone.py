@@ -61,7 +61,9 @@ def modules(chunks):
         setattr(owner, name, value)
         out[name] = refused(chunks)
         setattr(owner, name, had)
-    for name in ("mtp", "vision_model"):
+    had, chunks[0].position_embedding_type = chunks[0].position_embedding_type, "relative"
+    out["position_embedding_type"], chunks[0].position_embedding_type = refused(chunks), had
+    for name in ("mtp", "vision_model", "encoder"):
         setattr(chunks[0], name, torch.nn.Identity())
         out[name] = refused(chunks)
         delattr(chunks[0], name)

@@ -1,5 +1,5 @@
 """The layouts and models that the tests of espalier.megatron run, by the number of ranks. `models.configuration` takes most of a case; `ranks.py` takes
-the rest: `kind`, `more` of the rollouts, `wave` (rows of a wave), `tied`, `position`, `lora` (its rank), `ddp` (optimizers.py), `fault` (faults.py).
+the rest: `refused` (the place of an error), `kind`, `more` of the rollouts, `wave` (rows of a wave), `tied`, `position`, `lora` (its rank), `ddp` (optimizers.py), `fault` (faults.py).
 `tolerance`: where Megatron rounds to float32 itself, here counts of tokens that are masked."""
 
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
@@ -9,6 +9,7 @@ EXPERTS = dict(num_moe_experts=4, moe_router_topk=2, moe_router_dtype="fp64", mo
 RECORDED = dict(recorded=True, moe_enable_routing_replay=True, **EXPERTS)
 ROUTED = {**EXPERTS, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": .5, "moe_z_loss_coeff": .3}
 LATENT = dict(mla=True)
+ALLGATHER = dict(moe_token_dispatcher_type="allgather")
 
 CASES = {
     1: {
@@ -117,6 +118,9 @@ CASES = {
         "verify_ep": dict(verify=True, ep=2, **{**EXPERTS, "moe_router_dtype": "fp32"}),
         "verify_cp": dict(verify=True, cp=2),
         "another_order": dict(tp=2, another_order=True),
+        "refused_lengths_pp": dict(pp=2, variable_seq_lengths=False, refused="config.variable_seq_lengths"),
+        "refused_dispatcher_ep": dict(ep=2, refused="config.moe_token_dispatcher_type", **EXPERTS, **ALLGATHER),
+        "refused_mrope_cp": dict(cp=2, position="mrope", mrope_section=[1, 1, 2], refused="position_embedding_type"),
         "router_losses_tp_sp": dict(tp=2, sp=True, padding_mask=True, tolerance=2.0**-23, **{**ROUTED, "moe_z_loss_coeff": None}),
         "tp_sp_experts": dict(tp=2, sp=True, **EXPERTS),
         "tp_sp_latent": dict(tp=2, sp=True, **LATENT),

@@ -1,8 +1,8 @@
 """Ranks as forks of one process, since the imports of Megatron-Core take four seconds of a processor: forks.py MODULE...
 
-Imports the modules, then reads one request a line: {"program", "ranks": the arguments of each rank, "outputs": files, "limit": seconds}. Answers with
-the exit status of each rank, null for one that was killed. The first rank that fails ends the others, which would wait for it, with all that they
-started. So does the end of whoever sends the requests.
+Imports the modules, then reads one request a line: {"program", "ranks": the arguments of each rank, "outputs": files, "limit": seconds of all,
+"patience": seconds that ranks have to end behind one that failed}. Answers with the exit status of each rank, null for one that was killed, with all
+that it had started. The end of whoever sends the requests kills all ranks.
 """
 
 import ctypes
@@ -14,8 +14,6 @@ import select
 import signal
 import sys
 import time
-
-PATIENCE = 10  # seconds that the other ranks have to end behind one that failed
 
 
 def run(program, words, output):
@@ -37,7 +35,7 @@ def run(program, words, output):
         os._exit(status)
 
 
-def codes_of(program, ranks, outputs, limit):
+def codes_of(program, ranks, outputs, limit, patience):
     running = {}
     for words, output in zip(ranks, outputs):
         child = os.fork()
@@ -54,7 +52,7 @@ def codes_of(program, ranks, outputs, limit):
                 continue
             code = codes[running.pop(child)] = os.waitstatus_to_exitcode(status)
             if code:
-                end = min(end, time.monotonic() + PATIENCE)
+                end = min(end, time.monotonic() + patience)
     finally:
         for child in children:
             try:

@@ -75,6 +75,14 @@ def in_another_order(**case):
         return dict(error=[error.where, error.exit_code])
 
 
+def refusal(where, position="rope", **case):
+    """What `check` says of a layout."""
+    try:
+        espalier.megatron.check(chunks_of(configuration(**case), position=position))
+    except Error as error:
+        return dict(error=[error.where, error.kind, error.exit_code], named=where.rpartition(".")[2] in error.remedy)
+
+
 def verified(kind="nested", wave=14, ddp=None, tied=False, fault="gradients_of_values_dropped", recorded=False, **case):
     """A first step, the same again, one of another regime; then one of a third regime with a fault on the last rank alone."""
     records = {kind: rollouts(kind, seed=1 + parallel_state.get_data_parallel_rank()) for kind in ("nested", "flat", "stem", "apart")}
@@ -210,8 +218,10 @@ def by_recipe(recipe, module, **case):
                 shared=True)
 
 
-def run(ddp=None, another_order=False, verify=False, trainer=False, package=None, recipe=None, **case):
-    LAYOUTS.begin(**case if verify and not trainer else {**case, "cp": 1})
+def run(ddp=None, another_order=False, verify=False, trainer=False, package=None, recipe=None, refused=None, **case):
+    LAYOUTS.begin(**case if refused or verify and not trainer else {**case, "cp": 1})
+    if refused:
+        return refusal(refused, **case)
     if another_order:
         return in_another_order(**case)
     if trainer == "padded rows":

@@ -21,7 +21,7 @@ def cases():
     """(version, ranks, name), the last version with all cases."""
     versions = list(pythons())
     return [(version, ranks, name) for version in versions for ranks, of_ranks in CASES.items() for name in of_ranks
-            if not name.startswith(("fault_", "another_order", "verify")) and (version == versions[-1] or name in OLDEST.get(ranks, ()))]
+            if not name.startswith(("fault_", "another_order", "refused_", "verify")) and (version == versions[-1] or name in OLDEST.get(ranks, ()))]
 
 
 def lacking(version, ranks, name):
@@ -49,6 +49,8 @@ def results(request, tmp_path_factory):
             wanted.add((list(pythons())[-1], FAULTS[item.callspec.params["fault"]][0], f"fault_{item.callspec.params['fault']}"))
         elif item.function is test_verify_compares_new_regimes_and_stops_all_ranks:
             wanted.add((list(pythons())[-1], *item.callspec.params["case"]))
+        elif item.function is test_layouts_that_cannot_be_shared_are_refused_by_name:
+            wanted.add((list(pythons())[-1], 2, item.callspec.params["name"]))
         elif item.function is test_ranks_of_a_replica_must_have_the_same_rollouts:
             wanted.add((list(pythons())[-1], 2, "another_order"))
 
@@ -134,6 +136,14 @@ def test_verify_compares_new_regimes_and_stops_all_ranks(results, case):
 def test_ranks_of_a_replica_must_have_the_same_rollouts(results):
     """Otherwise they would wait for each other, or compute something else."""
     assert [rank["another_order"]["error"] for rank in results(list(pythons())[-1], 2)] == [["rollouts", 3]] * 2
+
+
+@pytest.mark.skipif(not pythons(), reason=ABSENT)
+@pytest.mark.parametrize("name", [name for name in CASES[2] if name.startswith("refused_")])
+def test_layouts_that_cannot_be_shared_are_refused_by_name(results, name):
+    for numbers in (rank[name] for rank in results(list(pythons())[-1], 2)):
+        assert numbers["error"] == [CASES[2][name]["refused"], "unsupported", 4]
+        assert numbers["named"] or name == "refused_mrope_cp", "the remedy there is another number of ranks"
 
 
 @pytest.mark.parametrize("version", list(pythons()))

@@ -49,15 +49,16 @@ class Ranks:
         self.process = subprocess.Popen([python, str(HERE / "forks.py"), *modules], env=environment(), text=True, stdin=subprocess.PIPE,
                                         stdout=subprocess.PIPE)
 
-    def written(self, program, folder, world, arguments, limit=900):
+    def written(self, program, folder, world, arguments, limit=900, patience=10):
         """What the ranks of `program FOLDER RANK WORLD ARGUMENTS...` wrote to FOLDER/RANK.json in at most `limit` seconds."""
-        return self.written_by_each(program, [[folder, rank, world, *arguments] for rank in range(world)], limit)
+        return self.written_by_each(program, [[folder, rank, world, *arguments] for rank in range(world)], limit, patience)
 
-    def written_by_each(self, program, ranks, limit=900):
+    def written_by_each(self, program, ranks, limit=900, patience=10):
         """The same with arguments of each process."""
         folders = [Path(folder) for folder, *_ in ranks]
         outputs = [folder / f"output_{rank}.txt" for folder, (_, rank, *_) in zip(folders, ranks)]
-        request = dict(program=str(HERE / program), ranks=[[str(word) for word in words] for words in ranks], outputs=[*map(str, outputs)], limit=limit)
+        request = dict(program=str(HERE / program), ranks=[[str(word) for word in words] for words in ranks], outputs=[*map(str, outputs)],
+                       limit=limit, patience=patience)
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
         codes = json.loads(self.process.stdout.readline() or "null")

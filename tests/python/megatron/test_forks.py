@@ -1,0 +1,53 @@
+"""Launches of ranks (forks.py): one that hangs or fails ends all ranks with what they started, and the message says where."""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from versions import Ranks  # noqa: E402
+
+PROGRAM = """
+import json, os, subprocess, sys, time
+folder, rank, world, what = sys.argv[1:]
+print(f"rank {rank}, case {what}", flush=True)
+if what == "slow" and rank == "1":
+    child = subprocess.Popen(["sleep", "100"])
+    open(f"{folder}/child", "w").write(str(child.pid))
+    child.wait()
+if what == "broken":
+    if rank == "1":
+        raise ValueError("nothing to run")
+    time.sleep(100)
+json.dump([rank, world, what, os.getppid()], open(f"{folder}/{rank}.json", "w"))
+"""
+
+
+@pytest.fixture
+def ranks(tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    ranks = Ranks(sys.executable)
+    yield lambda what, **how: ranks.written(tmp_path / "program.py", tmp_path, 2, [what], **how)
+    ranks.end()
+
+
+def test_ranks_write_what_they_found(ranks):
+    (*zero, parent), (*one, other) = ranks("quick")
+    assert (zero, one) == (["0", "2", "quick"], ["1", "2", "quick"]) and parent == other
+
+
+def test_a_launch_that_hangs_is_killed_with_its_case_named(ranks, tmp_path):
+    start = time.monotonic()
+    with pytest.raises(AssertionError, match=r"rank 1: killed: it still ran after 3 seconds(.|\n)*rank 1, case slow"):
+        ranks("slow", limit=3)
+    assert time.monotonic() - start < 60
+    child = Path(f"/proc/{(tmp_path / 'child').read_text()}/stat")
+    assert not child.exists() or child.read_text().split()[2] == "Z", "processes that a rank started end, too"
+    assert ranks("quick")[0][0] == "0", "the next launch runs"
+
+
+def test_a_rank_that_fails_ends_the_others(ranks):
+    with pytest.raises(AssertionError, match=r"rank 0: killed(.|\n)*rank 1: exit 1(.|\n)*ValueError: nothing to run"):
+        ranks("broken", patience=.5)
