@@ -63,7 +63,7 @@ CASES = {
         "delta_net_float32": dict(gdn=True, dtype="float32"),
         "mamba": dict(pattern="M-*-M-"),
         "hybrid_router_losses": dict(pattern="M*EGE", kind="flat", **ROUTED),
-        "hybrid_recorded_experts": dict(pattern="ME*E", kind="flat", **RECORDED),
+        "hybrid_recorded_experts": dict(pattern="ME*E", **RECORDED),
         "mamba_one_response": dict(pattern="M*M", kind="flat", wave=1),
         "mamba_recompute": dict(pattern="*-G-M-", kind="stem", wave=6, **FULL),
         "mamba_float32": dict(pattern="M-*-M-", dtype="float32"),
