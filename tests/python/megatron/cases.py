@@ -172,3 +172,8 @@ FAULTS = {
 }
 for _name, (_ranks, _case) in FAULTS.items():
     CASES[_ranks][f"fault_{_name}"] = dict(fault=_name, **_case)
+
+
+def in_order(ranks, names):
+    """The names with cases of one layout beside each other, which use the same groups of processes (layouts.py)."""
+    return sorted(names, key=lambda name: repr([CASES[ranks][name].get(what) for what in ("tp", "pp", "cp", "ep", "vpp")]))

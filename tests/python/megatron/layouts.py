@@ -50,11 +50,6 @@ class Layouts:
         gc.collect()
 
 
-def in_order(names, cases):
-    """The names with cases of one layout beside each other."""
-    return sorted(names, key=lambda name: repr([cases[name].get(what) for what in ("tp", "pp", "cp", "ep", "vpp")]))
-
-
 @contextlib.contextmanager
 def watched(name, rank):
     """Context of a case, which says its name and its time. A rank whose case fails or takes longer than LIMIT ends at once, for the others wait for it."""

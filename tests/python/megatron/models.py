@@ -9,6 +9,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -19,6 +20,8 @@ from hybrids import hybrid, with_delta_nets
 
 if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 asks for the name where Transformer Engine is not installed, too
     moe_utils.te_general_gemm = None
+if multi_latent_attention.TELinear is None:  # 0.16.1 asks whether a layer is one
+    multi_latent_attention.TELinear = type("TELinear", (), {})
 
 VOCABULARY = 96
 YARN = dict(rotary_scaling_factor=4.0, original_max_position_embeddings=8, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=0.0,

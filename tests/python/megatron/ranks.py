@@ -19,7 +19,7 @@ from espalier.errors import Error
 from adapters import adapt
 from cases import CASES
 from faults import FAULTS
-from layouts import Layouts, in_order, watched
+from layouts import Layouts, watched
 from models import chunks_of, configuration, global_name, logged_router_losses
 from optimizers import moves, wrapped
 from steps import Plain, gradients, loss_of_wave, replay, rollouts, with_recorded_experts, worst
@@ -309,12 +309,13 @@ def from_last(total):
 
 
 def main():
-    results = {}
-    for name in in_order(NAMES, CASES[WORLD]):
+    results, written = {}, FOLDER / f"{RANK}.json"
+    for name in NAMES:
         with watched(name, RANK):
             results[name] = run(**CASES[WORLD][name])
             logged_router_losses()
-    (FOLDER / f"{RANK}.json").write_text(json.dumps(results))
+        written.with_suffix(".new").write_text(json.dumps(results))  # a later case may end this process
+        written.with_suffix(".new").replace(written)
     LAYOUTS.end()
 
 

@@ -1,5 +1,6 @@
 """Launches of ranks (forks.py): one that hangs or fails ends all ranks with what they started, and the message says where."""
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from versions import Ranks  # noqa: E402
+from versions import Ranks, of_cases  # noqa: E402
 
 PROGRAM = """
 import json, os, subprocess, sys, time
@@ -61,3 +62,34 @@ def test_a_launch_that_hangs_is_killed_with_its_case_named(ranks, tmp_path):
 def test_a_rank_that_fails_ends_the_others(ranks):
     with pytest.raises(AssertionError, match=r"rank 0: killed(.|\n)*rank 1: exit 1(.|\n)*ValueError: nothing to run"):
         ranks("broken", patience=.5)
+
+
+class Launches:
+    """In place of Ranks: each of `failing` ends its launch; rank 0 has finished such a case."""
+
+    def __init__(self, failing):
+        self.failing, self.made = failing, []
+
+    def run(self, program, ranks):
+        codes = []
+        for folder, rank, _, *names in ranks:
+            ends = next((at for at, name in enumerate(names) if name in self.failing), len(names))
+            (folder / f"{rank}.json").write_text(json.dumps({name: rank for name in names[:ends + (rank == 0)]}))
+            codes.append(int(ends < len(names)))
+            self.made.append(names)
+        if any(codes) and len(ranks) > 1:
+            codes = [code or None for code in codes]
+        return codes, [f"rank {rank} of {' '.join(names)}" for _, rank, _, *names in ranks]
+
+
+@pytest.mark.parametrize("world,names", [(2, ["pp", "pp_latent", "tp", "tp_sp", "cp"]), (1, ["dense", "tied", "experts", "mamba", "lora"])])
+def test_a_case_that_fails_leaves_the_others_their_results(tmp_path, world, names):
+    launches = Launches([names[1], names[3]] if world > 1 else [])
+    found = of_cases(launches, tmp_path, world, names)
+    assert found.keys() == set(names)
+    for name in names:
+        if name in launches.failing:
+            assert "rank 0 of" in found[name] and "rank 1 of" in found[name] and name in found[name]
+        else:
+            assert found[name] == list(range(world))
+    assert len(launches.made) == (6 if world > 1 else 2)

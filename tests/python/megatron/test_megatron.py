@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from cases import CASES, DAILY, FAULTS, OLDEST  # noqa: E402
-from versions import ABSENT, has, pythons, ranks_in  # noqa: E402
+from versions import ABSENT, has, of_cases, pythons, ranks_in  # noqa: E402
 
 FLOAT64 = 1e-10
 IMPORTED = ("cpu", "recurrent_kernels", "models", "steps")  # before forks, in this order
@@ -38,7 +38,7 @@ def of_every_day(version, ranks, name):
 
 @pytest.fixture(scope="session")
 def results(request, tmp_path_factory):
-    """results(version, ranks) -> [{name: numbers} of each rank], for all cases of this run."""
+    """results(version, ranks, name) -> the numbers of each rank, for a case of this run."""
     made, wanted = {}, set()
     for item in request.session.items:
         if item.function is test_gradients_are_those_of_the_unmodified_model:
@@ -54,24 +54,15 @@ def results(request, tmp_path_factory):
         elif item.function is test_ranks_of_a_replica_must_have_the_same_rollouts:
             wanted.add((list(pythons())[-1], 2, "another_order"))
 
-    def find(version, ranks):
+    def find(version, ranks, name):
         if (version, ranks) not in made:
             names = [name for name in CASES[ranks] if (version, ranks, name) in wanted and not lacking(version, ranks, name)]
-            folder = tmp_path_factory.mktemp(f"megatron-{version}-{ranks}")
-            of_version = ranks_in(pythons()[version], *IMPORTED)
-            made[version, ranks] = of_version.written("ranks.py", folder, ranks, names) if ranks > 1 else [in_halves(of_version, folder, names)]
-        return made[version, ranks]
+            made[version, ranks] = of_cases(ranks_in(pythons()[version], *IMPORTED), tmp_path_factory.mktemp(f"megatron-{version}-{ranks}"), ranks, names)
+        found = made[version, ranks][name]
+        assert not isinstance(found, str), found
+        return found
 
     return find
-
-
-def in_halves(ranks, folder, names):
-    """{name: numbers} of cases of one rank, in two processes beside each other."""
-    halves = [folder / half for half in "ab"]
-    for half in halves:
-        half.mkdir()
-    one, two = ranks.written_by_each("ranks.py", [[half, 0, 1, *names[at::2]] for at, half in enumerate(halves)])
-    return one | two
 
 
 def judge(name, numbers):
@@ -93,8 +84,8 @@ def judge(name, numbers):
 def test_cases_of_every_day(results):
     for version, ranks, name in cases():
         if of_every_day(version, ranks, name):
-            for numbers in results(version, ranks):
-                judge((version, ranks, name), numbers[name])
+            for numbers in results(version, ranks, name):
+                judge((version, ranks, name), numbers)
 
 
 @pytest.mark.parametrize("case", [case for case in cases() if not of_every_day(*case)], ids=lambda case: "-".join(map(str, case)))
@@ -102,7 +93,7 @@ def test_gradients_are_those_of_the_unmodified_model(results, case):
     version, ranks, name = case
     if lacking(*case):
         pytest.skip(WITHOUT_EINOPS)
-    found = [numbers[name] for numbers in results(version, ranks)]
+    found = results(*case)
     for numbers in found:
         judge(case, numbers)
     assert sum(numbers["scored"] for numbers in found) > 0 or "ddp" in CASES[ranks][name]
@@ -114,7 +105,7 @@ def test_deliberate_faults_are_noticed(results, fault):
     ranks, _ = FAULTS[fault]
     if lacking(list(pythons())[-1], ranks, f"fault_{fault}"):
         pytest.skip(WITHOUT_EINOPS)
-    assert max(numbers[f"fault_{fault}"]["gradient"] for numbers in results(list(pythons())[-1], ranks)) > 1e-3
+    assert max(numbers["gradient"] for numbers in results(list(pythons())[-1], ranks, f"fault_{fault}")) > 1e-3
 
 
 @pytest.mark.skipif(not pythons(), reason=ABSENT)
@@ -124,24 +115,24 @@ def test_verify_compares_new_regimes_and_stops_all_ranks(results, case):
     ranks, name = case
     if lacking(list(pythons())[-1], ranks, name):
         pytest.skip(WITHOUT_EINOPS)
-    for numbers in (rank[name] for rank in results(list(pythons())[-1], ranks)):
+    for numbers in results(list(pythons())[-1], ranks, name):
         print(numbers)
         assert numbers["tables"] == ["pass", None, "pass"] and numbers["verified"] == [True] * 3 and 1e-9 < numbers["floor"] < 1e-3
         assert numbers["same"] and numbers["restored"] and numbers["error"][0] == "verification"
     if name == "verify_distributed_overlap":  # data parallel ranks compare their own gradients
-        assert [rank[name]["error"][1] == "another rank" for rank in results(list(pythons())[-1], ranks)] == [True, False]
+        assert [rank["error"][1] == "another rank" for rank in results(list(pythons())[-1], ranks, name)] == [True, False]
 
 
 @pytest.mark.skipif(not pythons(), reason=ABSENT)
 def test_ranks_of_a_replica_must_have_the_same_rollouts(results):
     """Otherwise they would wait for each other, or compute something else."""
-    assert [rank["another_order"]["error"] for rank in results(list(pythons())[-1], 2)] == [["rollouts", 3]] * 2
+    assert [rank["error"] for rank in results(list(pythons())[-1], 2, "another_order")] == [["rollouts", 3]] * 2
 
 
 @pytest.mark.skipif(not pythons(), reason=ABSENT)
 @pytest.mark.parametrize("name", [name for name in CASES[2] if name.startswith("refused_")])
 def test_layouts_that_cannot_be_shared_are_refused_by_name(results, name):
-    for numbers in (rank[name] for rank in results(list(pythons())[-1], 2)):
+    for numbers in results(list(pythons())[-1], 2, name):
         assert numbers["error"] == [CASES[2][name]["refused"], "unsupported", 4]
         assert numbers["named"] or name == "refused_mrope_cp", "the remedy there is another number of ranks"
 

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from cases import in_order
+
 ROOT = Path(__file__).resolve().parents[3]
 HERE = Path(__file__).resolve().parent
 ABSENT = "Megatron-Core is not installed: tools/setup.sh tests puts 0.16.1 into .venv, and 0.19.2 into .venv-megatron if there is a Python 3.12 or newer"
@@ -49,25 +51,26 @@ class Ranks:
         self.process = subprocess.Popen([python, str(HERE / "forks.py"), *modules], env=environment(), text=True, stdin=subprocess.PIPE,
                                         stdout=subprocess.PIPE)
 
-    def written(self, program, folder, world, arguments, limit=900, patience=10):
-        """What the ranks of `program FOLDER RANK WORLD ARGUMENTS...` wrote to FOLDER/RANK.json in at most `limit` seconds."""
-        return self.written_by_each(program, [[folder, rank, world, *arguments] for rank in range(world)], limit, patience)
-
-    def written_by_each(self, program, ranks, limit=900, patience=10):
-        """The same with arguments of each process."""
-        folders = [Path(folder) for folder, *_ in ranks]
-        outputs = [folder / f"output_{rank}.txt" for folder, (_, rank, *_) in zip(folders, ranks)]
+    def run(self, program, ranks, limit=900, patience=10):
+        """Runs `program ARGUMENTS` beside each other for each of `ranks`, which are FOLDER, RANK and more arguments, for at most `limit` seconds.
+        Returns the exit statuses, None for one that was killed, and a text of each."""
+        outputs = [Path(folder) / f"output_{rank}.txt" for folder, rank, *_ in ranks]
         request = dict(program=str(HERE / program), ranks=[[str(word) for word in words] for words in ranks], outputs=[*map(str, outputs)],
                        limit=limit, patience=patience)
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
         codes = json.loads(self.process.stdout.readline() or "null")
         assert codes is not None, f"{program}: the process that forks ranks has ended (its message stands above)"
-        named = {None: f"killed: it still ran after {limit} seconds, or long after another rank had failed"}
-        assert not any(code != 0 for code in codes), "\n".join(
-            f"{program}, rank {words[1]}: {named.get(code, f'exit {code}')}\n{output.read_text(errors='replace')[-4000:] if output.is_file() else ''}"
-            for words, code, output in zip(ranks, codes, outputs))
-        return [json.loads((folder / f"{words[1]}.json").read_text()) for folder, words in zip(folders, ranks)]
+        killed = f"killed: it still ran after {limit} seconds, or {patience} seconds after another one had failed"
+        return codes, [f"{program}, rank {words[1]}: {killed if code is None else f'exit {code}'}\n"
+                       + (output.read_text(errors="replace")[-4000:] if output.is_file() else "")
+                       for words, code, output in zip(ranks, codes, outputs)]
+
+    def written(self, program, folder, world, arguments, **how):
+        """What the ranks of `program FOLDER RANK WORLD ARGUMENTS...` wrote to FOLDER/RANK.json. All must exit with 0."""
+        codes, texts = self.run(program, [[folder, rank, world, *arguments] for rank in range(world)], **how)
+        assert codes == [0] * world, "\n".join(texts)
+        return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
 
     def end(self):
         self.process.stdin.close()
@@ -80,3 +83,26 @@ def ranks_in(python, *modules):
     ranks = Ranks(python, *modules)
     atexit.register(ranks.end)
     return ranks
+
+
+def of_cases(launches, folder, world, names):
+    """{name: numbers of each rank, or the text of its failure}. A case that fails ends its launch; the cases behind it run in another one. Cases of one
+    rank run in two processes beside each other."""
+    found, names, made = {}, in_order(world, names), 0
+    while names:
+        parts = [part for part in ([names] if world > 1 else [names[0::2], names[1::2]]) if part]
+        folders = [folder / str(made + at) for at in range(len(parts))]
+        made += len(parts)
+        for place in folders:
+            place.mkdir()
+        codes, texts = launches.run("ranks.py", [[place, rank, world, *part] for place, part in zip(folders, parts) for rank in range(world)])
+        names = []
+        for at, (place, part) in enumerate(zip(folders, parts)):
+            files, own = [place / f"{rank}.json" for rank in range(world)], slice(at * world, (at + 1) * world)
+            written = [json.loads(file.read_text()) if file.is_file() else {} for file in files]
+            found |= {name: [of_rank[name] for of_rank in written] for name in part if all(name in of_rank for of_rank in written)}
+            left = [name for name in part if name not in found]
+            if left and (any(codes[own]) or not any(codes)):  # no part that ended because the other one failed
+                found[left.pop(0)] = "\n".join(texts[own])
+            names += left
+    return found
