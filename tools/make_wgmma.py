@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 FILE = Path(__file__).resolve().parent.parent / "espalier/ops/cuda/hopper/wgmma_shapes.h"
-WIDTHS = (64, 80, 96, 112, 128, 176, 192, 256)  # those of the kernels
+WIDTHS = (32, 48, 64, 80, 96, 112, 128, 176, 192, 256)  # those of the kernels
 HEAD = """// Written by tools/make_wgmma.py. For nvcc alone; what d, a and b are: products.h.
 // clang-format off
 #pragma once

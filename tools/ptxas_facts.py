@@ -52,8 +52,10 @@ def nvdisasm():
 
 
 def demangled(names):
+    """Enumerators among the template arguments as their numbers."""
     done = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True)
-    return dict(zip(names, done.stdout.splitlines()))
+    text = re.sub(r"\([\w:]+\)(?=\d)", "", done.stdout.replace("(anonymous namespace)::", ""))
+    return dict(zip(names, text.splitlines()))
 
 
 def kernel_sources():

@@ -17,7 +17,7 @@ ASSIGNMENTS = {"=", "+=", "-=", "*=", "/=", "%=", "|=", "&=", "^=", "<<=", ">>="
 STRENGTH = {"*": 10, "/": 10, "%": 10, "+": 9, "-": 9, "<<": 8, ">>": 8, "<": 7, "<=": 7, ">": 7, ">=": 7, "==": 6, "!=": 6,
             "&": 5, "^": 4, "|": 3, "&&": 2.5, "||": 2.3, "?": 2, ":": 2, **dict.fromkeys(ASSIGNMENTS, 1)}
 LEFT_OUT = re.compile(r"\b(?:__syncthreads\(\);|__syncwarp\(\);|continue;|break;|return;|cp_async_wait<\d>\(\);|cp_async_commit\(\);|async_fence\(\);|barrier_init_fence\(\);"
-                      r"|wgmma_fence\(\);|wgmma_commit\(\);|wgmma_wait<\d>\(\);|release\([^;]*\);|named_(?:wait|arrive)\([^;]*\);|barrier_wait\([^;]*\);)")
+                      r"|bulk_commit\(\);|bulk_(?:read|done)<\d>\(\);|barrier_arrive\([^;]*\);|turn_(?:wait|pass)\([^;]*\);|wgmma_fence\(\);|wgmma_commit\(\);|wgmma_wait<\d>\(\);|release\([^;]*\);|named_(?:wait|arrive)\([^;]*\);|barrier_wait\([^;]*\);)")
 NUMBER = re.compile(r"(?<![\w.<])(?<!\de-)(\d+)(?![\w.>])")
 NO_CODE = re.compile(r"^\s*(template|static_assert|ESPALIER_INSTANTIATE|__global__|namespace|using )")
 # Before what the compiler has to know: constants, the extents of arrays.

@@ -34,7 +34,7 @@ GROUPS = {"activation.cu": ["Variants"], "attention_merge.cu": ["Merging"], "att
           "attention_tiles.cu": ["Attention", "Formula", "Unseen"], "choice.cu": ["Optimizer"],
           "columns.cu": ["Head", "Products", "Rows"], **{f"hopper/{name}": ["Hopper", "HopperTiles"] for name in (
               "backward.cu", "backward.h", "backward_keys.cu", "backward_queries.cu", "forward.cu", "key_stages.h", "launch.h", "products.h",
-              "tile_facts.cu", "tile_facts.h")}, "delta_rows.h": ["States"], "delta_rule.cu": ["States"],
+              "query_sums.h", "tile_facts.cu", "tile_facts.h")}, "delta_rows.h": ["States"], "delta_rule.cu": ["States"],
           "delta_rule_backward.cu": ["States"], "expert_rows.cu": ["Experts", "Variants"],
           "gates.cu": ["States"], "head.cu": ["Experts", "Head", "Variants"], "latent.cu": ["Variants"],
           "moving.cu": ["Experts", "Moving", "Optimizer", "Variants"], "norm.cu": ["Rows", "Variants"],
@@ -43,7 +43,7 @@ GROUPS = {"activation.cu": ["Variants"], "attention_merge.cu": ["Merging"], "att
           "key_tiles.h": ["Attention", "Formula", "Hopper", "HopperTiles", "Unseen"],
           "visible.h": ["Attention", "Formula", "Hopper", "HopperTiles", "Unseen"]}
 HOPPER = "hopper/"  # kernels of this folder see tests/cuda/hopper/twins.h before them
-HEADERS = ["delta_rows.h", "hopper/backward.h", "hopper/key_stages.h", "hopper/launch.h", "hopper/products.h", "hopper/tile_facts.h", "kernel.h", "key_tiles.h",
+HEADERS = ["delta_rows.h", "hopper/backward.h", "hopper/key_stages.h", "hopper/launch.h", "hopper/products.h", "hopper/query_sums.h", "hopper/tile_facts.h", "kernel.h", "key_tiles.h",
            "launch.h", "tiles.h", "visible.h"]
 # With what is no result: accesses, for races and the ends of arrays (accesses.h), and what C++ leaves undefined.
 FLAGS = ["-std=c++20", "-x", "c++", "-fPIC", "-O1", "-g1", "-ffp-contract=off", "-Werror=vla", "-Wno-narrowing", "-fmax-errors=0",

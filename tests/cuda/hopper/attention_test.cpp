@@ -5,7 +5,10 @@
 #include <string>
 
 #include "espalier/ops/cuda/hopper/attention.h"
+#include "espalier/selftest/operation_check.h"
+#include "tests/cuda/emulated_runtime.h"
 #include "tests/cuda/hopper/hopper_checks.h"
+#include "tests/cuda/hopper/twins.h"
 
 namespace espalier::testing {
 namespace {
@@ -21,6 +24,33 @@ TEST(HopperAttention, GivesTheAnswerOfTheCpuInFloat64WithTheSameBitsInEveryOrder
     EXPECT_EQ(problem, "") << check.name;
   }
   EXPECT_GT(checked, 40);
+}
+
+// The same problem on a GPU that holds the blocks that add to the gradients of queries in turn, and on one that holds
+// one block less.
+TEST(HopperAttention, AddsGradientsOfQueriesInTurnWhereTheGpuHoldsAllBlocks) {
+  int checked = 0;
+  for (const OperationCase& each : attention_cases()) {
+    if (each.operation != "add_attention_backward" || each.sizes != "70 rows, path 300, 2/1 heads of 128") continue;
+    ++checked;
+    const auto answer = answer_of_cpu(each, DType::bfloat16);
+    const auto results_with = [&](unsigned blocks, unsigned seed) {
+      const unsigned before = emulation::set_most_together(blocks);
+      emulation::set_seed(seed);
+      emulation::reset_counters();
+      auto results = results_on(emulated_hopper_device(), each, DType::bfloat16);
+      emulation::set_most_together(before);
+      return results;
+    };
+    const auto in_turn = results_with(128, 0);
+    EXPECT_EQ(emulation::counter("sums in bulk"), 3 * 2 * 2);  // blocks of keys, heads, tiles of queries
+    EXPECT_TRUE(compared(each, DType::bfloat16, in_turn, answer).pass());
+    for (const unsigned seed : {1u, 2u, 3u, 4u, 5u}) EXPECT_TRUE(same_bits(in_turn, results_with(128, seed))) << seed;
+    const auto apart = results_with(127, 1);
+    EXPECT_EQ(emulation::counter("sums in bulk"), 0);
+    EXPECT_TRUE(compared(each, DType::bfloat16, apart, answer).pass());
+  }
+  EXPECT_EQ(checked, 1);
 }
 
 TEST(HopperAttention, MultipliesTheTilesThatSomeRowSees) {
@@ -53,10 +83,16 @@ TEST(HopperAttention, TakesTheHeadsThatItsTilesHold) {
     EXPECT_EQ(forward(D, D), taken) << D;
     EXPECT_EQ(forward(192, D), D == 192 || D == 128) << D;
     shape.head_dim = shape.value_dim = D;
-    EXPECT_EQ(cuda::hopper::takes_backward(shape, {whole, whole, whole, whole, whole}, whole, whole), taken && D <= 128)
-        << D;
+    EXPECT_EQ(cuda::hopper::takes_backward(shape, {whole, whole, whole, whole, whole}, whole, whole), taken) << D;
   }
   EXPECT_FALSE(forward(128, 64));
+  for (const std::int64_t D : {128, 192})
+    for (const std::int64_t window : {0, 5})
+      for (const double cap : {0.0, 2.0}) {
+        shape.head_dim = D, shape.value_dim = 128, shape.window = window, shape.soft_cap = cap;
+        EXPECT_TRUE(cuda::hopper::takes_backward(shape, {whole, whole, whole, whole, whole}, whole, whole));
+      }
+  shape.window = 0, shape.soft_cap = 0;
   for (const double scale : {0.0, -1.0}) EXPECT_FALSE(forward(64, 64, scale));
   EXPECT_FALSE(forward(64, 64, 1, 1));
   EXPECT_FALSE(forward(64, 64, 1, 0, 68));

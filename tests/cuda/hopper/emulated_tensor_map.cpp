@@ -1,9 +1,9 @@
-// tensor_map() of the emulation: what the copy engine of a GPU is told by the driver.
+// The driver's part for the kernels of sm_90a, emulated: what the copy engine is told, and how many blocks a GPU holds.
 #define ESPALIER_EMULATED
 #include "tests/cuda/hopper/twins.h"
 //
 #include "espalier/base/error.h"
-#include "espalier/ops/cuda/hopper/tensor_map.h"
+#include "espalier/ops/cuda/hopper/launch.h"
 
 namespace espalier::cuda::hopper {
 
@@ -13,6 +13,10 @@ TensorMap tensor_map(const Matrix& matrix, int box_rows) {
       emulation::encode_tensor_map(map, matrix.data, matrix.rows, matrix.columns, matrix.stride * 2, box_rows);
   ESPALIER_INTERNAL(problem.empty(), "a matrix that the driver refuses: " + problem);
   return map;
+}
+
+bool holds_together(const void*, int, std::int64_t, std::int64_t blocks) {
+  return blocks <= static_cast<std::int64_t>(emulation::most_together());
 }
 
 }  // namespace espalier::cuda::hopper

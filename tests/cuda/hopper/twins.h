@@ -22,9 +22,12 @@ struct WarpgroupLaunch {
   unsigned registers = 0;  // of a thread when it starts; warpgroups hand them on
   unsigned together = 1;   // blocks that are on the GPU together, started in their order; 1: one after another, in any
 };
-// As run() and give().
+// As run() and give(). Fault for more blocks together than the GPU holds.
 void run(const WarpgroupLaunch& launch, const std::function<void()>& body);
 void give(const WarpgroupLaunch& launch, std::function<void()> body);
+// Blocks that the GPU holds at a time, one on each multiprocessor; at first 132. Returns the number before.
+unsigned set_most_together(unsigned blocks);
+unsigned most_together();
 
 // ---- copies ----
 

@@ -1,6 +1,7 @@
 #include "tests/cuda/hopper/warpgroups.h"
 
 #include <string_view>
+#include <utility>
 
 #include "tests/cuda/accesses.h"
 
@@ -10,6 +11,11 @@ namespace {
 // These launches run on sm_90a alone.
 constexpr Architecture kSm90 = kArchitectures[3];
 static_assert(std::string_view(kSm90.name) == "sm_90");
+
+unsigned& blocks_together() {
+  static unsigned most = 132;
+  return most;
+}
 
 }  // namespace
 
@@ -147,6 +153,9 @@ void run(const WarpgroupLaunch& of, const std::function<void()>& body) {
   if (threads % 32 != 0 || of.registers % 8 != 0 || of.registers * threads > Warpgroups::kRegisterFile)
     throw Fault("a launch that a GPU does not take: " + std::to_string(threads) + " threads of " +
                 std::to_string(of.registers) + " registers");
+  if (of.together > most_together())
+    throw Fault("a launch of " + std::to_string(of.together) + " blocks that wait for each other on a GPU that holds " +
+                std::to_string(most_together()));
   LaunchBeside beside;
   beside.together = of.together;
   beside.beside = [&](const Seat& seat) { return std::make_unique<Warpgroups>(seat, of.registers); };
@@ -160,6 +169,8 @@ void run(const WarpgroupLaunch& of, const std::function<void()>& body) {
   }
   set_architecture(before);
 }
+unsigned set_most_together(unsigned blocks) { return std::exchange(blocks_together(), blocks); }
+unsigned most_together() { return blocks_together(); }
 void give(const WarpgroupLaunch& launch, std::function<void()> body) {
   give_work([launch, body = std::move(body)] { run(launch, body); });
 }

@@ -18,7 +18,7 @@ bool takes_forward(const attention::Shape& shape, const attention::Inputs<bfloat
 void forward(const attention::Shape& shape, const attention::Inputs<bfloat16>& in, attention::Rows<bfloat16> out,
              float* lse_HQ);
 
-// True if the backward takes a problem: one that the forward takes, with heads of at most 128 elements.
+// True if the backward takes a problem: one that the forward takes.
 bool takes_backward(const attention::Shape& shape, const attention::Inputs<bfloat16>& in,
                     attention::Rows<const bfloat16> grad_out, attention::Rows<const bfloat16> grad_q);
 // Overwrites the gradients of queries, and adds to the others.

@@ -18,27 +18,30 @@ struct QueriesMaps {
 
 // Keys of a tile: as many as registers hold.
 template <int D, bool rules>
-inline constexpr int kQueriesKeys = rules     ? 64
-                                    : D == 64 ? 128
-                                              : 96;
+inline constexpr int kQueriesKeys = D == 256 || (D > 128 && rules) ? 48
+                                    : rules || D > 128             ? 64
+                                    : D == 64                      ? 128
+                                                                   : 96;
 
 // Shared memory: queries, gradients of their results, stages of keys and of values, barriers, numbers of tiles.
-template <int D, bool rules>
+template <int D, int V, bool rules>
 struct QueriesRoom : Tiling<kQueriesKeys<D, rules>, kQueriesKeys<D, rules>, kBlockQueries, kFactQueries, rules> {
   static constexpr int kKeys = kQueriesKeys<D, rules>;
-  static constexpr int kQueryBytes = kParts<D> * kPartBytes<kBlockQueries>, kKeyBytes = kParts<D> * kPartBytes<kKeys>,
-                       kValueBytes = kKeyBytes;
-  static constexpr int kGradients = kQueryBytes, kTilesK = 2 * kQueryBytes, kTilesV = kTilesK + kStages * kKeyBytes,
-                       kBarriers = kTilesV + kStages * kValueBytes, kNumbers = kBarriers + StageBarriers::kBytes,
-                       kBytes = kNumbers + 4 * kStages;
+  static constexpr int kQueryBytes = kParts<D> * kPartBytes<kBlockQueries>,
+                       kGradientBytes = kParts<V> * kPartBytes<kBlockQueries>,
+                       kKeyBytes = kParts<D> * kPartBytes<kKeys>, kValueBytes = kParts<V> * kPartBytes<kKeys>;
+  static constexpr int kGradients = kQueryBytes, kTilesK = kGradients + kGradientBytes,
+                       kTilesV = kTilesK + kStages * kKeyBytes, kBarriers = kTilesV + kStages * kValueBytes,
+                       kNumbers = kBarriers + StageBarriers::kBytes, kBytes = kNumbers + 4 * kStages;
   static_assert(kBytes <= kSharedBytes);
 };
 
-template <int D, bool kRules>
+template <int D, int V, bool kRules>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     hopper_backward_queries_kernel(const ESPALIER_GRID_CONSTANT QueriesMaps maps, const Shape shape,
-                                   const TileFacts facts, const QueryNumbers of_queries, const Rows<bfloat16> grad_q) {
-  using Room = QueriesRoom<D, kRules>;
+                                   const TileFacts facts, const QueryNumbers of_queries, const QuerySums sums,
+                                   const Rows<bfloat16> grad_q) {
+  using Room = QueriesRoom<D, V, kRules>;
   constexpr int kKeys = Room::kKeys, kWide = kParts<D> * kPartColumns;
   const SharedPlace memory = place_of(shared_bytes());
   int* const numbers = reinterpret_cast<int*>(shared_bytes() + Room::kNumbers);
@@ -52,11 +55,11 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   if (warp < 4) {
     give_registers<kCopyingRegisters>();
     if (thread == 0) {
-      barrier_expect(barriers.full_staying(), 2 * Room::kQueryBytes);
+      barrier_expect(barriers.full_staying(), Room::kQueryBytes + Room::kGradientBytes);
       load_tile<D, kBlockQueries>(memory, maps.q, barriers.full_staying(), head * D, first_query);
-      load_tile<D, kBlockQueries>(memory + Room::kGradients, maps.grad_out, barriers.full_staying(), head * D,
+      load_tile<V, kBlockQueries>(memory + Room::kGradients, maps.grad_out, barriers.full_staying(), head * V,
                                   first_query);
-      copy_key_tiles<Room, D, D>(maps.keys, shape, facts, memory, barriers, numbers, first_query,
+      copy_key_tiles<Room, D, V>(maps.keys, shape, facts, memory, barriers, numbers, first_query,
                                  head / (static_cast<int>(shape.heads) / static_cast<int>(shape.kv_heads)));
     }
     return;
@@ -88,7 +91,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     multiply_rows<D, kKeys, kBlockQueries, kKeys>(s, factor_q, further(factor_k, stage * Room::kKeyBytes));
   };
   const auto value_products = [&](int stage) {
-    multiply_rows<D, kKeys, kBlockQueries, kKeys>(dp, factor_g, further(factor_v, stage * Room::kValueBytes));
+    multiply_rows<V, kKeys, kBlockQueries, kKeys>(dp, factor_g, further(factor_v, stage * Room::kValueBytes));
   };
   const auto add = [&](int stage, bool adds) {
     multiply_columns<kWide, kKeys>(dq, slopes, further(columns_k, stage * Room::kKeyBytes), adds);
@@ -175,6 +178,19 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     round_factor<kKeys>(dp, slopes);
     stage = next;
   }
+  if constexpr (D == 128) {
+    const int tile = first_query / kSumQueries + group;
+    if (sums.data != nullptr && tile < sums.tiles) {
+      const float* const of_tile =
+          sums.data + (std::int64_t{head} * sums.tiles + tile) * (kSumBytes / 4) + thread % kGroupThreads * 4;
+#pragma unroll
+      for (int j = 0; j < D / 8; ++j) {
+        const Pack<float, 4> of = load_pack<4>(of_tile + j * kGroupThreads * 4);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) dq[4 * j + i] += of.x[i];
+      }
+    }
+  }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int query = first_query + in_tile + 8 * r;
@@ -188,18 +204,20 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 
 }  // namespace
 
-void backward_queries(const Shape& shape, const Inputs<bfloat16>& in, const QueryNumbers& numbers,
-                      Rows<const bfloat16> grad_out, Rows<bfloat16> grad_q) {
-  with_backward_sizes(shape, [&]<int D, bool kRules>() {
-    using Room = QueriesRoom<D, kRules>;
+void backward_queries(const Shape& of, const Inputs<bfloat16>& in, const QueryNumbers& numbers,
+                      Rows<const bfloat16> grad_out, const QuerySums& sums, Rows<bfloat16> grad_q) {
+  Shape shape = of;
+  if (sums.data != nullptr) shape.path_rows = 0;  // its part is in the sums
+  with_backward_sizes(shape, [&]<int D, int V, bool kRules>() {
+    using Room = QueriesRoom<D, V, kRules>;
     const Facts facts(shape, Room::kKeys);
-    const auto map = [&](const Rows<const bfloat16>& of) {
-      return tensor_map({of.data, shape.query_rows, shape.heads * D, of.stride}, kBlockQueries);
+    const auto map = [&](const Rows<const bfloat16>& rows, int columns) {
+      return tensor_map({rows.data, shape.query_rows, shape.heads * columns, rows.stride}, kBlockQueries);
     };
-    const QueriesMaps maps{map(in.q), map(grad_out), key_maps<D, D, Room::kKeys>(shape, in)};
-    launch_warpgroups(hopper_backward_queries_kernel<D, kRules>,
+    const QueriesMaps maps{map(in.q, D), map(grad_out, V), key_maps<D, V, Room::kKeys>(shape, in)};
+    launch_warpgroups(hopper_backward_queries_kernel<D, V, kRules>,
                       {ceil_div(shape.query_rows, kBlockQueries), shape.heads}, Room::kBytes, maps, shape, facts.get(),
-                      numbers, grad_q);
+                      numbers, sums, grad_q);
   });
 }
 

@@ -86,6 +86,29 @@ __device__ __forceinline__ void named_arrive(int number, int threads ESPALIER_TW
 #endif
 }
 
+// ---- numbers in global memory by which blocks that are on the GPU together take turns ----
+
+// Returns when the number has this value. Later copies and sums of this thread come behind the copies and sums of the
+// threads that passed the turn on.
+__device__ __forceinline__ void turn_wait(const int* at, int value ESPALIER_TWIN_SITE) {
+#ifdef __CUDACC__
+  int seen;
+  do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(at) : "memory");
+  while (seen != value);
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+#else
+  emulation::wait_for_number(at, value, site);
+#endif
+}
+// Adds 1 to the number, behind what this thread waited for.
+__device__ __forceinline__ void turn_pass(int* at ESPALIER_TWIN_SITE) {
+#ifdef __CUDACC__
+  asm volatile("fence.proxy.async.global;\nred.release.gpu.global.add.s32 [%0], 1;" ::"l"(at) : "memory");
+#else
+  emulation::add_to_number(at, 1, site);
+#endif
+}
+
 // ---- registers: the number that each thread of a warpgroup has from now on ----
 
 template <int registers>

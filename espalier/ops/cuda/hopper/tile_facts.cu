@@ -26,14 +26,14 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // For tiles of queries the first depths that they see.
-__global__ void __launch_bounds__(kThreads)
-    query_range_kernel(Shape shape, std::int64_t tiles, std::int32_t* least_first, std::int32_t* most_first) {
+__global__ void __launch_bounds__(kThreads) query_range_kernel(Shape shape, int queries, std::int64_t tiles,
+                                                               std::int32_t* least_first, std::int32_t* most_first) {
   const std::int64_t tile = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   if (tile >= tiles) return;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   std::int32_t largest = -0x7fffffff, smallest = 0x7fffffff;
-  for (int r = lane; r < kFactQueries; r += 32) {
-    const std::int64_t query = tile * kFactQueries + r;
+  for (int r = lane; r < queries; r += 32) {
+    const std::int64_t query = tile * queries + r;
     if (query >= shape.query_rows) break;
     const std::int32_t first = first_depth_of(shape, own_row_of(shape, query));
     largest = max(largest, first), smallest = min(smallest, first);
@@ -44,10 +44,10 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-Facts::Facts(const Shape& shape, int keys)
+Facts::Facts(const Shape& shape, int keys, int queries)
     : windows_(shape.window > 0),
       tiles_(ceil_div(shape.own_rows, keys)),
-      query_tiles_(windows_ ? ceil_div(shape.query_rows, kFactQueries) : 0),
+      query_tiles_(windows_ ? ceil_div(shape.query_rows, queries) : 0),
       memory_(tiles_ * (windows_ ? 4 : 2) + query_tiles_ * 2) {
   const Blocks blocks{ceil_div(tiles_, kWarps)};
   std::int32_t* const ends = memory_.get();
@@ -58,7 +58,7 @@ Facts::Facts(const Shape& shape, int keys)
   facts_.most_depth = depths, facts_.least_depth = depths + tiles_;
   facts_.least_first = first, facts_.most_first = first + query_tiles_;
   launch(key_range_kernel, blocks, kThreads, 0, shape.own_rows, keys, tiles_, shape.depth, depths, depths + tiles_);
-  launch(query_range_kernel, {ceil_div(query_tiles_, kWarps)}, kThreads, 0, shape, query_tiles_, first,
+  launch(query_range_kernel, {ceil_div(query_tiles_, kWarps)}, kThreads, 0, shape, queries, query_tiles_, first,
          first + query_tiles_);
 }
 

@@ -9,10 +9,10 @@ namespace espalier::cuda::hopper {
 
 inline constexpr int kFactQueries = 64;
 
-// For tiles of this number of own keys, and of kFactQueries queries.
+// For tiles of these numbers of own keys and of queries.
 class Facts {
  public:
-  Facts(const Shape& shape, int keys);
+  Facts(const Shape& shape, int keys, int queries = kFactQueries);
   const TileFacts& get() const { return facts_; }
 
  private:

@@ -7,6 +7,32 @@
 namespace espalier::cuda::hopper {
 
 template <int kTransposedB>
+__device__ __forceinline__ void wgmma_shared_32(float (&d)[16], std::uint64_t a, std::uint64_t b, int adds) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "%16, %17, p, 1, 1, 0, %19;\n}\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+      : "l"(a), "l"(b), "r"(adds), "n"(kTransposedB));
+}
+
+template <int kTransposedB>
+__device__ __forceinline__ void wgmma_shared_48(float (&d)[24], std::uint64_t a, std::uint64_t b, int adds) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %26, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23}, "
+      "%24, %25, p, 1, 1, 0, %27;\n}\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
+      : "l"(a), "l"(b), "r"(adds), "n"(kTransposedB));
+}
+
+template <int kTransposedB>
 __device__ __forceinline__ void wgmma_shared_64(float (&d)[32], std::uint64_t a, std::uint64_t b, int adds) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
@@ -181,6 +207,32 @@ __device__ __forceinline__ void wgmma_shared_256(float (&d)[128], std::uint64_t 
         "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]),
         "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
       : "l"(a), "l"(b), "r"(adds), "n"(kTransposedB));
+}
+
+template <int kTransposedB>
+__device__ __forceinline__ void wgmma_registers_32(float (&d)[16], const unsigned (&a)[4], std::uint64_t b, int adds) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "{%16, %17, %18, %19}, %20, p, 1, 1, %22;\n}\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds), "n"(kTransposedB));
+}
+
+template <int kTransposedB>
+__device__ __forceinline__ void wgmma_registers_48(float (&d)[24], const unsigned (&a)[4], std::uint64_t b, int adds) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %29, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23}, "
+      "{%24, %25, %26, %27}, %28, p, 1, 1, %30;\n}\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds), "n"(kTransposedB));
 }
 
 template <int kTransposedB>
@@ -362,7 +414,9 @@ __device__ __forceinline__ void wgmma_registers_256(float (&d)[128], const unsig
 
 template <int N, int kTransposedB>
 __device__ __forceinline__ void wgmma_shared(float (&d)[N / 2], std::uint64_t a, std::uint64_t b, int adds) {
-  static_assert(N == 64 || N == 80 || N == 96 || N == 112 || N == 128 || N == 176 || N == 192 || N == 256);
+  static_assert(N == 32 || N == 48 || N == 64 || N == 80 || N == 96 || N == 112 || N == 128 || N == 176 || N == 192 || N == 256);
+  if constexpr (N == 32) wgmma_shared_32<kTransposedB>(d, a, b, adds);
+  if constexpr (N == 48) wgmma_shared_48<kTransposedB>(d, a, b, adds);
   if constexpr (N == 64) wgmma_shared_64<kTransposedB>(d, a, b, adds);
   if constexpr (N == 80) wgmma_shared_80<kTransposedB>(d, a, b, adds);
   if constexpr (N == 96) wgmma_shared_96<kTransposedB>(d, a, b, adds);
@@ -375,7 +429,9 @@ __device__ __forceinline__ void wgmma_shared(float (&d)[N / 2], std::uint64_t a,
 
 template <int N, int kTransposedB>
 __device__ __forceinline__ void wgmma_registers(float (&d)[N / 2], const unsigned (&a)[4], std::uint64_t b, int adds) {
-  static_assert(N == 64 || N == 80 || N == 96 || N == 112 || N == 128 || N == 176 || N == 192 || N == 256);
+  static_assert(N == 32 || N == 48 || N == 64 || N == 80 || N == 96 || N == 112 || N == 128 || N == 176 || N == 192 || N == 256);
+  if constexpr (N == 32) wgmma_registers_32<kTransposedB>(d, a, b, adds);
+  if constexpr (N == 48) wgmma_registers_48<kTransposedB>(d, a, b, adds);
   if constexpr (N == 64) wgmma_registers_64<kTransposedB>(d, a, b, adds);
   if constexpr (N == 80) wgmma_registers_80<kTransposedB>(d, a, b, adds);
   if constexpr (N == 96) wgmma_registers_96<kTransposedB>(d, a, b, adds);
