@@ -7,17 +7,29 @@ const std::string& page_text() {
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>espalier serve</title>
 <style>
-:root { color-scheme: light dark; --line: #8884; --strong: #2a7de1; }
+:root { color-scheme: light dark; --line: #8884; --strong: #2a7de1; --quiet: #666; }
+@media (prefers-color-scheme: dark) { :root { --quiet: #9a9a9a; } }
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; }
 h1 { font-size: 1.3rem; margin: 0 0 .2rem; } h2 { font-size: 1rem; margin: 1.8rem 0 .4rem; }
-p { margin: 0; color: #888; }
+p { margin: 0; color: var(--quiet); }
 dl { display: flex; flex-wrap: wrap; gap: .6rem 2.2rem; margin: 1.2rem 0; }
-dt { color: #888; font-size: .85rem; } dd { margin: 0; font-size: 1.25rem; font-variant-numeric: tabular-nums; }
+dt { color: var(--quiet); font-size: .85rem; } dd { margin: 0; font-size: 1.25rem; font-variant-numeric: tabular-nums; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line); }
-th { color: #888; font-weight: normal; font-size: .85rem; } td.n, th.n { text-align: right; padding-right: 1.5rem; }
+td:first-child { white-space: nowrap; }
+th { color: var(--quiet); font-weight: normal; white-space: nowrap; font-size: .85rem; } td.n, th.n { text-align: right; padding-right: 1.5rem; }
 svg { display: block; } polyline { fill: none; stroke: var(--strong); stroke-width: 1.5; }
 #key { display: none; margin: 1rem 0; }
+@media (max-width: 68rem) {
+  dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(9rem, 1fr)); gap: .6rem 1rem; }
+  table { display: block; }
+  tr { display: flex; flex-wrap: wrap; gap: .1rem 1.4rem; padding: .6rem 0; border-bottom: 1px solid var(--line); }
+  tr.heads { display: none; }
+  td, td.n { border: 0; padding: 0; text-align: left; }
+  td { overflow-wrap: anywhere; }
+  td:first-child, td.picture { flex-basis: 100%; }
+  td:not(:first-child)::before { content: attr(data-head) " "; color: var(--quiet); font-size: .85rem; }
+}
 </style></head><body>
 <h1>espalier serve</h1><p id="about">...</p>
 <form id="key"><label>Key of this server: <input type="password" autocomplete="off"></label> <button>Show</button></form>
@@ -31,14 +43,16 @@ const bytes = n => n >= 1e9 ? (n / 1e9).toFixed(1) + " GB" : (n / 1e6).toFixed(0
 const age = s => s < 90 ? Math.round(s) + " s" : s < 5400 ? Math.round(s / 60) + " min" : (s / 3600).toFixed(1) + " h";
 function table(id, heads, rows) {
   const out = document.getElementById(id), head = document.createElement("tr");
+  head.className = "heads";
   out.replaceChildren(head);
   for (const [name, numeric] of heads) { const e = cell(name, "th"); if (numeric) e.className = "n"; head.append(e); }
   for (const row of rows) {
     const line = document.createElement("tr");
     row.forEach((value, i) => {
       const e = value instanceof Element ? document.createElement("td") : cell(value);
-      if (value instanceof Element) e.append(value);
+      if (value instanceof Element) { e.append(value); e.className = "picture"; }
       if (heads[i][1]) e.className = "n";
+      e.dataset.head = heads[i][0];
       line.append(e);
     });
     out.append(line);
