@@ -45,6 +45,8 @@ namespace {
 
 // After an answer of 429 a client waits so long.
 constexpr const char* kRetrySeconds = "1";
+// The rest of a request that was refused is read for so long.
+constexpr int kRestSeconds = 10;
 
 HttpAnswer failure(int status, const char* detail) {
   return {status, "application/json",
@@ -138,10 +140,23 @@ class Connection : public std::enable_shared_from_this<Connection<Server>> {
     });
   }
 
-  // The rest of the request is not read, so the connection ends.
+  // The rest of the request is of no use, so the connection ends.
   void refuse(HttpAnswer answer) {
-    keep_alive_ = false;
+    keep_alive_ = false, has_rest_ = true;
     write(std::move(answer));
+  }
+
+  // A client reads its answer after it has sent all. A connection that ends before would be reset, and the answer lost.
+  void drop_rest() {
+    close();
+    rest_.resize(64 << 10);
+    stream_.expires_after(std::chrono::seconds(kRestSeconds));
+    drop_some();
+  }
+  void drop_some() {
+    stream_.async_read_some(asio::buffer(rest_), [self = this->shared_from_this()](Failure failed, std::size_t) {
+      if (!failed) self->drop_some();
+    });
   }
 
   void write(HttpAnswer answer) {
@@ -176,7 +191,7 @@ class Connection : public std::enable_shared_from_this<Connection<Server>> {
     http::async_write(stream_, message, [self = this->shared_from_this()](Failure failed, std::size_t) {
       self->body_.reset();
       self->answer_.reset(), self->file_.reset();
-      if (failed || !self->keep_alive_) return self->close();
+      if (failed || !self->keep_alive_) return !failed && self->has_rest_ ? self->drop_rest() : self->close();
       self->read(self->server_->limits_.idle_seconds);
     });
   }
@@ -192,7 +207,8 @@ class Connection : public std::enable_shared_from_this<Connection<Server>> {
   std::optional<http::request_parser<http::string_body>> parser_;
   HttpRequest request_;
   std::int64_t body_room_ = 0;
-  bool keep_alive_ = false;
+  bool keep_alive_ = false, has_rest_ = false;
+  std::vector<char> rest_;
   std::shared_ptr<const std::string> body_;  // lives until it is written
   std::optional<http::response<http::span_body<const char>>> answer_;
   std::optional<http::response<http::basic_file_body<boost::beast::file_posix>>> file_;
