@@ -92,6 +92,20 @@ void Arena::wake(Range range) {
   ASAN_UNPOISON_MEMORY_REGION(base_ + range.begin, range.bytes());
 }
 
+std::vector<Arena::Range> Arena::awake() const {
+  std::vector<Range> out;
+  std::int64_t begin = 0;
+  const auto add = [&](std::int64_t end) {
+    if (begin < end) out.push_back({begin, end});
+  };
+  for (const Range& range : sleeping_) {
+    add(range.begin);
+    begin = range.end;
+  }
+  add(top_);
+  return out;
+}
+
 void Arena::trim() {
   ASAN_UNPOISON_MEMORY_REGION(base_ + top_, touched_ - top_);
   device_.give_back(base_ + top_, touched_ - top_);

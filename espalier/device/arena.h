@@ -52,6 +52,8 @@ class Arena {
   void sleep(Range range);
   // Errors: MemoryBudgetError if more than the limit is held then.
   void wake(Range range);
+  // The stack without its sleeping ranges, ascending.
+  std::vector<Range> awake() const;
   // Copy a range of the stack to and from host memory.
   void copy_out(Range range, std::byte* host) const { device_.copy_out(base_ + range.begin, range.bytes(), host); }
   void copy_in(const std::byte* host, Range range) { device_.copy_in(host, range.bytes(), base_ + range.begin); }

@@ -3,15 +3,21 @@
 #include <algorithm>
 #include <utility>
 
+#include "espalier/base/error.h"
+#include "espalier/metrics/timer.h"
+
 namespace espalier {
 
 namespace {
 
 constexpr std::size_t kMostSpare = 2;  // arenas whose pages are kept for further calls
+// A turn lasts at least so many times as long as memory was moved for it.
+constexpr double kWorkForMoving = 2;
 
 }  // namespace
 
-CallMemory::CallMemory(std::int64_t bytes) : bytes_(bytes), decoding_(bytes / 2) {}
+CallMemory::CallMemory(std::int64_t bytes, std::filesystem::path folder)
+    : bytes_(bytes), folder_(std::move(folder)), decoding_(bytes / 2) {}
 
 void CallMemory::trim_others(const Workspace& own, std::int64_t needed) {
   std::vector<Workspace*> others;
@@ -25,10 +31,31 @@ void CallMemory::trim_others(const Workspace& own, std::int64_t needed) {
   for (Workspace* other : others) other->arena.trim();
 }
 
-std::int64_t CallMemory::open_bytes() const {
-  std::int64_t open = 0;
-  for (const Turns* turns : begun_) open += turns->open();
-  return open;
+bool CallMemory::make_way(const Turns* own, std::int64_t needed) {
+  for (;;) {
+    std::int64_t open = 0;
+    Turns* largest = nullptr;
+    for (Turns* turns : begun_) {
+      if (turns == own) continue;
+      open += turns->open();
+      if (largest == nullptr || turns->open() > largest->open()) largest = turns;
+    }
+    if (open + needed <= bytes_) return true;
+    try {
+      largest->parked_.emplace(largest->workspace().arena, folder_);
+      ++moves_;
+    } catch (const Error&) {  // a full disk: what is there now goes on
+      return false;
+    }
+  }
+}
+
+std::optional<double> CallMemory::begin_decoding() {
+  const Timer timer;
+  const std::int64_t before = moves_;
+  if (!make_way(nullptr, half())) return {};
+  trim_others(decoding_, half());
+  return moves_ > before ? kWorkForMoving * timer.total() : 0;
 }
 
 CallMemory::Turns::Turns(CallMemory& memory, const Pause& pause) : memory_(memory), pause_(pause) {
@@ -41,39 +68,58 @@ CallMemory::Turns::Turns(CallMemory& memory, const Pause& pause) : memory_(memor
 }
 
 CallMemory::Turns::~Turns() {
-  std::erase(memory_.planned_, this);
   std::erase(memory_.begun_, this);
   if (memory_.spare_.size() < kMostSpare) memory_.spare_.push_back(std::move(workspace_));
 }
 
-// Calls of several items begin in their order, so that one that needs much is not overtaken again and again. None of
-// them begins where it could not pause: everybody else would wait for all of its items.
-bool CallMemory::Turns::may_begin() const {
-  if (needed_ + memory_.open_bytes() > memory_.bytes_) return false;
-  if (one_item_) return true;
-  return memory_.planned_.front() == this && std::ranges::all_of(memory_.begun_, [&](const Turns* other) {
-           return other->needed_ + needed_ <= memory_.bytes_;
-         });
+// The call that had the last turn can always go on: others left it room then, and none of them holds more now.
+void CallMemory::Turns::take_memory() {
+  const std::int64_t before = memory_.moves_;
+  double seconds = 0;
+  const auto timed = [&](const auto& work) {
+    const Timer timer;
+    work();
+    seconds += timer.total();
+  };
+  bool fits = false;
+  for (;;) {
+    timed([&] { fits = memory_.make_way(this, needed_); });
+    if (fits) break;
+    let_others();
+  }
+  const bool moves = parked_ || memory_.moves_ > before;
+  if (parked_)
+    timed([&] {
+      ParkedArena parked = std::move(*parked_);
+      parked_.reset();
+      parked.come_back();
+    });
+  turn_ends_ = moves ? Timer::steady_seconds() + kWorkForMoving * seconds : 0;
+}
+
+void CallMemory::Turns::let_others() {
+  try {
+    pause_();
+  } catch (...) {
+    if (parked_) parked_->drop();
+    parked_.reset();
+    throw;
+  }
 }
 
 void CallMemory::Turns::begin(std::int64_t needed, bool one_item) {
   std::erase(memory_.begun_, this);  // a second plan of the same call
   needed_ = std::min(needed, memory_.bytes_), one_item_ = one_item;
-  memory_.planned_.push_back(this);
-  if (!one_item) pause_();  // many rows were planned
-  while (!may_begin()) pause_();
-  std::erase(memory_.planned_, this);
+  if (!one_item) let_others();  // many rows were planned
+  take_memory();
   memory_.begun_.push_back(this);
   memory_.trim_others(*workspace_, needed_);
 }
 
 void CallMemory::Turns::pause() {
-  if (one_item_) return;
-  const std::int64_t open = memory_.open_bytes();
-  if (open > memory_.half()) return;
-  for (const Turns* other : memory_.begun_)
-    if (other != this && other->needed_ + open - other->open() > memory_.bytes_) return;
-  pause_();
+  if (one_item_ || Timer::steady_seconds() < turn_ends_) return;
+  let_others();
+  take_memory();
   memory_.trim_others(*workspace_, needed_);
 }
 

@@ -1,6 +1,7 @@
 #include "espalier/hosting/host.h"
 
 #include <ATen/Parallel.h>
+#include <signal.h>
 
 #include <fstream>
 #include <set>
@@ -9,6 +10,8 @@
 #include "espalier/base/error.h"
 #include "espalier/base/units.h"
 #include "espalier/checkpoint/atomic_output.h"
+#include "espalier/hosting/base_identity.h"
+#include "espalier/metrics/timer.h"
 #include "espalier/state/planning.h"
 
 namespace espalier {
@@ -77,7 +80,8 @@ Host::Host(const std::vector<NamedFolder>& models, const Options& options, const
     own.model = folder.string();
     auto base = std::make_unique<HostedBase>(name, folder, own, progress);
     const ModelShape& shape = base->model().shape;
-    facts_.push_back({name, fs::absolute(folder).string(), shape.architecture, shape.vocabulary, shape.max_positions});
+    facts_.push_back({name, fs::absolute(folder).string(), identity_of(shape, folder), shape.architecture,
+                      shape.vocabulary, shape.max_positions});
     bases_.emplace(name, std::move(base));
   }
   const std::int64_t weights = bound_device().held_bytes() - held_before;
@@ -88,26 +92,38 @@ Host::Host(const std::vector<NamedFolder>& models, const Options& options, const
   hosting_ = std::make_unique<Hosting>(options, machine, same_as_before(left, options, progress));
 }
 
-// The number of threads is a property of the thread that starts them.
-void Host::begin_thread() { at::set_num_threads(static_cast<int>(hosting_->options.threads)); }
-
-fs::path Host::parked_folder(const std::string& run) const {
-  return fs::path(hosting_->options.state) / serve::kParked / run;
+void Host::check_checkpoint(const std::string& name, const fs::path& folder, bool optimizer) const {
+  const auto found = bases_.find(name);
+  if (found == bases_.end())
+    throw InputError({"the checkpoint", "one of a base model of this server", name, "start the server with it"});
+  espalier::check_checkpoint(*found->second, folder, optimizer);
 }
 
-void Host::add_run(const std::string& run, HostedBase& base, std::unique_ptr<TunedModel> model) {
+// The number of threads is a property of the thread that starts them. A limit on the size of files is an error of the
+// write, not the end of the process.
+void Host::begin_thread() {
+  at::set_num_threads(static_cast<int>(hosting_->options.threads));
+  sigset_t limits;
+  sigemptyset(&limits);
+  sigaddset(&limits, SIGXFSZ);
+  pthread_sigmask(SIG_BLOCK, &limits, nullptr);
+}
+
+void Host::add_run(const std::string& run, HostedBase& base, std::shared_ptr<TunedModel> model) {
   drop(run);
   const serve::LoraConfig lora = model->lora();
-  runs_.emplace(run, Run{base, lora, std::move(model), ++clock_});
+  runs_.emplace(run, Run{base, lora, std::move(model), ++clock_, {}});
 }
 
-void Host::drop(const std::string& run) {
-  runs_.erase(run);
+void Host::drop(const std::string& name) {
+  const auto found = runs_.find(name);
+  if (found == runs_.end()) return;
   std::error_code ignored;
-  fs::remove_all(parked_folder(run), ignored);
+  if (!found->second.parked.empty()) fs::remove_all(found->second.parked, ignored);
+  runs_.erase(found);
 }
 
-TunedModel& Host::run_of(const std::string& name) {
+TunedModel& Host::run_of(const std::string& name, const serve::Pause& pause) {
   const auto found = runs_.find(name);
   if (found == runs_.end())
     throw InputError(
@@ -115,33 +131,55 @@ TunedModel& Host::run_of(const std::string& name) {
   Run& run = found->second;
   run.last_used = ++clock_;
   if (run.live) return *run.live;
-  make_room(run.base, run.lora);
-  run.live = std::make_unique<TunedModel>(run.base, *hosting_, run.lora, parked_folder(name), true);
+  const auto loading = make_room(run.base, run.lora, pause);
+  run.live = std::make_shared<TunedModel>(run.base, *hosting_, run.lora, run.parked, true, pause);
   return *run.live;
 }
 
-bool Host::park_idle_run() {
-  std::pair<const std::string, Run>* oldest = nullptr;
-  for (auto& entry : runs_)
+bool Host::park_idle_run(const serve::Pause& pause) {
+  const std::pair<const std::string, Run>* oldest = nullptr;
+  for (const auto& entry : runs_)
     if (entry.second.live && entry.second.live->is_idle() &&
         (oldest == nullptr || entry.second.last_used < oldest->second.last_used))
       oldest = &entry;
   if (oldest == nullptr) return false;
-  auto& [name, run] = *oldest;
-  write_state(*run.live, parked_folder(name), serve::CheckpointKind::training, "{}");
+  const std::string name = oldest->first;
+  const std::shared_ptr<TunedModel> model = oldest->second.live;
+  const std::uint64_t last_used = oldest->second.last_used;
+  // A name of its own: others may come to park a run of the same name before this one is written.
+  const fs::path folder = fs::path(hosting_->options.state) / serve::kParked / text_of(name, '.', ++clock_);
+  {
+    const struct Parking {
+      explicit Parking(std::int64_t& of_all) : sum(of_all) { ++sum; }
+      ~Parking() { --sum; }
+      std::int64_t& sum;
+    } parking(parking_);
+    write_state(*model, folder, serve::CheckpointKind::training, "{}", pause);
+  }
+  const auto found = runs_.find(name);
+  std::error_code ignored;
+  if (found == runs_.end() || found->second.live != model || found->second.last_used != last_used) {
+    fs::remove_all(folder, ignored);
+    return true;
+  }
+  Run& run = found->second;
+  if (!run.parked.empty()) fs::remove_all(run.parked, ignored);
+  run.parked = folder;
   run.live.reset();
   return true;
 }
 
-void Host::create(const std::string& run, const std::string& base, const serve::LoraConfig& lora) {
-  make_room(*bases_.at(base), lora);
-  add_run(run, *bases_.at(base), std::make_unique<TunedModel>(*bases_.at(base), *hosting_, lora));
+void Host::create(const std::string& run, const std::string& base, const serve::LoraConfig& lora,
+                  const serve::Pause& pause) {
+  HostedBase& own = *bases_.at(base);
+  const auto loading = make_room(own, lora, pause);
+  add_run(run, own, std::make_shared<TunedModel>(own, *hosting_, lora, pause));
 }
 
 std::vector<serve::TrainingOutcome> Host::forward_backward(const std::string& run,
                                                            const std::vector<const serve::TrainingCall*>& calls,
                                                            const serve::Pause& pause) {
-  TunedModel& model = run_of(run);
+  TunedModel& model = run_of(run, pause);
   if (calls.size() > 1) try {
       return model.forward_backward(calls, pause);
     } catch (const std::exception&) {  // of which call is not known: each by itself
@@ -158,35 +196,35 @@ std::vector<serve::TrainingOutcome> Host::forward_backward(const std::string& ru
   return outcomes;
 }
 
-void Host::break_gradient(const std::string& run, const std::string& why) { run_of(run).break_gradient(why); }
+void Host::break_gradient(const std::string& run, const std::string& why, const serve::Pause& pause) {
+  run_of(run, pause).break_gradient(why);
+}
 
-std::map<std::string, double> Host::optim_step(const std::string& run, const serve::AdamParams& params) {
-  TunedModel& model = run_of(run);
-  const AdamW::Update update = model.step(params);
+// A parked run has none.
+bool Host::has_gradient(const std::string& name) const {
+  const auto found = runs_.find(name);
+  return found != runs_.end() && found->second.live && found->second.live->has_gradient();
+}
+
+std::map<std::string, double> Host::optim_step(const std::string& run, const serve::AdamParams& params,
+                                               const serve::Pause& pause) {
+  TunedModel& model = run_of(run, pause);
+  const AdamW::Update update = model.step(params, pause);
   return {{"grad_norm:mean", update.grad_norm}, {"step:max", static_cast<double>(model.optimizer().steps_done())}};
 }
 
 void Host::save(const std::string& run, const fs::path& folder, serve::CheckpointKind kind,
                 const std::string& description, const serve::Pause& pause) {
-  write_state(run_of(run), folder, kind, description, pause);
+  write_state(run_of(run, pause), folder, kind, description, pause);
 }
 
 void Host::load(const std::string& run, const std::string& base, const serve::LoraConfig& lora, const fs::path& folder,
                 bool optimizer, const serve::Pause& pause) {
+  check_checkpoint(base, folder, optimizer);
   drop(run);
   HostedBase& own = *bases_.at(base);
-  make_room(own, lora);
-  struct Loading {
-    std::int64_t &sum, bytes;
-    ~Loading() { sum -= bytes; }
-  };
-  std::unique_ptr<TunedModel> model;
-  {
-    const Loading loading{loading_bytes_, TunedModel::bytes_of(own, lora)};
-    loading_bytes_ += loading.bytes;
-    model = std::make_unique<TunedModel>(own, *hosting_, lora, folder, optimizer, pause);
-  }
-  add_run(run, own, std::move(model));
+  const auto loading = make_room(own, lora, pause);
+  add_run(run, own, std::make_shared<TunedModel>(own, *hosting_, lora, folder, optimizer, pause));
 }
 
 std::int64_t Host::adapter_bytes() const {
@@ -209,28 +247,38 @@ bool Host::drop_idle_sampler() {
   return true;
 }
 
-void Host::make_room(const HostedBase& base, const serve::LoraConfig& lora) {
+std::unique_ptr<Host::Loading> Host::make_room(const HostedBase& base, const serve::LoraConfig& lora,
+                                               const serve::Pause& pause) {
   const std::int64_t needed = TunedModel::bytes_of(base, lora);
-  while (adapter_bytes() + needed > hosting_->adapter_bytes)
-    if (!drop_idle_sampler() && !park_idle_run())
-      throw MemoryBudgetError(
-          {"the adapter",
-           text_of("one that fits the ", format_bytes(hosting_->adapter_bytes),
-                   " which this server keeps for adapters, of which ", format_bytes(adapter_bytes()), " are taken"),
-           text_of("one of rank ", lora.rank, " that needs ", format_bytes(needed)),
-           text_of(
-               "take a smaller rank, end other sessions, or start the server with a --memory-budget that is larger by ",
-               format_bytes(4 * (adapter_bytes() + needed - hosting_->adapter_bytes)))});
+  auto loading = std::make_unique<Loading>(loading_bytes_, needed);
+  while (adapter_bytes() > hosting_->adapter_bytes) {
+    if (drop_idle_sampler() || park_idle_run(pause)) continue;
+    if (parking_ > 0) {  // by a request that has its turn again after this one's pause
+      pause();
+      continue;
+    }
+    const std::int64_t taken = adapter_bytes() - needed;
+    throw MemoryBudgetError(
+        {"the adapter",
+         text_of("one that fits the ", format_bytes(hosting_->adapter_bytes),
+                 " which this server keeps for adapters, of which ", format_bytes(taken), " are taken"),
+         text_of("one of rank ", lora.rank, " that needs ", format_bytes(needed)),
+         text_of(
+             "take a smaller rank, end other sessions, or start the server with a --memory-budget that is larger by ",
+             format_bytes(4 * (taken + needed - hosting_->adapter_bytes)))});
+  }
+  return loading;
 }
 
-void Host::open_sampler(const std::string& name, const serve::SamplerSource& source) {
+void Host::open_sampler(const std::string& name, const serve::SamplerSource& source, const serve::Pause& pause) {
+  TunedModel* const model = source.run ? &run_of(*source.run, pause) : nullptr;
   Sampler& sampler = samplers_[name];
   if (sampler.live)
     sampler.live->fail(std::make_exception_ptr(InputError({"", "", "the sampler was opened again", ""})));
   sampler = {source, nullptr, ++clock_, nullptr};
-  if (!source.run) return;  // read when it is first used
+  if (model == nullptr) return;  // read when it is first used
   HostedBase& base = *bases_.at(source.base);
-  auto weights = snapshot_of(run_of(*source.run).model());
+  auto weights = snapshot_of(model->model());
   weights->decoder.share_positions(base.decoder());
   sampler.live = std::make_unique<HostedSampler>(base, *hosting_, std::move(weights));
   while (adapter_bytes() > hosting_->adapter_bytes && drop_idle_sampler()) {
@@ -249,6 +297,9 @@ HostedSampler& Host::live(Sampler& sampler) {
   if (sampler.source.folder) {
     weights = load_adapter(base, sampler.source.lora, *sampler.source.folder);
     weights->decoder.share_positions(base.decoder());
+  }
+  while (weights && adapter_bytes() + static_cast<std::int64_t>(weights->weights.nbytes()) > hosting_->adapter_bytes &&
+         drop_idle_sampler()) {
   }
   sampler.live = std::make_unique<HostedSampler>(base, *hosting_, std::move(weights));
   return *sampler.live;
@@ -284,13 +335,25 @@ std::int64_t Host::kv_bytes_of(const HostedSampler& sampler) const {
   return left;
 }
 
+// Where memory was moved for them, tokens follow each other until the time of their turn is over.
 bool Host::step_samples() {
+  decoding_ends_ = 0;
+  bool more = step_all_samplers();
+  while (more && Timer::steady_seconds() < decoding_ends_) more = step_all_samplers();
+  return more;
+}
+
+bool Host::step_all_samplers() {
   bool more = false;
   std::set<HostedBase*> sampling;
   for (const auto& [name, each] : samplers_) {
     if (!each.live || each.live->idle()) continue;
     HostedSampler& sampler = *each.live;
-    if (sampling.empty()) hosting_->calls.begin_decoding();
+    if (sampling.empty()) {
+      const std::optional<double> seconds = hosting_->calls.begin_decoding();
+      if (!seconds) return true;  // after a call that has the memory now
+      if (*seconds > 0) decoding_ends_ = Timer::steady_seconds() + *seconds;
+    }
     sampling.insert(&sampler.base());
     try {
       sampler.base().hold_weights(true);

@@ -25,7 +25,7 @@ struct Hosting {
         adapter_bytes(left / 4),
         check_every(run_options.check_every),
         raw_logprobs(run_options.sampled_logprobs == SampledLogprobs::raw),
-        calls(left / 2) {}
+        calls(left / 2, run_options.spill_dir.empty() ? run_options.state : run_options.spill_dir) {}
 
   Options options;
   MachineProfile machine;

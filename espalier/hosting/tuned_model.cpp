@@ -8,6 +8,8 @@
 
 #include "espalier/base/error.h"
 #include "espalier/base/units.h"
+#include "espalier/checkpoint/adapter.h"
+#include "espalier/checkpoint/run_state.h"
 #include "espalier/execute/language_head.h"
 #include "espalier/hosting/datum_rollouts.h"
 #include "espalier/ops/operations.h"
@@ -109,18 +111,38 @@ struct TunedModel::Pass {
   std::optional<double> check;  // difference to a run without sharing
 };
 
-TunedModel::TunedModel(HostedBase& base, Hosting& hosting, const serve::LoraConfig& lora)
+TunedModel::TunedModel(HostedBase& base, Hosting& hosting, const serve::LoraConfig& lora, const serve::Pause& pause)
     : base_(base),
       hosting_(hosting),
       lora_(lora),
-      model_(adapted_model(base.model(), adapter_choice(lora, base.model().shape))),
+      model_(adapted_model(base.model(), adapter_choice(lora, base.model().shape), pause)),
       optimizer_(model_->table, model_->weights, AdamWSettings{}, model_->decoder.device()) {}
 
 std::unique_ptr<ModelState> load_adapter(const HostedBase& base, const serve::LoraConfig& lora,
-                                         const std::filesystem::path& folder) {
+                                         const std::filesystem::path& folder, const serve::Pause& pause) {
   AdapterChoice choice = adapter_choice(lora, base.model().shape);
   choice.directory = folder;
-  return adapted_model(base.model(), choice);
+  return adapted_model(base.model(), choice, pause);
+}
+
+namespace {
+
+void require_state(const std::filesystem::path& folder) {
+  if (!std::filesystem::exists(folder / "espalier" / "state.json"))
+    throw InputError({folder.filename().string(), "a checkpoint with the optimizer's state", "weights for sampling",
+                      "load it without the optimizer, or save with save_state"});
+}
+
+}  // namespace
+
+void check_checkpoint(const HostedBase& base, const std::filesystem::path& folder, bool optimizer) {
+  ModelShape shape = base.model().shape;
+  shape.trained = {};
+  const Adapter adapter(folder, shape);
+  if (!optimizer) return;
+  require_state(folder);
+  read_run_state(folder);
+  const SafetensorsFile state(folder / "espalier" / "state.safetensors");
 }
 
 TunedModel::TunedModel(HostedBase& base, Hosting& hosting, const serve::LoraConfig& lora,
@@ -128,13 +150,11 @@ TunedModel::TunedModel(HostedBase& base, Hosting& hosting, const serve::LoraConf
     : base_(base),
       hosting_(hosting),
       lora_(lora),
-      model_(load_adapter(base, lora, folder)),
+      model_(load_adapter(base, lora, folder, pause)),
       optimizer_(model_->table, model_->weights, AdamWSettings{}, model_->decoder.device()) {
-  const bool has_state = std::filesystem::exists(folder / "espalier" / "state.json");
-  if (optimizer && !has_state)
-    throw InputError({folder.filename().string(), "a checkpoint with the optimizer's state", "weights for sampling",
-                      "load it without the optimizer, or save with save_state"});
-  if (has_state) continue_trained_model(folder, *model_, optimizer_, pause);
+  if (optimizer) require_state(folder);
+  if (optimizer || std::filesystem::exists(folder / "espalier" / "state.json"))
+    continue_trained_model(folder, *model_, optimizer_, pause);
   if (optimizer) return;
   const Operations& ops = model_->decoder.device().operations();
   ops.zero(optimizer_.exp_avg());
@@ -317,7 +337,8 @@ void TunedModel::break_gradient(const std::string& why) {
   if (!broken_) broken_ = why;
 }
 
-AdamW::Update TunedModel::step(const serve::AdamParams& params) {
+AdamW::Update TunedModel::step(const serve::AdamParams& params, const serve::Pause& pause) {
+  const Running running(runs_);
   if (broken_) {
     const std::string why = *broken_;
     drop_gradient();
@@ -335,7 +356,7 @@ AdamW::Update TunedModel::step(const serve::AdamParams& params) {
   }
   const at::Tensor gradient = gradient_;
   drop_gradient();
-  const AdamW::Update update = optimizer_.step(gradient, settings);
+  const AdamW::Update update = optimizer_.step(gradient, settings, pause);
   ++model_->updates;
   return update;
 }

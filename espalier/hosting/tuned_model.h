@@ -26,11 +26,10 @@ namespace espalier {
 
 class TunedModel {
  public:
-  // A fresh adapter: A drawn from the seed, B zero. `base` and `hosting` must outlive the object. Errors: as
-  // adapted_model.
-  TunedModel(HostedBase& base, Hosting& hosting, const serve::LoraConfig& lora);
-  // The adapter of a checkpoint. Without `optimizer` its moments and its count of steps are left there. `pause`, if
-  // there is one, is called between its tensors.
+  // A fresh adapter: A drawn from the seed, B zero. `base` and `hosting` must outlive the object. `pause`, if there is
+  // one, is called between its tensors; here and below. Errors: as adapted_model.
+  TunedModel(HostedBase& base, Hosting& hosting, const serve::LoraConfig& lora, const serve::Pause& pause = {});
+  // The adapter of a checkpoint. Without `optimizer` its moments and its count of steps are left there.
   TunedModel(HostedBase& base, Hosting& hosting, const serve::LoraConfig& lora, const std::filesystem::path& folder,
              bool optimizer, const serve::Pause& pause = {});
 
@@ -40,13 +39,13 @@ class TunedModel {
   std::vector<serve::TrainingOutcome> forward_backward(const std::vector<const serve::TrainingCall*>& calls,
                                                        const serve::Pause& pause);
   void break_gradient(const std::string& why);
-  // No call runs, and there is no gradient nor the wreck of one.
-  bool is_idle() const { return !runs_ && !gradient_.defined() && !broken_; }
+  bool has_gradient() const { return gradient_.defined() || broken_; }  // or the wreck of one
+  // No call runs, and there is no gradient.
+  bool is_idle() const { return !runs_ && !has_gradient(); }
   // Errors: InputError, without a step and with the gradient dropped, if it is broken or not finite.
-  AdamW::Update step(const serve::AdamParams& params);
+  AdamW::Update step(const serve::AdamParams& params, const serve::Pause& pause = {});
 
   // Writes the adapter as peft has it into a directory that exists, with `state` also what exact continuation needs.
-  // `pause`, if there is one, is called between its tensors.
   void write(const std::filesystem::path& directory, bool state, const serve::Pause& pause = {});
 
   const serve::LoraConfig& lora() const { return lora_; }
@@ -75,14 +74,16 @@ class TunedModel {
   std::unique_ptr<ModelState> model_;
   AdamW optimizer_;
   at::Tensor gradient_;                // undefined: zero
-  bool runs_ = false;                  // a call does, or is being saved, or pauses in it
+  bool runs_ = false;                  // a call or a step does, or the model is being saved; others may have their turn
   std::int64_t calls_ = 0;             // that went backward
   std::optional<std::string> broken_;  // why a part of the gradient is missing
 };
 
 // Reads the weights of an adapter from a checkpoint.
 std::unique_ptr<ModelState> load_adapter(const HostedBase& base, const serve::LoraConfig& lora,
-                                         const std::filesystem::path& folder);
+                                         const std::filesystem::path& folder, const serve::Pause& pause = {});
+// Errors: what load_adapter, and with `optimizer` TunedModel, would find wrong before they read a value.
+void check_checkpoint(const HostedBase& base, const std::filesystem::path& folder, bool optimizer);
 
 // The adapter that a client asks for.
 AdapterChoice adapter_choice(const serve::LoraConfig& lora, const ModelShape& shape);

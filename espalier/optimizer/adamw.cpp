@@ -14,6 +14,12 @@
 #include "espalier/ops/operations.h"
 
 namespace espalier {
+namespace {
+
+constexpr std::int64_t kPiece = std::int64_t{1} << 20;  // elements between two calls of step's `between`
+
+}  // namespace
+
 AdamWSettings AdamWSettings::from(const Options& options) {
   const std::vector<double> betas = parse_numbers("betas", options.betas);
   if (betas.size() != 2) throw OptionError({"--betas", "two numbers, as 0.9,0.999", "'" + options.betas + "'", ""});
@@ -89,7 +95,8 @@ double AdamW::norm_of(const at::Tensor& gradient) const {
   return std::sqrt(sums_over_ranks(ranks_.world, {std::accumulate(sums.begin(), sums.end(), 0.0)}).front());
 }
 
-AdamW::Update AdamW::step(const at::Tensor& gradient, const AdamWSettings& settings) {
+AdamW::Update AdamW::step(const at::Tensor& gradient, const AdamWSettings& settings,
+                          const std::function<void()>& between) {
   Update update;
   update.grad_norm = norm_of(gradient);
   if (!std::isfinite(update.grad_norm))
@@ -112,8 +119,17 @@ AdamW::Update AdamW::step(const at::Tensor& gradient, const AdamWSettings& setti
     device_.operations().adamw(part(masters_), whole(gradient), part(exp_avg_), part(exp_avg_sq_), step,
                                weights_.scalar_type() == at::kBFloat16 ? whole(weights_) : at::Tensor());
   };
-  for_each_run(
-      table_, [&](const Parameter& parameter) { return decays(parameter, settings); }, update_run);
+  const auto update_pieces = [&](std::int64_t first, std::int64_t count, bool decaying) {
+    for (std::int64_t done = 0; done < count; done += kPiece) {
+      between();
+      update_run(first + done, std::min(kPiece, count - done), decaying);
+    }
+  };
+  const auto alike = [&](const Parameter& parameter) { return decays(parameter, settings); };
+  if (between)
+    for_each_run(table_, alike, update_pieces);
+  else
+    for_each_run(table_, alike, update_run);
   share_weights();
   return update;
 }

@@ -11,6 +11,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
+
 #include "espalier/device/device.h"
 #include "espalier/model/parameters.h"
 #include "espalier/options/options.h"
@@ -61,8 +63,9 @@ class AdamW {
   // One update from `gradient`, in the table's layout and equal on all ranks that hold the same parameters. Every rank
   // of the world calls it. Errors: InputError, on all ranks, if the norm is not finite; nothing has changed then.
   Update step(const at::Tensor& gradient) { return step(gradient, settings_); }
-  // The same with settings of its own, for callers whose settings change from step to step.
-  Update step(const at::Tensor& gradient, const AdamWSettings& settings);
+  // The same with settings of its own, for callers whose settings change from step to step. `between`, if there is one,
+  // is called before each piece of the elements.
+  Update step(const at::Tensor& gradient, const AdamWSettings& settings, const std::function<void()>& between = {});
 
   std::int64_t steps_done() const { return steps_done_; }
   void set_steps_done(std::int64_t steps) { steps_done_ = steps; }

@@ -126,9 +126,10 @@ void Service::save_weights_for_sampler(Call& call) {
   const auto snapshot = [this, run_id = run.id, base = run.base, lora = run.lora, id](std::int64_t) {
     // A restarted server finds the weights in the folder.
     timed(WorkKind::saving, [&] {
-      engine_.save(run_id, folder_of_sampler(id), CheckpointKind::sampler, "{}", pause_of(WorkKind::saving));
+      const Pause pause = pause_of(WorkKind::saving);
+      engine_.save(run_id, folder_of_sampler(id), CheckpointKind::sampler, "{}", pause);
+      engine_.open_sampler(id, {base, run_id, folder_of_sampler(id), lora}, pause);
     });
-    engine_.open_sampler(id, {base, run_id, folder_of_sampler(id), lora});
     server_.post([this, alive = alive_, id] {
       if (*alive && samplers_.find(id) == nullptr) free_sampler(id);  // it was closed before its turn
     });
@@ -150,6 +151,7 @@ void Service::load_weights(Call& call) {
   if (checkpoint == nullptr) throw Refused{404, "there is no checkpoint " + path};
   base_of(checkpoint->base);
   const bool optimizer = fields.flag("optimizer", false);
+  engine_.check_checkpoint(checkpoint->base, checkpoints_.folder(name), optimizer);
   TrainingRun& run =
       add_run(id, session.id, checkpoint->base, checkpoint->lora, fields.member("user_metadata"), path, optimizer);
   const auto load = [this, id, source = *checkpoint, folder = checkpoints_.folder(name), optimizer] {
@@ -177,6 +179,7 @@ void Service::load_into(Call& call, const Fields& fields, const std::string& pat
                         "create a client from it instead"});
     folder = checkpoints_.folder(name);
     optimizer = fields.flag("optimizer", false);
+    engine_.check_checkpoint(run.base, folder, optimizer);
   } catch (const Error& error) {
     return accept_refused(call, run, number, error.what(), false);
   }

@@ -21,8 +21,9 @@ inline constexpr const char* kParked = "parked";
 
 // Facts of a base model that never change. Any thread may read them.
 struct BaseModel {
-  std::string name;    // what clients call it
-  std::string folder;  // its directory, where the tokenizer is
+  std::string name;      // what clients call it
+  std::string folder;    // its directory, where the tokenizer is
+  std::string identity;  // the same for the same weights, wherever they lie
   std::string architecture;
   std::int64_t vocabulary = 0, context = 0;  // token ids; positions
 };
@@ -53,38 +54,43 @@ class Engine {
  public:
   virtual ~Engine() = default;
 
-  virtual const std::vector<BaseModel>& models() const = 0;  // any thread
+  // These two: any thread.
+  virtual const std::vector<BaseModel>& models() const = 0;
+  // Errors: InputError with the file, if a checkpoint of this base model is damaged; without `optimizer` its weights
+  // alone. Values are not read.
+  virtual void check_checkpoint(const std::string& base, const std::filesystem::path& folder, bool optimizer) const = 0;
 
   // The rest: the engine's thread alone, begin_thread first. (Threads that have it in turns count as one.) `run` names
-  // a training model.
+  // a training model. `pause` is called between parts of the work, of bounded rows or tensors: whatever else the engine
+  // has to do may be done in it, except for calls of this run, and what it throws ends the call.
   virtual void begin_thread() = 0;
-  virtual void create(const std::string& run, const std::string& base, const LoraConfig& lora) = 0;
+  virtual void create(const std::string& run, const std::string& base, const LoraConfig& lora, const Pause& pause) = 0;
   virtual void drop(const std::string& run) = 0;
 
-  // The answer to each call, in order, or its error. `pause` is called between parts of the work, each of bounded rows:
-  // whatever else the engine has to do may be done in it, except for calls of this run, and what it throws ends the
-  // call. Calls that go backward add the gradients of their summed losses to the run's; the error of such a call breaks
-  // the gradient. Several calls, all of which go backward, run as one, so that they share what their data have in
-  // common; one that fails does not keep the others from it.
+  // The answer to each call, in order, or its error. Calls that go backward add the gradients of their summed losses to
+  // the run's; the error of such a call breaks the gradient. Several calls, all of which go backward, run as one, so
+  // that they share what their data have in common; one that fails does not keep the others from it.
   virtual std::vector<TrainingOutcome> forward_backward(const std::string& run,
                                                         const std::vector<const TrainingCall*>& calls,
                                                         const Pause& pause) = 0;
   // A call that never reached the engine: the gradient lacks its part, and the next optimizer step is refused.
-  virtual void break_gradient(const std::string& run, const std::string& why) = 0;
+  virtual void break_gradient(const std::string& run, const std::string& why, const Pause& pause) = 0;
+  // False: the run is all that save writes. True: calls, or the wreck of them, wait for a step.
+  virtual bool has_gradient(const std::string& run) const = 0;
   // Takes a step with the gradient, which is then zero. A broken gradient is dropped without a step, with an error.
-  virtual std::map<std::string, double> optim_step(const std::string& run, const AdamParams& params) = 0;
+  virtual std::map<std::string, double> optim_step(const std::string& run, const AdamParams& params,
+                                                   const Pause& pause) = 0;
 
   // Writes what the run has now into a folder that is complete or absent; `description` becomes its file kDescription.
-  // `pause` is called between tensors, as in forward_backward.
   virtual void save(const std::string& run, const std::filesystem::path& folder, CheckpointKind kind,
                     const std::string& description, const Pause& pause) = 0;
   // The run becomes, or is created as, what a checkpoint holds; its gradient is zero. Without `optimizer` the moments
-  // and the count of steps begin anew. `pause` is called between tensors, as in forward_backward.
+  // and the count of steps begin anew. A run stays as it was if check_checkpoint finds an error.
   virtual void load(const std::string& run, const std::string& base, const LoraConfig& lora,
                     const std::filesystem::path& folder, bool optimizer, const Pause& pause) = 0;
 
   // Weights that later steps of their run do not change.
-  virtual void open_sampler(const std::string& sampler, const SamplerSource& source) = 0;
+  virtual void open_sampler(const std::string& sampler, const SamplerSource& source, const Pause& pause) = 0;
   // A sampler whose weights could not be had: its samples end with this error.
   virtual void fail_sampler(const std::string& sampler, std::exception_ptr error) = 0;
   virtual void close_sampler(const std::string& sampler) = 0;

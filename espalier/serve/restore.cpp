@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
+#include <fstream>
 #include <system_error>
 #include <utility>
 
@@ -82,6 +83,7 @@ void Service::save_state(const std::string& run, std::int64_t number) {
 }
 
 void Service::save_state_if_due(const std::string& run, std::int64_t number) {
+  if (engine_.has_gradient(run)) return;  // which a state does not hold
   const auto [entry, is_new] = saved_.try_emplace(run, SavedState{seconds_since_1970(), 0, 0});
   SavedState& last = entry->second;
   const bool is_due = settings_.save_freq > 0
@@ -167,11 +169,30 @@ void Service::lock_folder() {
                        "give this server another one"});
 }
 
+// Adapters and requests in the folder belong to the models that it was made with.
+void Service::require_same_models() {
+  const fs::path file = settings_.state / "models.json";
+  Json known = Json::object();
+  if (std::ifstream in(file); in) known = Json::parse(in, nullptr, false);
+  if (!known.is_object()) known = Json::object();
+  for (const BaseModel& model : engine_.models()) {
+    if (const Json before = known.value(model.name, Json()); !before.is_null() && before != model.identity)
+      throw OptionError({"--model " + model.name, "the model of this name that " + settings_.state.string() + " knows",
+                         "another one, in " + model.folder,
+                         "give the model another name, or the server another --state"});
+    known[model.name] = model.identity;
+  }
+  AtomicFile out(file);
+  out.write(known.dump(2) + "\n");
+  out.commit();
+}
+
 void Service::restore() {
   std::error_code refused;
   fs::create_directories(settings_.state, refused);
   if (refused) throw_output_error(settings_.state, "create this folder", refused.value());
   lock_folder();
+  require_same_models();
   remove_folder(settings_.state / kParked);
   std::vector<Json> records;
   for (const std::string& text : read_journal(journal_file(settings_.state)))
@@ -259,7 +280,9 @@ void Service::restore_run(TrainingRun& run, const std::optional<CheckpointName>&
       save_state(id, 0);
     };
   else
-    make = [this, id = run.id, base = run.base, lora = run.lora] { engine_.create(id, base, lora); };
+    make = [this, id = run.id, base = run.base, lora = run.lora] {
+      engine_.create(id, base, lora, pause_of(WorkKind::other));
+    };
   start_creation(run, make, made.dump());
   if (!states.empty()) run.next = states.back() + 1;
   for (const auto& [number, request] : past.requests)

@@ -50,6 +50,7 @@ SamplerSource Service::source_of(const std::string& base, const std::string& pat
 Sampler& Service::open_sampler(const std::string& id, const std::string& session, const std::string& base,
                                const std::string& path) {
   const SamplerSource source = source_of(base, path);
+  if (source.folder) engine_.check_checkpoint(source.base, *source.folder, false);
   make_room_for_sampler();
   Sampler& sampler = samplers_.add(id, session, source.base, seconds_since_1970());
   sampler.model_path = path;
@@ -63,7 +64,7 @@ void Service::start_sampler(const std::string& id, const SamplerSource& source) 
   // Samples wait behind this in the same line; an error is told to each of them.
   thread_.add(kSamplersLine, [this, id, source] {
     try {
-      engine_.open_sampler(id, source);
+      engine_.open_sampler(id, source, {});
     } catch (...) {
       engine_.fail_sampler(id, std::current_exception());
     }

@@ -295,6 +295,8 @@ std::shared_ptr<Unit> Service::gradient_unit(const std::string& run_id, std::int
     } catch (...) {
       for (TrainingOutcome& outcome : outcomes) outcome.error = std::current_exception();
     }
+    // Else the journal of a model that takes no steps would only grow.
+    if (!parts.back().call->backward) save_state_if_due(run_id, parts.back().number);
     const RunJournal::Joined joined{parts.front().number, parts.back().number};
     for (std::size_t i = 0; i < parts.size(); ++i) {
       FutureResult result = result_of([&] {
@@ -376,7 +378,7 @@ void Service::accept_refused(Call& call, TrainingRun& run, std::optional<std::in
   const std::int64_t number = given.value_or(run.free_number());
   const bool again = run.has_seen(number);
   const auto work = [this, id = run.id, why, breaks_gradient](std::int64_t) {
-    if (breaks_gradient) engine_.break_gradient(id, why);
+    if (breaks_gradient) engine_.break_gradient(id, why, [this] { thread_.pause(); });
     return error_result(why, "user");
   };
   accept(call, run, number, work, breaks_gradient);

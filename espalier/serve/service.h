@@ -194,6 +194,7 @@ class Service {
     }
   };
   void lock_folder();
+  void require_same_models();
   // Why a future has no result yet, if its client cannot know: an earlier request is missing, or others have their
   // turn.
   std::string waiting_reason(const std::string& future) const;

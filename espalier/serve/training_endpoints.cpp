@@ -104,7 +104,7 @@ void Service::create_model(Call& call) {
   const LoraConfig lora = read_lora(Fields(fields.object("lora_config")), id);
   TrainingRun& run = add_run(id, session.id, base.name, lora, fields.member("user_metadata"));
   start_creation(
-      run, [this, id, name = base.name, lora] { engine_.create(id, name, lora); },
+      run, [this, id, name = base.name, lora] { engine_.create(id, name, lora, pause_of(WorkKind::other)); },
       Json{{"type", "create_model"}, {"model_id", id}}.dump());
   promise();
 }
@@ -144,7 +144,12 @@ void Service::forward_backward(Call& call) {
   }
   const std::int64_t place = number.value_or(run.free_number());
   const std::int64_t bytes = std::ssize(body);
-  enqueue(call, run, place, bytes, [&] { return gradient_unit(run.id, place, bytes, work); });
+  enqueue(call, run, place, bytes, [&] {
+    // After a restart the log-probs of a forward pass may be there already.
+    const bool known = replaying_ && !backward && futures_.is_done(run.future(place));
+    return known ? unit_of(run.id, place, bytes, [](std::int64_t) { return FutureResult(); })
+                 : gradient_unit(run.id, place, bytes, work);
+  });
 }
 
 void Service::optim_step(Call& call) {
@@ -158,7 +163,8 @@ void Service::optim_step(Call& call) {
     return accept_refused(call, run, number, error.what(), false);
   }
   accept(call, run, number, [this, id = run.id, params](std::int64_t taken) {
-    const auto metrics = timed(WorkKind::step, [&] { return engine_.optim_step(id, params); });
+    const auto metrics =
+        timed(WorkKind::step, [&] { return engine_.optim_step(id, params, pause_of(WorkKind::step)); });
     ++engine_counts_.steps;
     server_.post([this, alive = alive_, id] {
       if (*alive && is_live(id)) ++histories_[id].steps;

@@ -165,17 +165,21 @@ void take(const std::vector<std::byte>& values, const Parameter& here, const Kep
                    static_cast<std::byte*>(host_bytes(flat)) + run.local * bytes, run.count);
 }
 
-// Start values of adapters, or values of a directory, whose modules_to_save take the place of the model's.
-void fill_adapters(const ModelState& state, const AdapterChoice& choice, const at::Tensor& host,
-                   const at::Tensor& held) {
+// Start values of adapters, or values of a directory, whose modules_to_save take the place of the model's. `between`:
+// before each parameter.
+void fill_adapters(const ModelState& state, const AdapterChoice& choice, const at::Tensor& host, const at::Tensor& held,
+                   const std::function<void()>& between = {}) {
   if (choice.rank == 0) return;
   if (!choice.directory.empty()) {
     ModelShape base = state.shape;
     base.trained = {};
     const Adapter adapter(choice.directory, base);
     const auto of = [&](const ParameterTable& table, const at::Tensor& flat) {
-      for (const Parameter& p : table.parameters())
-        if (adapter.has(p.name)) take(adapter.values(p.name, state.dtype), p, table.kept(p), state.dtype, flat);
+      for (const Parameter& p : table.parameters()) {
+        if (!adapter.has(p.name)) continue;
+        if (between) between();
+        take(adapter.values(p.name, state.dtype), p, table.kept(p), state.dtype, flat);
+      }
     };
     of(state.table, host);
     if (held.defined()) of(state.held_table, held);
@@ -188,6 +192,7 @@ void fill_adapters(const ModelState& state, const AdapterChoice& choice, const a
     const Random own = adapter_numbers(choice.seed).fork(stream++);
     const Parameter* const here = state.table.find(whole.name);
     if (here == nullptr) continue;
+    if (between) between();
     Parameter drawn = whole;
     if (choice.draws_b && is_low_b(whole)) drawn.name = "drawn";
     fill(whole, *here, state.table.kept(*here), {drawn, state.shape.initializer_range, own}, host);
@@ -390,7 +395,8 @@ std::unique_ptr<ModelState> model_beside(const ModelState& base, const ModelShap
 
 }  // namespace
 
-std::unique_ptr<ModelState> adapted_model(const ModelState& base, const AdapterChoice& adapter) {
+std::unique_ptr<ModelState> adapted_model(const ModelState& base, const AdapterChoice& adapter,
+                                          const std::function<void()>& between) {
   TrainedChoice choice("all", adapter);
   choice.narrow = base.shape.trained.narrow;
   choice.held = base.shape.trained.quantised_form.kind;
@@ -398,7 +404,7 @@ std::unique_ptr<ModelState> adapted_model(const ModelState& base, const AdapterC
   shape.trained = {};
   auto model = model_beside(base, train_only(std::move(shape), choice));
   const at::Tensor host = room_for_weights(*model, model->table, model->weights);
-  fill_adapters(*model, adapter, host, {});
+  fill_adapters(*model, adapter, host, {}, between);
   base.decoder.device().to_device(host, model->weights);
   return model;
 }

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <filesystem>
+#include <functional>
 #include <memory>
 
 #include "espalier/checkpoint/mapped_weights.h"
@@ -65,8 +66,10 @@ std::unique_ptr<ModelState> load_value_model(const std::filesystem::path& direct
                                              const TrainedChoice& train = {});
 
 // A model with an adapter of its own over the held weights of `base`, a frozen model (TrainedChoice::frozen) on one
-// rank, whose tensors it shares. Many such models train beside each other. Errors: as train_only and Adapter.
-std::unique_ptr<ModelState> adapted_model(const ModelState& base, const AdapterChoice& adapter);
+// rank, whose tensors it shares. Many such models train beside each other. `between`, if there is one, is called before
+// each parameter of the adapter. Errors: as train_only and Adapter.
+std::unique_ptr<ModelState> adapted_model(const ModelState& base, const AdapterChoice& adapter,
+                                          const std::function<void()>& between = {});
 // The same with the values that the adapter has now, which later updates of `model` do not change.
 std::unique_ptr<ModelState> snapshot_of(const ModelState& model);
 

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import threading
 import time
 
@@ -25,6 +26,7 @@ def start(program, model_of, tmp_path):
         made.append(Server(program, {NAME: model_of("qwen3_tied")}, "--state", tmp_path / name, *options))
         return made[-1]
 
+    begin.program = program
     yield begin
     for server in made:
         server.kill() if server.process.poll() is None else None
@@ -154,6 +156,34 @@ def test_requests_that_came_early_wait_over_a_kill(start):
     model.metrics(future)
 
 
+def test_the_journal_of_forward_passes_does_not_grow(start, tmp_path):
+    server = start("state", "--save-freq", 2)
+    model = ByHand(server)
+    folder = tmp_path / "state/runs" / model.model
+
+    def passes(numbers):
+        futures = [model.forward_backward(number, DATA, forward_only=True)[1]["request_id"] for number in numbers]
+        return futures, [model.metrics(future) for future in futures]
+
+    futures, results = passes(range(1, 9))
+    sampler = server.post("/api/v1/create_sampling_session", {"session_id": model.session, "sampling_session_seq_id": 0, "base_model": NAME})[1]["sampling_session_id"]
+    server.post("/api/v1/retrieve_futures", {"target": {"sampling_session_id": sampler}, "timeout": 0, "retrieved_request_ids": futures})  # they may be forgotten
+    passes([9, 10])
+    assert [one.name for one in (folder / "resume").iterdir()] == ["10"]
+    assert len(list((folder / "journal").iterdir())) <= 2
+    # A state has no gradient, so none is written while one waits for its step.
+    model.metrics(model.forward_backward(11, DATA)[1]["request_id"])
+    passes([12, 13, 14])
+    assert [one.name for one in (folder / "resume").iterdir()] == ["10"]
+    server.kill()
+    server.start()
+    assert passes([15])[1] == results[:1]
+    after = model.metrics(model.optim_step(16, learning_rate=1e-2)[1]["request_id"])
+    alone = ByHand(start("alone"))
+    alone.metrics(alone.forward_backward(1, DATA)[1]["request_id"])
+    assert after == alone.metrics(alone.optim_step(2, learning_rate=1e-2)[1]["request_id"])
+
+
 def test_an_unmodified_client_does_not_notice(start):
     server = start("state", "--dtype", "float64")
     service = tinker.ServiceClient(base_url=server.url)
@@ -206,6 +236,19 @@ def test_a_restarted_server_plans_with_the_same_memory(start, tmp_path):
     assert int(file.read_text().split()[1]) < 64 << 20
     server.kill()
     assert start("state", "--memory-budget", "48MiB") and file.read_text().split()[0] == "48MiB"
+
+
+def test_another_model_of_the_same_name_is_refused(start, model_of, tmp_path, espalier):
+    start("state").kill()
+    same = tmp_path / "moved"
+    shutil.copytree(model_of("qwen3_tied"), same)
+    other = espalier("serve", "--model", f"{NAME}={model_of('llama_untied')}", "--port", 0, "--state", tmp_path / "state", expect=2).stderr
+    assert NAME in other and "--state" in other
+    weights = same / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-2] + b"\x3f\x3f")  # one number is another
+    assert NAME in espalier("serve", "--model", f"{NAME}={same}", "--port", 0, "--state", tmp_path / "state", expect=2).stderr
+    shutil.copy(model_of("qwen3_tied") / "model.safetensors", same)
+    Server(start.program, {NAME: same}, "--state", tmp_path / "state").kill()
 
 
 def test_two_servers_do_not_share_a_folder(start, program, model_of, tmp_path, espalier):

@@ -108,6 +108,24 @@ TEST(AdamW, ASharedStateMovesTheSameWeights) {
   });
 }
 
+TEST(AdamW, AStepInPiecesHasTheBitsOfOneAtOnce) {
+  ModelShape shape = small_shape();
+  shape.vocabulary = 140'001;
+  const ParameterTable table(shape, Parameters::trained);
+  const at::Tensor whole = numbers_like(table, 1).to(at::kFloat), parts = whole.clone(),
+                   gradient = numbers_like(table, 2).to(at::kFloat);
+  const AdamWSettings settings{.lr = 1e-2, .weight_decay = 0.1, .decay_matrices_only = true};
+  AdamW at_once(table, whole, settings, cpu_device()), in_pieces(table, parts, settings, cpu_device());
+  int pieces = 0;
+  for (int step = 0; step < 2; ++step) {
+    at_once.step(gradient, settings);
+    in_pieces.step(gradient, settings, [&] { ++pieces; });
+  }
+  EXPECT_GT(pieces, 2 * 2);
+  EXPECT_TRUE(at::equal(whole, parts));
+  EXPECT_TRUE(at::equal(at_once.exp_avg_sq(), in_pieces.exp_avg_sq()));
+}
+
 TEST(AdamW, RangesOfRanksTakeEveryElementOnce) {
   for (const std::int64_t elements : {0, 1, 5, 7, 1000})
     for (const int ranks : {1, 2, 3, 8}) {
