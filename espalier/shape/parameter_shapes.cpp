@@ -440,9 +440,10 @@ std::string expert_prefix(const ModelShape& shape, std::int64_t layer, std::int6
 
 OuterParameters outer_parameters(const ModelShape& shape) {
   const Side M{shape.hidden}, vocabulary{shape.vocabulary, Cut::tp};
-  OuterParameters p{{"model.embed_tokens", vocabulary, M},
-                    {shape.names.final_norm, shape.hidden, shape.norm == NormKind::layer},
-                    {"lm_head", vocabulary, M}};
+  OuterParameters p;
+  p.embedding = {"model.embed_tokens", vocabulary, M};
+  p.final_norm = {shape.names.final_norm, shape.hidden, shape.norm == NormKind::layer};
+  p.head = {"lm_head", vocabulary, M};
   if (const LayerInputs& inputs = shape.layer_inputs; inputs.width > 0) {
     const Side W{inputs.width * shape.layers()};
     p.layer_embedding = {"model.embed_tokens_per_layer", {inputs.vocabulary}, W};
