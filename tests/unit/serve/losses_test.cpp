@@ -11,7 +11,7 @@
 namespace espalier::serve {
 namespace {
 
-const BaseModel kModel{"tiny", "/models/tiny", "Tiny", 10, 6};
+const BaseModel kModel{"tiny", "/models/tiny", "identity of tiny", "Tiny", 10, 6};
 
 Tensor integers(std::vector<std::int64_t> shape, std::vector<std::int64_t> values) {
   return {std::move(shape), true, std::move(values), {}};

@@ -20,7 +20,7 @@ concept GivesMembers = requires(Object&& object) {
 };
 static_assert(GivesMembers<const Fields&> && !GivesMembers<Fields>);
 
-BaseModel model() { return {"tiny", "/models/tiny", "Qwen3ForCausalLM", 100, 32}; }
+BaseModel model() { return {"tiny", "/models/tiny", "identity of tiny", "Qwen3ForCausalLM", 100, 32}; }
 
 const std::string kRequest =
     R"({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 17]}, {"tokens": [40]}]}, "num_samples": 3, "seq_id": 1,
