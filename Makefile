@@ -1,7 +1,7 @@
 # Everything a person types. The work is done by tools/setup.sh, CMake and tools/run_tests.py.
 #   JOBS=n      compile jobs (default: the processors of this machine)
 #   FILE=...    the files whose tests make t runs (default: those that git sees as changed)
-#   SWEEPS=K/12  a share of the tests other than that of the day (tools/tiers.py); all: every case, as make sweep
+#   SWEEPS=K/14  a share of the tests other than that of the day (tools/tiers.py); all: every case, as make sweep
 #   PYTHON=...  a Python whose torch is 2.10 to 2.15 (default: .venv, else one that is found, else .venv is made)
 
 SHELL := /bin/bash

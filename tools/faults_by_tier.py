@@ -32,7 +32,7 @@ sys.path.append(str(ROOT / "tests/mutation"))
 from write_faulty_sources import table_of  # noqa: E402
 
 TABLE, NOTICED = ROOT / "tests/mutation/faults.py", ROOT / "tests/mutation/noticed.txt"
-SHARE = "1/12"  # of `make test`
+SHARE = "1/14"  # of `make test`
 SWEEP = ("sweep", "mutation_test")
 AT_ONCE = 4.0  # seconds of cases of one program that run before the next program has its turn: each has to start
 PATIENCE = 240.0  # seconds of one program: a fault may make it wait for ever

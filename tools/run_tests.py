@@ -6,7 +6,7 @@
 A tier is a choice of cases (tools/tiers.py) and of repetitions:
 
   fast   one case of every test that is quick, once
-  test   the share of the day, `--sweeps K/12` another one. The cases that judge float32 or bfloat16 run once more, under one of the
+  test   the share of the day, `--sweeps K/14` another one. The cases that judge float32 or bfloat16 run once more, under one of the
          narrower instruction sets of the processor, and some of those that are too small for threads on all threads.
   sweep  every case, under every instruction set, on every device (entries of ctest with the label `sweep` run here alone)
 

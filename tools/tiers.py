@@ -23,8 +23,8 @@ from pathlib import Path
 
 from recorded_tests import Record
 
-LONG, FAST = 1.0, 1.0
-SHARES = 12
+LONG, FAST = 0.75, 0.5
+SHARES = 14
 LONG_TESTS = Path(__file__).resolve().parent.parent / "tests/long_tests.txt"
 
 
@@ -63,7 +63,7 @@ class Choice:
         if self.text.startswith("tests:"):
             self.only = set(Path(self.text.removeprefix("tests:")).read_text(encoding="utf-8").splitlines())
         elif self.text not in ("all", "fast", "one") and not (found and 1 <= int(found[1]) <= int(found[2])):
-            raise ValueError(f"expected all, fast, one or K/N with 1 <= K <= N, as 1/12, got {self.text!r}")
+            raise ValueError(f"expected all, fast, one or K/N with 1 <= K <= N, as 1/14, got {self.text!r}")
         self.share, self.shares = (int(found[1]), int(found[2])) if found else (1, 1)
         self.seconds = {} if self.only is not None or self.text in ("all", "one") else seconds_of_tests()
         self.first_shares = first_shares_of_long_tests(self.seconds, self.shares)

@@ -19,7 +19,7 @@ from conftest import ROOT, chosen_items
 from built_tests import matches, read_list
 from tiers import FAST, LONG, SHARES, Choice, long_tests, share_of
 
-SECONDS = {"test_file.py::long": LONG + 1, "test_file.py::long_too": LONG + 1, "test_file.py::slow": FAST + 1}
+SECONDS = {"test_file.py::long": LONG + 1, "test_file.py::long_too": LONG + 1, "test_file.py::slow": (FAST + LONG) / 2}
 
 
 class Item(types.SimpleNamespace):
@@ -128,10 +128,10 @@ def test_the_list_of_a_program_is_what_googletest_runs(program):
 
 @pytest.mark.parametrize("text", ["0/8", "9/8", "1", "a/8", "1/", "1/8x", "-1/8", "slow"])
 def test_a_wrong_choice_is_refused_with_an_example(text):
-    with pytest.raises(ValueError, match="as 1/12"):
+    with pytest.raises(ValueError, match="as 1/14"):
         Choice(text)
     done = subprocess.run([sys.executable, ROOT / "tools/tiers.py", "--day=2026-11-28", "--", text], capture_output=True, text=True, env=dict(os.environ))
-    assert done.returncode == 1 and "as 1/12" in done.stderr
+    assert done.returncode == 1 and "as 1/14" in done.stderr
 
 
 def test_long_tests_exist():
