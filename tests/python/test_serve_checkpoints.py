@@ -1,10 +1,10 @@
-"""Checkpoints of `espalier serve` that are damaged: whoever asks for one hears of it at once, with the file's name, and nothing else changes."""
+"""Checkpoints of `espalier serve`: a damaged one is found at once, by its file's name, and nothing else changes; lists of what there is, and what there is not."""
 
 import pytest
 
 tinker = pytest.importorskip("tinker", reason="the SDK is not installed (tools/requirements-tests.txt)")
 pytest.importorskip("peft")
-from serve_client import ByHand  # noqa: E402
+from serve_client import RANK, ByHand  # noqa: E402
 
 DATA = [([5, 9, 2, 40], {"target_tokens": [9, 2, 40, 3]})]
 ADAPTER, MOMENTS = "adapter_model.safetensors", "espalier/state.safetensors"
@@ -55,3 +55,30 @@ def test_damaged_moments_are_found_where_they_are_asked_for(server, saved, damag
     status, answer = model_of(model, path, True)
     assert status == 400 and "state.safetensors" in answer["detail"], answer
     assert sampler_of(model, path)[0] == 200
+
+
+def test_rest_lists_what_there_is(server, service, saved):
+    model, path, _ = saved
+    rest = service.create_rest_client()
+    first = rest.list_training_runs(limit=1).result()
+    assert len(first.training_runs) == 1 < first.cursor.total_count
+    runs = {run.training_run_id: run for run in rest.list_training_runs(limit=100).result().training_runs}
+    assert runs[model.model].lora_rank == rest.get_training_run(model.model).result().lora_rank == RANK
+    assert runs[model.model].last_checkpoint.tinker_path == path
+    assert [one.tinker_path for one in rest.list_checkpoints(model.model).result().checkpoints] == [path]
+    assert model.session in rest.list_sessions(limit=100).result().sessions
+    assert rest.get_session(model.session).result().training_run_ids == [model.model]
+    sampler = sampler_of(model, path)[1]["sampling_session_id"]
+    assert server.get(f"/api/v1/samplers/{sampler}")[1]["model_path"] == path
+    assert sampler in rest.get_session(model.session).result().sampler_ids
+    for query in ("limit=x", "offset=-1"):
+        assert server.get(f"/api/v1/training_runs?{query}")[0] == 400
+    assert server.get("/api/v1/training_runs/nobody")[0] == 404
+    least = server.post(f"/api/v1/training_runs/{path.removeprefix('tinker://').split('/')[0]}/checkpoints/weights/here/ttl", {"ttl_seconds": 5}, method="PUT")
+    assert least[0] == 400 and "3600" in least[1]["detail"]
+
+
+@pytest.mark.parametrize("path", ["auth/token", "create_custom_loss", "sessions/search", "billing/balance", "projects", "audit"])
+def test_what_the_server_does_not_have_is_said_in_a_sentence(server, path):
+    status, answer = server.post(f"/api/v1/{path}", {})
+    assert status == 501 and "docs/serve.md" in answer["detail"] and path in answer["detail"]
