@@ -43,14 +43,20 @@ def third(seen):
 
 
 def fourth(seen):
-    def forward(q, k, v, softmax_scale, causal, window_size_left, window_size_right, return_lse, cu_seqlens_q, cu_seqlens_k, seqused_k):
+    def without_more(newer):
+        """Arguments that torch 2.13 has and 2.11 has not: the longest sequences, and what a step does not ask for."""
+        assert all(value is None or (name, value) == ("num_splits", 1) for name, value in newer.items() if not name.startswith("max_seqlen"))
+
+    def forward(q, k, v, softmax_scale, causal, window_size_left, window_size_right, return_lse, cu_seqlens_q, cu_seqlens_k, seqused_k, **newer):
         seen.append("FA4 forward")
+        without_more(newer)
         assert window_size_left is window_size_right is seqused_k is None and return_lse
         lengths = (longest(cu_seqlens_q), longest(cu_seqlens_k)) if cu_seqlens_q is not None else (q.shape[1], k.shape[1])
         return plain_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, *lengths, causal, softmax_scale)
 
-    def backward(q, k, v, out, go, lse, softmax_scale, causal, cu_seqlens_q, cu_seqlens_k, deterministic):
+    def backward(q, k, v, out, go, lse, softmax_scale, causal, cu_seqlens_q, cu_seqlens_k, deterministic, **newer):
         seen.append("FA4 backward")
+        without_more(newer)
         lengths = (longest(cu_seqlens_q), longest(cu_seqlens_k))
         return plain_backward(go, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *lengths, causal, softmax_scale)
 
@@ -76,9 +82,9 @@ def activated(monkeypatch):
     monkeypatch.setattr(by_flash, "_backward", _OWN_BACKWARD)
     monkeypatch.setattr(_fa3, "_FA3_CUDA_FWD", third(seen)[0])
     monkeypatch.setattr(_fa3, "_FA3_CUDA_BWD", third(seen)[1])
-    for name in ("_fa3_forward_support_error", "_fa3_backward_support_error"):  # which want a GPU and its types
-        monkeypatch.setattr(_fa3, name, lambda *_: None)
-    monkeypatch.setattr(_fa4, "_fa4_common_support_error", lambda *_, **__: None)
+    for module in (_fa3, _fa4):  # what wants a GPU and its types, under the names that this torch has
+        for name in [name for name in vars(module) if name.endswith("_support_error")]:
+            monkeypatch.setattr(module, name, lambda *_, **__: None)
     monkeypatch.setattr(_fa4, "_fa4_import_module", lambda path: fourth(seen))
     monkeypatch.setattr(_fa4, "_FA4_MODULE_PATH", "plain products")
     kernels = {"FA3": (_fa3._fa3_flash_attention_forward_impl_default, _fa3._fa3_flash_attention_backward_impl),
