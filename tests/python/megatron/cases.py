@@ -159,6 +159,9 @@ CASES = {
 DAILY = {1: ("dense", "delta_net"), 2: ("tp_sp_tied_qk_norm_recompute", "vpp_tied_recompute", "distributed_overlap_tied")}
 # Run with the oldest version, too.
 OLDEST = {1: ("dense", "selective_recompute", "window_every_second", "delta_net", "recorded_experts"), 2: ("tp_sp_tied_qk_norm_recompute", "vpp_tied_recompute", "distributed_overlap_tied", "pp_per_token")}
+# Cases that Megatron-Core before 0.17 cannot run, or not beside one rank.
+SINCE_0_17 = {"trainer_delta_net": "its GatedDeltaNet takes no packed rows", "delta_net_cp_recompute": "its GatedDeltaNet has no context parallelism",
+              "router_losses_cp_per_token": "it weighs router losses per token by the rank's own tokens, so that context parallelism changes them"}
 # Faults of faults.py, each in a small step: (ranks, case).
 _STEM, _STATES = dict(kind="stem", wave=6), dict(kind="stem", wave=6, pattern="M-*-G-")
 FAULTS = {

@@ -65,6 +65,13 @@ def place_on_cpu():
         return own_exchange(output, input, numbers(output_split_sizes), numbers(input_split_sizes), group, async_op)
 
     torch.distributed.all_to_all_single = exchange
+    own_send = torch.distributed.isend
+
+    def send(tensor, *args, **kwargs):
+        """Sends a copy: Megatron frees what it sends overlapped, which a stream of a GPU would keep until it is sent."""
+        return own_send(tensor.clone(), *args, **kwargs)
+
+    torch.distributed.isend = torch.distributed.distributed_c10d.isend = send
     cuda = torch.cuda
     cuda.current_device = lambda: "cpu"
     cuda.synchronize = lambda *_: None

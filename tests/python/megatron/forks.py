@@ -1,8 +1,8 @@
 """Ranks as forks of one process, since the imports of Megatron-Core take four seconds of a processor: forks.py MODULE...
 
 Imports the modules, then reads one request a line: {"program", "ranks": the arguments of each rank, "outputs": files, "limit": seconds of all,
-"patience": seconds that ranks have to end behind one that failed}. Answers with the exit status of each rank, null for one that was killed, with all
-that it had started. The end of whoever sends the requests kills all ranks.
+"patience": seconds that ranks have to end behind one that failed}. Answers with [exit status, processor seconds] of each rank; the status of one that was
+killed, with all that it had started, is null. The end of whoever sends the requests kills all ranks.
 """
 
 import ctypes
@@ -35,23 +35,23 @@ def run(program, words, output):
         os._exit(status)
 
 
-def codes_of(program, ranks, outputs, limit, patience):
+def ends_of(program, ranks, outputs, limit, patience):
     running = {}
     for words, output in zip(ranks, outputs):
         child = os.fork()
         if child == 0:
             run(program, words, output)
         running[child] = len(running)
-    codes, end, children = [None] * len(ranks), time.monotonic() + limit, list(running)
+    ends, end, children = [[None, 0.] for _ in ranks], time.monotonic() + limit, list(running)
     try:
         while running and time.monotonic() < end:
-            child, status = os.waitpid(-1, os.WNOHANG)
+            child, status, used = os.wait4(-1, os.WNOHANG)
             if child == 0:
                 if select.select([sys.stdin], [], [], .02)[0]:  # nobody reads the answer
                     break
                 continue
-            code = codes[running.pop(child)] = os.waitstatus_to_exitcode(status)
-            if code:
+            ends[running.pop(child)] = [os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime]
+            if status:
                 end = min(end, time.monotonic() + patience)
     finally:
         for child in children:
@@ -61,11 +61,11 @@ def codes_of(program, ranks, outputs, limit, patience):
                 pass
         for child in running:
             os.waitpid(child, 0)
-    return codes
+    return ends
 
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:
         importlib.import_module(name)
     for line in sys.stdin:
-        print(json.dumps(codes_of(**json.loads(line))), flush=True)
+        print(json.dumps(ends_of(**json.loads(line))), flush=True)

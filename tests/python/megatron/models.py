@@ -20,7 +20,7 @@ from hybrids import hybrid, with_delta_nets
 
 if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 asks for the name where Transformer Engine is not installed, too
     moe_utils.te_general_gemm = None
-if multi_latent_attention.TELinear is None:  # 0.16.1 asks whether a layer is one
+if not isinstance(multi_latent_attention.TELinear, type):  # 0.16.1 asks whether a layer is one
     multi_latent_attention.TELinear = type("TELinear", (), {})
 
 VOCABULARY = 96

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -23,9 +24,9 @@ from layouts import Layouts, watched
 from models import chunks_of, configuration, global_name, logged_router_losses
 from optimizers import moves, wrapped
 from steps import Plain, gradients, loss_of_wave, replay, rollouts, with_recorded_experts, worst
-from versions import ROOT
 
 FOLDER, RANK, WORLD, NAMES = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
+ROOT = Path(__file__).resolve().parents[3]
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 LAYOUTS = Layouts(FOLDER, RANK, WORLD)
 torch.set_num_threads(1)
@@ -100,14 +101,16 @@ def verified(kind="nested", wave=14, ddp=None, tied=False, fault="gradients_of_v
             for p in chunk.parameters():
                 p.grad = None
 
-    cleared()
-    step("nested", wave)
+    def stepped(kind, wave):
+        cleared()
+        return step(kind, wave)
+
+    stepped("nested", wave)
     unverified = taken()
-    cleared()
     espalier.megatron.install(wrapper, verify=True)
-    results = [step("nested", wave)]
+    results = [stepped("nested", wave)]
     same = all(torch.equal(x, unverified[name]) for name, x in taken().items())
-    results += [step("nested", wave), step("stem", 6)]
+    results += [stepped("nested", wave), stepped("stem", 6)]
     before, error = taken(), None
     try:
         with FAULTS[fault]() if RANK == WORLD - 1 else contextlib.nullcontext():
@@ -311,9 +314,11 @@ def from_last(total):
 def main():
     results, written = {}, FOLDER / f"{RANK}.json"
     for name in NAMES:
+        start = time.process_time()
         with watched(name, RANK):
             results[name] = run(**CASES[WORLD][name])
             logged_router_losses()
+        results[name]["seconds"] = time.process_time() - start
         written.with_suffix(".new").write_text(json.dumps(results))  # a later case may end this process
         written.with_suffix(".new").replace(written)
     LAYOUTS.end()

@@ -79,7 +79,7 @@ class Launches:
             self.made.append(names)
         if any(codes) and len(ranks) > 1:
             codes = [code or None for code in codes]
-        return codes, [f"rank {rank} of {' '.join(names)}" for _, rank, _, *names in ranks]
+        return codes, [f"rank {rank} of {' '.join(names)}" for _, rank, _, *names in ranks], 0.
 
 
 @pytest.mark.parametrize("world,names", [(2, ["pp", "pp_latent", "tp", "tp_sp", "cp"]), (1, ["dense", "tied", "experts", "mamba", "lora"])])

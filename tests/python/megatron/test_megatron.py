@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import rank_processes
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from cases import CASES, DAILY, FAULTS, OLDEST  # noqa: E402
+from cases import CASES, DAILY, FAULTS, OLDEST, SINCE_0_17  # noqa: E402
 from versions import ABSENT, has, of_cases, pythons, ranks_in  # noqa: E402
 
 FLOAT64 = 1e-10
@@ -25,11 +26,17 @@ def cases():
 
 
 def lacking(version, ranks, name):
-    """True for models with Mamba where the package is absent that Megatron needs for them."""
-    return "M" in CASES[ranks][name].get("pattern", "") and not has(version, "einops")
+    """The reason why a version cannot run a case, or ""."""
+    if "M" in CASES[ranks][name].get("pattern", "") and not has(version, "einops"):
+        return "einops is not installed beside Megatron-Core: tools/setup.sh tests installs it (tools/requirements-megatron.txt)"
+    old = [int(part) for part in version.split(".")[:2]] < [0, 17]
+    return f"Megatron-Core {version}: {SINCE_0_17[name]}" if old and name in SINCE_0_17 else ""
 
 
-WITHOUT_EINOPS = "einops is not installed beside Megatron-Core: tools/setup.sh tests installs it (tools/requirements-megatron.txt)"
+def skip_where_lacking(version, ranks, name):
+    reason = lacking(version, ranks, name)
+    if reason:
+        pytest.skip(reason)
 
 
 def of_every_day(version, ranks, name):
@@ -60,6 +67,7 @@ def results(request, tmp_path_factory):
             made[version, ranks] = of_cases(ranks_in(pythons()[version], *IMPORTED), tmp_path_factory.mktemp(f"megatron-{version}-{ranks}"), ranks, names)
         found = made[version, ranks][name]
         assert not isinstance(found, str), found
+        rank_processes.spent += sum(numbers.pop("seconds", 0.) for numbers in found)
         return found
 
     return find
@@ -80,19 +88,23 @@ def judge(name, numbers):
     assert run < .75 * without if numbers["shared"] else run == without
 
 
+@pytest.fixture
+def of_this_day(results):
+    """[(case, its numbers)] of the cases of every day. They run before the test, whose seconds are few, so that every share has it (tools/tiers.py)."""
+    return [(case, results(*case)) for case in cases() if of_every_day(*case)]
+
+
 @pytest.mark.skipif(not pythons(), reason=ABSENT)
-def test_cases_of_every_day(results):
-    for version, ranks, name in cases():
-        if of_every_day(version, ranks, name):
-            for numbers in results(version, ranks, name):
-                judge((version, ranks, name), numbers)
+def test_cases_of_every_day(of_this_day):
+    for case, found in of_this_day:
+        for numbers in found:
+            judge(case, numbers)
 
 
 @pytest.mark.parametrize("case", [case for case in cases() if not of_every_day(*case)], ids=lambda case: "-".join(map(str, case)))
 def test_gradients_are_those_of_the_unmodified_model(results, case):
     version, ranks, name = case
-    if lacking(*case):
-        pytest.skip(WITHOUT_EINOPS)
+    skip_where_lacking(*case)
     found = results(*case)
     for numbers in found:
         judge(case, numbers)
@@ -103,8 +115,7 @@ def test_gradients_are_those_of_the_unmodified_model(results, case):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_deliberate_faults_are_noticed(results, fault):
     ranks, _ = FAULTS[fault]
-    if lacking(list(pythons())[-1], ranks, f"fault_{fault}"):
-        pytest.skip(WITHOUT_EINOPS)
+    skip_where_lacking(list(pythons())[-1], ranks, f"fault_{fault}")
     assert max(numbers["gradient"] for numbers in results(list(pythons())[-1], ranks, f"fault_{fault}")) > 1e-3
 
 
@@ -113,8 +124,7 @@ def test_deliberate_faults_are_noticed(results, fault):
 def test_verify_compares_new_regimes_and_stops_all_ranks(results, case):
     """Float32. The third step's fault is on the last rank alone; gradients of the step that failed are not left behind."""
     ranks, name = case
-    if lacking(list(pythons())[-1], ranks, name):
-        pytest.skip(WITHOUT_EINOPS)
+    skip_where_lacking(list(pythons())[-1], ranks, name)
     for numbers in results(list(pythons())[-1], ranks, name):
         print(numbers)
         assert numbers["tables"] == ["pass", None, "pass"] and numbers["verified"] == [True] * 3 and 1e-9 < numbers["floor"] < 1e-3

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import rank_processes
 from cases import in_order
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -53,22 +54,24 @@ class Ranks:
 
     def run(self, program, ranks, limit=900, patience=10):
         """Runs `program ARGUMENTS` beside each other for each of `ranks`, which are FOLDER, RANK and more arguments, for at most `limit` seconds.
-        Returns the exit statuses, None for one that was killed, and a text of each."""
+        Returns the exit statuses, None for one that was killed, a text of each, and the processor seconds of all."""
         outputs = [Path(folder) / f"output_{rank}.txt" for folder, rank, *_ in ranks]
         request = dict(program=str(HERE / program), ranks=[[str(word) for word in words] for words in ranks], outputs=[*map(str, outputs)],
                        limit=limit, patience=patience)
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
-        codes = json.loads(self.process.stdout.readline() or "null")
-        assert codes is not None, f"{program}: the process that forks ranks has ended (its message stands above)"
+        ends = json.loads(self.process.stdout.readline() or "null")
+        assert ends is not None, f"{program}: the process that forks ranks has ended (its message stands above)"
+        codes = [code for code, _ in ends]
         killed = f"killed: it still ran after {limit} seconds, or {patience} seconds after another one had failed"
         return codes, [f"{program}, rank {words[1]}: {killed if code is None else f'exit {code}'}\n"
                        + (output.read_text(errors="replace")[-4000:] if output.is_file() else "")
-                       for words, code, output in zip(ranks, codes, outputs)]
+                       for words, code, output in zip(ranks, codes, outputs)], sum(seconds for _, seconds in ends)
 
     def written(self, program, folder, world, arguments, **how):
         """What the ranks of `program FOLDER RANK WORLD ARGUMENTS...` wrote to FOLDER/RANK.json. All must exit with 0."""
-        codes, texts = self.run(program, [[folder, rank, world, *arguments] for rank in range(world)], **how)
+        codes, texts, seconds = self.run(program, [[folder, rank, world, *arguments] for rank in range(world)], **how)
+        rank_processes.spent += seconds
         assert codes == [0] * world, "\n".join(texts)
         return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
 
@@ -95,7 +98,7 @@ def of_cases(launches, folder, world, names):
         made += len(parts)
         for place in folders:
             place.mkdir()
-        codes, texts = launches.run("ranks.py", [[place, rank, world, *part] for place, part in zip(folders, parts) for rank in range(world)])
+        codes, texts, _ = launches.run("ranks.py", [[place, rank, world, *part] for place, part in zip(folders, parts) for rank in range(world)])
         names = []
         for at, (place, part) in enumerate(zip(folders, parts)):
             files, own = [place / f"{rank}.json" for rank in range(world)], slice(at * world, (at + 1) * world)
