@@ -1,4 +1,7 @@
-"""One order of calls for ranks that meet in every layer (sharded weights, experts) and have different items."""
+"""One order of calls for ranks that meet in every layer (sharded weights, experts) and have different items.
+
+The engine has a rule of its own (espalier/program/joint_order.h): an event without rows needs no graph there. Here a backward needs its forward.
+"""
 
 
 def joint_order(everyone, slots=False):
