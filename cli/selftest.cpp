@@ -9,6 +9,7 @@
 #include "espalier/device/cuda_library.h"
 #include "espalier/device/device.h"
 #include "espalier/measure/gpu_profile.h"
+#include "espalier/selftest/attention_rates.h"
 #include "espalier/selftest/large_attention.h"
 #include "espalier/selftest/operation_check.h"
 #include "espalier/selftest/operation_rates.h"
@@ -49,6 +50,31 @@ Json json_of(const OperationRate& rate) {
           {"seconds", rate.seconds},
           {"bytes_per_second", rate.bytes > 0 ? Json(rate.bytes_per_second()) : Json(nullptr)},
           {"flops_per_second", rate.flops > 0 ? Json(rate.flops_per_second()) : Json(nullptr)}};
+}
+
+Json json_of(const AttentionRate& rate) {
+  return {{"shape", rate.shape},
+          {"heads", rate.heads},
+          {"kv_heads", rate.kv_heads},
+          {"head_dim", rate.head_dim},
+          {"value_dim", rate.value_dim},
+          {"rows", rate.rows},
+          {"path_rows", rate.path_rows},
+          {"branch_rows", rate.branch_rows},
+          {"forward",
+           {{"seconds", rate.forward_seconds}, {"flops_per_second", rate.forward_flops() / rate.forward_seconds}}},
+          {"backward",
+           {{"seconds", rate.backward_seconds}, {"flops_per_second", rate.backward_flops() / rate.backward_seconds}}}};
+}
+
+void print_rates(std::ostream& out, const std::vector<AttentionRate>& rates) {
+  out << '\n'
+      << std::left << std::setw(42) << "attention in bfloat16" << std::right << std::setw(7) << "rows" << std::setw(12)
+      << "path" << std::setw(10) << "forward" << std::setw(20) << "backward, GFLOP/s" << '\n';
+  for (const AttentionRate& rate : rates)
+    out << std::left << std::setw(42) << rate.shape << std::right << std::setw(7) << rate.rows << std::setw(12)
+        << rate.path_rows << std::setprecision(0) << std::setw(10) << 1e-9 * rate.forward_flops() / rate.forward_seconds
+        << std::setw(20) << 1e-9 * rate.backward_flops() / rate.backward_seconds << '\n';
 }
 
 void print_rates(std::ostream& out, const std::vector<OperationRate>& rates) {
@@ -98,12 +124,17 @@ int run_selftest(Context& context) {
     for (const OperationCheck& check : check_large_attention(device)) add(check);
   std::vector<OperationRate> rates;
   if (only.empty()) rates = measure_operation_rates(device, DType::bfloat16, context.progress);
+  std::vector<AttentionRate> attention;
+  if (only.empty() || only == "attention") attention = measure_attention_rates(device, context.progress);
+  Json of_attention = Json::array();
+  for (const AttentionRate& rate : attention) of_attention.push_back(json_of(rate));
   Json told = Json::array();
   for (const OperationRate& rate : rates) told.push_back(json_of(rate));
   const double seconds = device.seconds() - start;
   context.result["verdict"] = failures.empty() ? "pass" : "fail";
   context.result["checks"] = checks;
   context.result["rates"] = told;
+  context.result["attention_rates"] = of_attention;
   if (only.empty()) {
     MachineProfile profile = profile_of_rates(device, DType::bfloat16, rates);
     if (const OpenedGpu& gpu = opened_gpu(); !gpu.name.empty()) {
@@ -116,6 +147,7 @@ int run_selftest(Context& context) {
   context.result["self_test_seconds"] = seconds;
   print_table(context.text, tallies);
   if (!rates.empty()) print_rates(context.text, rates);
+  if (!attention.empty()) print_rates(context.text, attention);
   for (const std::string& failure : failures) context.text << "  " << failure << '\n';
   context.text << (failures.empty() ? "PASS" : "FAIL") << ": " << checks.size() << " checks of " << tallies.size()
                << " operations on " << device.name() << " against the CPU in float64, " << std::setprecision(1)

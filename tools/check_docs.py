@@ -59,7 +59,7 @@ def option_faults():
         return [f"{PAGE}: missing; make docs writes it"]
     page = (ROOT / PAGE).read_text(encoding="utf-8")
     shown = dict(re.findall(r"^\| `--([a-z0-9-]+)` \|.*\| ([^|]*) \|$", page, re.M))
-    kernels = re.findall(r'^  ROW\(\w+, "(\w+)", "([^"]+)"', (ROOT / KERNELS).read_text(encoding="utf-8"), re.M)
+    kernels = re.findall(r'^  ROW\(\w+, "([\w-]+)", "([^"]+)"', (ROOT / KERNELS).read_text(encoding="utf-8"), re.M)
     listed = "".join(f"{word} ({what}), " for word, what in kernels)
     table = re.sub(r'" ESPALIER_ATTENTION_KERNELS\(\w+\) "', lambda _: listed, (ROOT / TABLE).read_text(encoding="utf-8"))
     wanted = dict(ROW.findall(table))

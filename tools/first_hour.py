@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """The first minutes on a machine with a GPU: what works, how exact it is, how fast it is.
 
-    python3 first_hour.py [--out RESULTS] [--only STAGE,STAGE] [--device cuda] [--minutes 10]
+    python3 first_hour.py [--out RESULTS] [--only STAGE,STAGE] [--run 240|600] [--device cuda] [--minutes 10]
 
 Needs a Python with the torch minor version of the build and a GPU driver; no network and no compiler. It runs from the folder that `make gpu-bundle` makes, and
 from a source tree (`make gpu-check`). Every stage is a process of its own with a time limit; a stage that fails, hangs or crashes costs only
-itself. After --minutes no further stage starts, and the one that runs ends. RESULTS gets one JSON file for each
-stage at once, and RESULTS/first_hour.md, the page, whenever a stage is done. Exit code: 0; 6 if a stage failed; 8 if the GPU cannot be
-used at all.
+itself. After --minutes no further stage starts, and the one that runs ends. --run: stages that fit into so many seconds, in an order of their
+own (RUNS). RESULTS gets one JSON file for each stage at once, RESULTS/first_hour.md, the page, whenever a stage is done, and RESULTS/clocks.csv,
+the GPU's clocks and power. Exit code: 0; 6 if a stage failed; 8 if the GPU cannot be used at all.
 """
 
 import argparse
@@ -44,7 +44,14 @@ SANITIZED = ("add_attention_backward", "add_norm_backward")  # operations, each 
 TOOLKIT = ("/usr/local/cuda/lib64", "/usr/local/cuda/targets/x86_64-linux/lib",
            "/usr/local/cuda/targets/sbsa-linux/lib")  # where a torch without packages of NVIDIA has its libraries
 LIBRARIES = ("flash", "cudnn")  # they can sum gradients in any order
-KERNELS = ("own", *LIBRARIES, "hopper")
+KERNELS = ("own", *LIBRARIES, "hopper", "hopper-split")
+# What one call of a machine that is lent for minutes runs: the attention of Hopper beside others' in the same minute, then whole models.
+RUNS = {"240": ("facts", "selftest-hopper", "attention-hopper-split", "attention-cudnn", "fa3", "llama-hopper", "stock", "llama-cudnn-any-order",
+                "verify-hopper"),
+        "600": ("facts", "qwen3-8b", "kimi", "selftest-own", "fla", "llama-hopper-split", "llama-cudnn", "verify-hopper-split", "families")}
+CARRIED = HERE / "carried"  # packages and wheels that the machine lacks (gpu_bundle.sh --carry)
+PEAKS = {"H100": 989e12, "H200": 989e12}  # FLOP/s of products in bfloat16, by a word of the GPU's name
+CLOCKS = "timestamp,clocks.sm,clocks.mem,power.draw,temperature.gpu"
 NCU = [word for section in ("SpeedOfLight", "Occupancy", "LaunchStats", "WarpStateStats", "SchedulerStats", "InstructionStats", "ComputeWorkloadAnalysis",
                             "MemoryWorkloadAnalysis") for word in ("--section", section)]
 NOT_THERE = 8  # exit code of the program: no such device or backend
@@ -59,6 +66,7 @@ class Stage:
     json: bool = True
     needs: str = ""
     packages: tuple = ()
+    files: tuple = ()  # patterns of what has to be carried
     gpus: int = 1
     environment: dict = field(default_factory=dict)
     skips_on: tuple = (NOT_THERE,)
@@ -73,6 +81,7 @@ def stages(device):
     model, rollouts = ("--model", str(CASES / "model")), ("--rollouts", str(CASES / "rollouts.jsonl"))
     torch_device = "cpu" if emulated else "cuda"
     shape, splits, n = ("tiny.json", "24/8", 2) if emulated else ("llama3_8b_4_layers.json", "10240/2048", 32)
+    yardsticks = [sys.executable, str(HERE / "gpu_yardsticks.py")]
     wide = ("--model", str(CASES / shape))
     this = [sys.executable, __file__]
     models = [sys.executable, str(CHECKS / "device_models.py")]
@@ -80,19 +89,30 @@ def stages(device):
     listed = [Stage("facts", "the machine, its driver and its packages", [*this, "--facts"])]
     listed += [Stage(f"selftest-{kernels}", f"every operation against float64, then rates, attention {kernels}",
                      [program, "selftest", *on, "--attention", kernels, "--json"]) for kernels in KERNELS]
+    listed += [Stage(f"attention-{kernels}", f"attention against float64, then rates of six shapes, attention {kernels}",
+                     [program, "selftest", *on, "--attention", kernels, "--only", "attention", "--json"]) for kernels in ("cudnn", "hopper-split")]
+    listed += [
+        Stage("fa3", "rates of FlashAttention 3 (flash-attn3-jax)", [*yardsticks, "fa3", fa3_wheel() or "no wheel", *(["--lower"] if emulated else [])],
+              packages=("jax",), files=("flash_attn3_jax-*.whl",)),
+        Stage("fla", "rates of the gated delta rule by flash-linear-attention", [*yardsticks, "fla", "--device", torch_device], packages=("fla", "triton")),
+        Stage("stock", f"layers of Llama-3-8B, {splits}, N = {n}, by transformers alone: dense", [*yardsticks, "stock", "--device", torch_device],
+              packages=("transformers",))]
     listed += [Stage(f"verify-{dtype}", f"a whole step, shared against dense, {dtype}",
                      [program, "verify", *on, "--dtype", dtype, *model, *rollouts, "--json"]) for dtype in ("float64", "float32", "bfloat16")]
     any_order = ("--deterministic", "off", "--dtype", "bfloat16")
     listed += [Stage(f"verify-{kernels}-any-order", f"a whole step, shared against dense, attention {kernels}, gradients summed in any order",
                      [program, "verify", *on, "--attention", kernels, *any_order, *model, *rollouts, "--json"]) for kernels in LIBRARIES]
-    listed.append(Stage("verify-hopper", "a whole step, shared against dense, attention hopper",
-                        [program, "verify", *on, "--attention", "hopper", "--dtype", "bfloat16", *model, *rollouts, "--json"]))
+    listed += [Stage(f"verify-{kernels}", f"a whole step, shared against dense, attention {kernels}",
+                     [program, "verify", *on, "--attention", kernels, "--dtype", "bfloat16", *model, *rollouts, "--json"])
+               for kernels in ("hopper", "hopper-split")]
     listed += [Stage(f"sanitizer-{operation.split('_')[1]}", f"accesses of the kernels of {operation} under compute-sanitizer",
                      ["compute-sanitizer", "--error-exitcode", "6", program, "selftest", *on, "--attention", "own", "--only", operation], json=False,
                      needs="compute-sanitizer") for operation in SANITIZED]
     listed += [
         Stage("families", "every family: gradients against the CPU's in float64, verify in float32 and bfloat16",
               [*models, "program", program, *on], packages=("transformers",), limit=120),
+        Stage("kimi", "Kimi Linear alone: decays of channels", [*models, "program", program, *on, "--only", "kimi_linear_moe"],
+              packages=("transformers",)),
         Stage("verbs", "training, sampling and scoring", [*this, "--verbs", device]),
         Stage("hf", "espalier.hf: one step of a transformers model, verified", [*this, "--hf", torch_device], packages=("transformers",)),
         Stage("megatron", "espalier.megatron: layers of Llama-3-8B in Megatron-Core with Transformer Engine: verified, then dense against shared",
@@ -102,11 +122,15 @@ def stages(device):
               packages=("trl", "datasets"), environment={"CUDA_VISIBLE_DEVICES": ""} if emulated else {}),
         Stage("hf-llama", f"espalier.hf: layers of Llama-3-8B, {splits}, N = {n}: dense against shared", [*this, "--hf-wide", torch_device],
               packages=("transformers",), limit=90)]
-    wide_bench = (program, "bench", *on, *wide, "--splits", splits, "--n", str(n), "--repetitions", "1", "--json")
+    wide_bench = (program, "bench", *on, *wide, "--splits", splits, "--n", str(n), "--repetitions", "1" if emulated else "2", "--json")
     listed += [Stage(f"llama-{kernels}", f"layers of Llama-3-8B, {splits}, N = {n}: dense against shared, attention {kernels}",
                      [*wide_bench, "--attention", kernels, "--dtype", "bfloat16"], limit=90) for kernels in KERNELS]
     listed += [Stage(f"llama-{kernels}-any-order", f"the same with attention {kernels}, gradients summed in any order",
                      [*wide_bench, "--attention", kernels, *any_order], limit=90) for kernels in LIBRARIES]
+    whole = "tiny.json" if emulated else "qwen3_8b.json"
+    listed.append(Stage("qwen3-8b", f"the gradient of a whole Qwen3-8B, {'24/8' if emulated else '8192/2048'}, N = {n}: dense against shared",
+                        [program, "bench", *on, "--model", str(CASES / whole), "--splits", "24/8" if emulated else "8192/2048", "--n", str(n),
+                         "--repetitions", "1", "--json", "--dtype", "bfloat16"], limit=420))
     listed += [
         Stage("ncu", "kernels of the attention under ncu",
               ["ncu", "--kernel-name", "regex:tiles_kernel", "--launch-count", "3", *NCU, program, "bench", *on, "--attention", "own", "--dtype",
@@ -131,7 +155,8 @@ def environment_of(stage):
         folders += [str(site / "torch/lib"), *map(str, sorted(site.glob("nvidia/*/lib")))]
     elsewhere = [folder for folder in TOOLKIT if Path(folder).is_dir()] if BUNDLE else []
     out["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, [*folders, out.get("LD_LIBRARY_PATH"), *elsewhere]))
-    out["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACKAGE), out.get("PYTHONPATH")]))
+    carried = str(CARRIED) if CARRIED.is_dir() else None
+    out["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACKAGE), carried, out.get("PYTHONPATH")]))
     out["ESPALIER_PYTHON"], out["ESPALIER_BINARY"] = sys.executable, str(PROGRAM)
     return out
 
@@ -139,7 +164,10 @@ def environment_of(stage):
 def reason_to_skip(stage, device):
     if stage.needs and shutil.which(stage.needs) is None:
         return f"no {stage.needs} on this machine"
-    missing = [name for name in stage.packages if importlib.util.find_spec(name) is None]
+    lacks = [pattern for pattern in stage.files if not list(CARRIED.glob(pattern))]
+    if lacks:
+        return f"{', '.join(lacks)} was not carried (gpu_bundle.sh --carry)"
+    missing = [name for name in stage.packages if not (CARRIED / name).is_dir() and importlib.util.find_spec(name) is None]
     if missing:
         return f"this Python has no {', '.join(missing)}"
     if stage.gpus > 1 and gpus() < stage.gpus:
@@ -147,6 +175,29 @@ def reason_to_skip(stage, device):
     if stage.needs and device == "emulate":
         return "needs a GPU"
     return ""
+
+
+def fa3_wheel():
+    return next((str(path) for path in sorted(CARRIED.glob("flash_attn3_jax-*.whl"))), None)
+
+
+def start_of_clocks(out):
+    """A process that writes the GPU's clocks and power twice a second, or None."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    with (out / "clocks.csv").open("w") as file:
+        return subprocess.Popen(["nvidia-smi", f"--query-gpu={CLOCKS}", "--format=csv", "-lms", "500"], stdout=file, stderr=subprocess.DEVNULL)
+
+
+def line_of_clocks(text):
+    """Of nvidia-smi's table: clocks while the GPU works, and power."""
+    rows = [row.split(", ") for row in text.splitlines()[1:] if row.count(", ") == CLOCKS.count(",")]
+    number = lambda text: float(re.match(r"[\d.]*", text)[0] or 0)
+    if not rows:
+        return "clocks of the GPU: not logged"
+    power = [number(row[3]) for row in rows]
+    busy = sorted(number(row[1]) for row, watts in zip(rows, power, strict=True) if watts >= max(power) / 2)
+    return f"clocks of the GPU while it works: median {busy[len(busy) // 2]:.0f} MHz, least {busy[0]:.0f}; power: most {max(power):.0f} W"
 
 
 def gpus():
@@ -344,6 +395,24 @@ def verbs(device):
 
 # ---- the page ----
 
+def utilization(cell, gpu):
+    """Model FLOPs by the peak of the GPU, where that is known."""
+    peak = next((flops for name, flops in PEAKS.items() if name in gpu), 0)
+    parts = [f"{name} {100 * cell['flops'][name] / cell['seconds'][name] / peak:.0f} %" for name in ("dense", "phased") if peak and cell["seconds"].get(name)]
+    return f", of the peak: {', '.join(parts)}" if parts else ""
+
+
+def of_rate(rate):
+    if rate.get("lowered"):
+        return "compiled"
+    return " / ".join(f"{rate[part]['flops_per_second'] / 1e12:.1f}" for part in ("forward", "backward")) + " TFLOP/s"
+
+
+def of_recurrence(told):
+    found = [rate for rate in told.get("rates", []) if "delta_rule" in rate["operation"]]
+    return "".join(f"; {rate['operation']} of {rate['rows']} rows {1e3 * rate['seconds']:.2f} ms" for rate in found)
+
+
 def line_of(result):
     """What the page says of a stage beside its status."""
     told = result.get("result") or {}
@@ -353,6 +422,11 @@ def line_of(result):
     if "models" in told:
         return f"{len(told['models']) - len(told['wrong']) - len(told['refused'])} exact, {len(told['refused'])} refused, {len(told['wrong'])} wrong" + (
             f", {len(told['left'])} not reached" if told.get("left") else "")
+    if result["status"] == "passed" and told.get("attention_rates"):
+        checks = f"{len(told['checks'])} checks; " if "checks" in told else ""
+        return checks + "; ".join(f"{rate['shape']} {of_rate(rate)}" for rate in told["attention_rates"]) + of_recurrence(told)
+    if result["status"] == "passed" and "rates" in told and "checks" not in told:
+        return of_recurrence(told).removeprefix("; ")
     if "verdict" in told and result["status"] == "failed" and told.get("checks"):
         wrong = [check for check in told["checks"] if not check["pass"]]
         return f"{len(wrong)} of {len(told['checks'])} checks failed" + (f": {wrong[0]['operation']}, {wrong[0]['sizes']}, {wrong[0]['dtype']}" if wrong else "")
@@ -371,7 +445,7 @@ def line_of(result):
         return f"{told['verdict']}; worst {worst.get('parameter')}: {worst.get('ratio', 0):.2f} of the floor"
     if "cells" in told:
         return "; ".join(f"{cell['prefix']}/{cell['suffix']} N={cell['n']}: dense {cell['seconds']['dense']:.3f} s, phased {cell['seconds']['phased']:.3f} s, "
-                         f"speed-up {cell['speedup']:.2f} of {cell['ceiling']:.2f}" for cell in told["cells"])
+                         f"speed-up {cell['speedup']:.2f} of {cell['ceiling']:.2f}{utilization(cell, told.get('device', ''))}" for cell in told["cells"])
     if "gpus" in told:
         return "; ".join([*told["gpus"], f"torch {told['torch']}", told["espalier"]])
     if "rows_without_sharing" in told:
@@ -379,8 +453,8 @@ def line_of(result):
     return ""
 
 
-def page(results, seconds):
-    lines = ["# First contact with a GPU", "", f"{sum(r['status'] == 'passed' for r in results)} of {len(results)} stages passed in {seconds:.0f} s.", "",
+def page(results, seconds, clocks):
+    lines = ["# First contact with a GPU", "", f"{sum(r['status'] == 'passed' for r in results)} of {len(results)} stages passed in {seconds:.0f} s; {clocks}.", "",
              "| stage | status | s | result |", "| --- | --- | ---: | --- |"]
     lines += [f"| {r['stage']}: {r['about']} | {r['status']} | {r['seconds']:.0f} | {line_of(r).replace('|', '/')} |" for r in results]
     return "\n".join(lines) + "\n"
@@ -390,9 +464,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("first_hour"), help="folder for the results")
     parser.add_argument("--only", default="", help="stages to run, separated by commas")
+    parser.add_argument("--run", choices=sorted(RUNS), help="stages for so many seconds of a machine, all together")
     parser.add_argument("--device", default="cuda", choices=("cuda", "emulate"), help="emulate: a rehearsal on a CPU")
     parser.add_argument("--limit", type=float, default=0, help="seconds of a stage; 0: its own limit, most of them 60")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="of all stages")
+    parser.add_argument("--minutes", type=float, help=f"of all stages; default {MINUTES}, with --run its own")
     parser.add_argument("--facts", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--hf", help=argparse.SUPPRESS)
     parser.add_argument("--hf-wide", help=argparse.SUPPRESS)
@@ -407,6 +482,8 @@ def main():
     if arguments.verbs:
         return verbs(arguments.verbs)
     listed = stages(arguments.device)
+    if arguments.run and arguments.only:
+        parser.error("--run and --only choose stages: give one of them")
     wanted = set(filter(None, arguments.only.split(",")))
     unknown = wanted - {stage.name for stage in listed}
     if unknown:
@@ -414,14 +491,19 @@ def main():
     if importlib.util.find_spec("torch") is None:
         print(f"{sys.executable} has no torch: run first_hour.py with a Python that has the torch of the build", file=sys.stderr)
         return NOT_THERE
+    by_name = {stage.name: stage for stage in listed}
+    chosen = [by_name[name] for name in RUNS[arguments.run]] if arguments.run else [stage for stage in listed if not wanted or stage.name in wanted]
+    # A machine that ends a command at its limit has to be left before that.
+    minutes = arguments.minutes or (int(arguments.run) - 10) / 60 if arguments.run else arguments.minutes or MINUTES
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     start, results, fastest = time.monotonic(), [], 0.0
-    for number, stage in enumerate(stage for stage in listed if not wanted or stage.name in wanted):
-        left = 60 * arguments.minutes - (time.monotonic() - start)
+    clocks = start_of_clocks(out)
+    for number, stage in enumerate(chosen):
+        left = 60 * minutes - (time.monotonic() - start)
         reason = reason_to_skip(stage, arguments.device)
         if not reason and left < 1:
-            reason = f"{arguments.minutes:g} minutes are over: --only {stage.name} runs it"
+            reason = f"{minutes:g} minutes are over: --only {stage.name} runs it"
         result = ({"stage": stage.name, "about": stage.about, "status": "skipped", "seconds": 0.0, "reason": reason} if reason
                   else run(stage, out, min(arguments.limit or stage.limit, left)))
         results.append(result)
@@ -431,7 +513,11 @@ def main():
         if profile and profile["attention_flops_per_second"] > fastest:  # of the kernels that --attention auto takes
             fastest = profile["attention_flops_per_second"]
             (out / "machine.json").write_text(json.dumps(profile, indent=1) + "\n")
-        (out / "first_hour.md").write_text(page(results, time.monotonic() - start))
+        logged = line_of_clocks((out / "clocks.csv").read_text() if clocks else "")
+        (out / "first_hour.md").write_text(page(results, time.monotonic() - start, logged))
+    if clocks:
+        clocks.terminate()
+        clocks.wait()
     print(f"the page: {out / 'first_hour.md'}")
     if any(result["stage"] == "selftest-own" and result.get("exit_code") == NOT_THERE for result in results):
         return NOT_THERE

@@ -25,6 +25,11 @@ cat >"$out/llama3_8b_4_layers.json" <<'END'
  "rope_theta": 500000.0, "max_position_embeddings": 131072, "hidden_act": "silu", "tie_word_embeddings": false}
 END
 sed 's/"num_hidden_layers": 4/"num_hidden_layers": 1/' "$out/llama3_8b_4_layers.json" >"$out/llama3_8b_1_layer.json"
+cat >"$out/qwen3_8b.json" <<'END'
+{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288,
+ "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+ "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "max_position_embeddings": 40960, "hidden_act": "silu", "tie_word_embeddings": false}
+END
 cat >"$out/tiny.json" <<'END'
 {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
  "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64, "rms_norm_eps": 1e-05,

@@ -18,7 +18,8 @@ namespace espalier {
   ROW(cudnn, "cudnn", "cuDNN's, for compute capability 9.0", .capability = 90, .tried = 1, .composed = true,     \
       .head_multiple = 8, .largest_head = 256, .fewest_rows = 128, .ordered_rows = 2048,                         \
       .backward_bytes = cudnn_backward_bytes)                                                                    \
-  ROW(hopper, "hopper", "this library's for compute capability 9.0, not yet run on a GPU", .capability = 90)
+  ROW(hopper, "hopper", "this library's for compute capability 9.0, not yet run on a GPU", .capability = 90)     \
+  ROW(hopper_split, "hopper-split", "the same without sums of gradients in memory", .capability = 90)
 
 enum class AttentionKernels : std::uint8_t {
   automatic,

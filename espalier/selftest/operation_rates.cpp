@@ -4,13 +4,12 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
-#include <functional>
-#include <limits>
 
 #include "espalier/base/error.h"
 #include "espalier/device/scalar_type.h"
 #include "espalier/ops/operations.h"
 #include "espalier/selftest/operation_check.h"
+#include "espalier/selftest/timed_calls.h"
 
 namespace espalier {
 namespace {
@@ -19,86 +18,49 @@ namespace {
 constexpr std::int64_t kWidth = 2048, kInner = 6144, kHeads = 16, kKvHeads = 4, kHeadDim = 128, kVocabulary = 32768;
 constexpr std::int64_t kFewest = 64, kMost = 16384;
 constexpr double kLongEnough = 5e-3;  // seconds
-constexpr std::int64_t kDrawn = 1 << 18;
 
-// Tensors of a device. Their numbers are drawn: a GPU multiplies zeros faster than what a model has.
-class Room {
- public:
-  Room(Device& device, DType dtype) : device_(device), dtype_(scalar_type(dtype)) {}
-  at::Tensor values(at::IntArrayRef sizes) const { return filled(sizes, dtype_, normal({kDrawn}, 1)); }
-  at::Tensor sums(at::IntArrayRef sizes) const { return positive(sizes, accumulator_type(dtype_)); }
-  at::Tensor numbers(at::IntArrayRef sizes) const { return positive(sizes, at::kDouble); }
-  at::Tensor places(std::int64_t count, std::int64_t step, std::int64_t first = 0) const {
-    return device_.adopt((at::arange(count, at::kLong) * step + first).to(at::kInt));
-  }
-  at::Tensor all(std::int64_t count, std::int64_t value) const {
-    return device_.adopt(at::full({count}, value, at::kInt));
-  }
-  double size() const { return static_cast<double>(c10::elementSize(dtype_)); }
-  const Operations& ops() const { return device_.operations(); }
-
- private:
-  at::Tensor positive(at::IntArrayRef sizes, at::ScalarType dtype) const {
-    return filled(sizes, dtype, normal({kDrawn}, 2).abs() + 0.5);
-  }
-  at::Tensor filled(at::IntArrayRef sizes, at::ScalarType dtype, const at::Tensor& drawn) const {
-    const at::Tensor tensor = device_.allocate(sizes, dtype), flat = tensor.view({-1}), numbers = drawn.to(dtype);
-    for (std::int64_t begin = 0; begin < flat.numel(); begin += kDrawn) {
-      const std::int64_t count = std::min(kDrawn, flat.numel() - begin);
-      device_.to_device(numbers.narrow(0, 0, count), flat.narrow(0, begin, count));
-    }
-    return tensor;
-  }
-  Device& device_;
-  at::ScalarType dtype_;
-};
-
-struct Call {
-  std::function<void()> call;
-  double bytes = 0, flops = 0;
-};
 struct Timed {
   const char* operation;
-  Call (*of)(const Room& room, std::int64_t rows);
+  TimedCall (*of)(const TimedRoom& room, std::int64_t rows);
 };
 
 double d(std::int64_t count) { return static_cast<double>(count); }
 
-Call norm(const Room& room, std::int64_t R) {
+TimedCall norm(const TimedRoom& room, std::int64_t R) {
   const at::Tensor x = room.values({R, kWidth}), y = room.values({R, kWidth}), w = room.values({kWidth}),
                    rstd = room.sums({R});
   return {[=, &room] { room.ops().norm(x, w, 1e-6, y, rstd); }, 2 * room.size() * d(R * kWidth)};
 }
-Call norm_backward(const Room& room, std::int64_t R) {
+TimedCall norm_backward(const TimedRoom& room, std::int64_t R) {
   const at::Tensor x = room.values({R, kWidth}), y = room.values({R, kWidth}), w = room.values({kWidth}),
                    stream = room.values({R, kWidth}), rstd = room.sums({R}), grad = room.sums({kWidth});
   return {[=, &room] { room.ops().add_norm_backward(x, w, rstd, y, stream, grad); }, 4 * room.size() * d(R * kWidth)};
 }
-Call rotate(const Room& room, std::int64_t R) {
+TimedCall rotate(const TimedRoom& room, std::int64_t R) {
   const std::int64_t width = kHeads * kHeadDim;
   const Rotation rotation{
       {room.sums({R, kHeadDim / 2}), room.sums({R, kHeadDim / 2})}, room.places(R, 1), room.values({kHeadDim}), 1e-6};
   const at::Tensor in = room.values({R, width}), out = room.values({R, width});
   return {[=, &room] { room.ops().rotate(rotation, in, out); }, 2 * room.size() * d(R * width)};
 }
-Call swiglu(const Room& room, std::int64_t R) {
+TimedCall swiglu(const TimedRoom& room, std::int64_t R) {
   const at::Tensor both = room.values({R, 2 * kInner}), act = room.values({R, kInner});
   return {[=, &room] { room.ops().swiglu({}, both, act); }, 3 * room.size() * d(R * kInner)};
 }
-Call swiglu_backward(const Room& room, std::int64_t R) {
+TimedCall swiglu_backward(const TimedRoom& room, std::int64_t R) {
   const at::Tensor both = room.values({R, 2 * kInner}), act = room.values({R, kInner});
   return {[=, &room] { room.ops().swiglu_backward({}, both, act, both, act); }, 6 * room.size() * d(R * kInner)};
 }
-Call convert(const Room& room, std::int64_t R) {
+TimedCall convert(const TimedRoom& room, std::int64_t R) {
   const at::Tensor from = room.values({R, kWidth}), to = room.values({R, kWidth});
   return {[=, &room] { room.ops().convert(from, to); }, 2 * room.size() * d(R * kWidth)};
 }
-Call linear(const Room& room, std::int64_t R) {
+TimedCall linear(const TimedRoom& room, std::int64_t R) {
   const at::Tensor x = room.values({R, kWidth}), w = room.values({kWidth, kWidth}), y = room.values({R, kWidth});
   return {[=, &room] { room.ops().linear(y, x, w, at::Tensor()); }, room.size() * d(2 * R * kWidth + kWidth * kWidth),
           2 * d(R * kWidth) * d(kWidth)};
 }
-Call linear_grad_weight(const Room& room, std::int64_t R) {
+TimedCall linear_grad_weight(const TimedRoom& room, std::int64_t R) {
   const at::Tensor x = room.values({R, kWidth}), g = room.values({R, kWidth}), w = room.sums({kWidth, kWidth}),
                    product = room.values({kWidth, kWidth});
   return {[=, &room] { room.ops().add_linear_grad_weight(w, at::Tensor(), g, x, product); },
@@ -111,7 +73,7 @@ struct Attended {
   at::Tensor out, lse;
   double pairs;
 };
-Attended attended(const Room& room, std::int64_t R) {
+Attended attended(const TimedRoom& room, std::int64_t R) {
   const std::int64_t own = R / 2, kv = kKvHeads * kHeadDim;
   const at::Tensor own_k = room.values({own, kv}), path_k = room.values({R - own, kv});
   return {
@@ -120,11 +82,11 @@ Attended attended(const Room& room, std::int64_t R) {
       room.sums({kHeads, own}),
       d(own) * d(R - own) + d(own) * d(own + 1) / 2};
 }
-Call attention(const Room& room, std::int64_t R) {
+TimedCall attention(const TimedRoom& room, std::int64_t R) {
   const Attended a = attended(room, R);
   return {[=, &room] { room.ops().attention(a.problem, a.out, a.lse); }, 0, 4 * d(kHeads * kHeadDim) * a.pairs};
 }
-Call attention_backward(const Room& room, std::int64_t R) {
+TimedCall attention_backward(const TimedRoom& room, std::int64_t R) {
   const Attended a = attended(room, R);
   const std::int64_t own = a.out.size(0), kv = kKvHeads * kHeadDim;
   const AttentionGradients to{room.values({own, kHeads * kHeadDim}), room.sums({own, kv}), room.sums({own, kv}),
@@ -138,29 +100,72 @@ struct Logits {
   LogitSums sums;
   at::Tensor logits, of_edges;
 };
-Logits logits_of(const Room& room, std::int64_t R) {
+Logits logits_of(const TimedRoom& room, std::int64_t R) {
   return {{room.numbers({R}), room.places(R + 1, 1), room.places(R, 1)},
           {room.numbers({R}), room.numbers({R}), room.numbers({R})},
           room.sums({R, kVocabulary}),
           room.numbers({R})};
 }
-Call logit_sums(const Room& room, std::int64_t R) {
+TimedCall logit_sums(const TimedRoom& room, std::int64_t R) {
   const Logits a = logits_of(room, R);
   return {[=, &room] { room.ops().logit_sums(a.edges, 0, a.logits, a.sums, a.of_edges); },
           static_cast<double>(a.logits.nbytes())};
 }
-Call logit_gradients(const Room& room, std::int64_t R) {
+TimedCall logit_gradients(const TimedRoom& room, std::int64_t R) {
   const Logits a = logits_of(room, R);
   return {[=, &room] { room.ops().logit_gradients(a.edges, 0, a.sums, a.of_edges, a.of_edges, a.logits); },
           2 * static_cast<double>(a.logits.nbytes())};
 }
-Call adamw(const Room& room, std::int64_t R) {
+TimedCall adamw(const TimedRoom& room, std::int64_t R) {
   const std::int64_t n = R * kWidth;
   const at::Tensor p = room.sums({n}), grad = room.sums({n}), m = room.sums({n}), v = room.sums({n});
   const at::Tensor rounded = room.size() == 2 ? room.values({n}) : at::Tensor();
   const double sum = static_cast<double>(p.element_size());
   return {[=, &room] { room.ops().adamw(p, grad, m, v, AdamWStep{}, rounded); },
           d(n) * (7 * sum + (rounded.defined() ? 2 : 0))};
+}
+
+// A layer of Qwen3.5: runs of 2,048 rows. Each row reads a state, adds to it and reads it again: three products with a
+// state, and eight in the backward.
+constexpr RecurrenceShape kRecurrence{
+    .key_heads = 16, .value_heads = 32, .key_dim = 128, .value_dim = 128, .kernel = 4};
+constexpr std::int64_t kRunRows = 2048;
+
+struct Recurrence {
+  DeltaRuleProblem problem;
+  std::vector<StateRun> runs;
+  at::Tensor out;
+};
+Recurrence recurrence(const TimedRoom& room, std::int64_t R) {
+  Recurrence of{{kRecurrence,
+                 room.values({R, kRecurrence.projected()}),
+                 room.values({kRecurrence.channels(), kRecurrence.kernel}),
+                 room.values({kRecurrence.value_heads}),
+                 room.values({kRecurrence.value_heads}),
+                 {},
+                 {},
+                 {}},
+                {},
+                room.values({R, kRecurrence.value_width()})};
+  for (std::int64_t begin = 0; begin < R; begin += kRunRows)
+    of.runs.push_back({.begin = begin, .end = std::min(begin + kRunRows, R)});
+  return of;
+}
+double products_of_states(std::int64_t R, int products) { return 2.0 * products * d(R * kRecurrence.matrix()); }
+TimedCall delta_rule(const TimedRoom& room, std::int64_t R) {
+  return {[a = recurrence(room, R), &room]() mutable {
+            a.problem.runs = a.runs;
+            room.ops().delta_rule(a.problem, a.out);
+          },
+          0, products_of_states(R, 3)};
+}
+TimedCall delta_rule_backward(const TimedRoom& room, std::int64_t R) {
+  const DeltaRuleGradients to{room.values({R, kRecurrence.projected()}), {}, {}, {}, {}, {}};
+  return {[a = recurrence(room, R), to, &room]() mutable {
+            a.problem.runs = a.runs;
+            room.ops().add_delta_rule_backward(a.problem, a.out, to);
+          },
+          0, products_of_states(R, 8)};
 }
 
 constexpr Timed kTimed[] = {{"norm", norm},
@@ -173,27 +178,17 @@ constexpr Timed kTimed[] = {{"norm", norm},
                             {"add_linear_grad_weight", linear_grad_weight},
                             {"attention", attention},
                             {"add_attention_backward", attention_backward},
+                            {"delta_rule", delta_rule},
+                            {"add_delta_rule_backward", delta_rule_backward},
                             {"logit_sums", logit_sums},
                             {"logit_gradients", logit_gradients},
                             {"adamw", adamw}};
 
-// Seconds of one call: the least of `runs`, after one to warm up.
-double seconds_of(Device& device, const Call& work, int runs) {
-  double least = std::numeric_limits<double>::infinity();
-  for (int run = 0; run <= runs; ++run) {
-    const Device::Moment begin = device.moment();
-    work.call();
-    const double seconds = device.seconds_between(begin, device.moment());
-    if (run > 0) least = std::min(least, seconds);
-  }
-  return std::max(least, 1e-9);
-}
-
-OperationRate rate_of(Device& device, const Room& room, const Timed& timed, std::int64_t most) {
+OperationRate rate_of(Device& device, const TimedRoom& room, const Timed& timed, std::int64_t most) {
   for (std::int64_t rows = kFewest;; rows *= 2) {
-    const Call work = timed.of(room, rows);
+    const TimedCall work = timed.of(room, rows);
     if (2 * rows <= most && seconds_of(device, work, 1) < kLongEnough) continue;
-    return {timed.operation, rows, work.bytes, work.flops, seconds_of(device, work, 3)};
+    return {timed.operation, rows, work.bytes, work.flops, steady_seconds_of(device, work, 3)};
   }
 }
 
@@ -206,7 +201,7 @@ const OperationRate& named(const std::vector<OperationRate>& rates, std::string_
 }  // namespace
 
 std::vector<OperationRate> measure_operation_rates(Device& device, DType dtype, Progress& progress) {
-  const Room room(device, dtype);
+  const TimedRoom room(device, dtype);
   std::vector<OperationRate> rates;
   progress.begin("rates", std::size(kTimed), "operations");
   for (const Timed& timed : kTimed) {
@@ -218,13 +213,13 @@ std::vector<OperationRate> measure_operation_rates(Device& device, DType dtype, 
 }
 
 double product_flops_per_second(Device& device, DType dtype, std::int64_t rows) {
-  const Room room(device, dtype);
-  const Call product = linear(room, rows);
-  return product.flops / seconds_of(device, product, 3);
+  const TimedRoom room(device, dtype);
+  const TimedCall product = linear(room, rows);
+  return product.flops / steady_seconds_of(device, product, 3);
 }
 
 MachineProfile profile_of_rates(Device& device, DType dtype, const std::vector<OperationRate>& rates) {
-  const Room room(device, dtype);
+  const TimedRoom room(device, dtype);
   MachineProfile profile;
   profile.name = device.name();
   profile.source = "measured";
@@ -239,8 +234,8 @@ MachineProfile profile_of_rates(Device& device, DType dtype, const std::vector<O
   profile.weight_gradient_flops_per_second = named(rates, "add_linear_grad_weight").flops_per_second();
   // A CPU multiplies the head in the accumulator dtype.
   if (const DType sums = dtype == DType::float64 ? dtype : DType::float32; device.in_host_memory()) {
-    const Room accumulators(device, sums);
-    const Call head = linear(accumulators, MachineProfile::kHeadRows);
+    const TimedRoom accumulators(device, sums);
+    const TimedCall head = linear(accumulators, MachineProfile::kHeadRows);
     profile.head_flops_per_second = head.flops / seconds_of(device, head, 3);
   }
   // Forward and backward together, as the cost model has it: operations of both over the seconds of both, per pair.

@@ -10,6 +10,7 @@ extern "C" espalier::Device* espalier_open_gpu(const espalier::GpuChoice& choice
   *opened = {"emulated", automatic ? AttentionKernels::own : choice.attention, true};
   if (opened->attention == AttentionKernels::own) return &espalier::testing::emulated_device();
   if (opened->attention == AttentionKernels::hopper) return &espalier::testing::emulated_hopper_device();
+  if (opened->attention == AttentionKernels::hopper_split) return &espalier::testing::emulated_hopper_split_device();
   *problem = espalier::text_of("no ", name_of(choice.attention), " on processors");
   return nullptr;
 }

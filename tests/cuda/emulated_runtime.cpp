@@ -234,15 +234,21 @@ Device& emulated_device() {
   return *device;
 }
 
+// With attention of these functions; outlives every tensor.
+static Device& emulated_device_with(const AttentionOperations& attention) {
+  auto* const changed = new Operations(cuda::operations());
+  static_cast<AttentionOperations&>(*changed) = attention;
+  return *new cuda::CudaDevice(*changed, "emulated");
+}
 Device& emulated_hopper_device() {
   emulation::take_launches(give_to_compute);
-  static const Operations changed = [] {
-    Operations all = cuda::operations();
-    static_cast<AttentionOperations&>(all) = cuda::open_hopper_attention({.major = 9, .minor = 0});
-    return all;
-  }();
-  static auto* const device = new cuda::CudaDevice(changed, "emulated");  // outlives every tensor
-  return *device;
+  static Device& device = emulated_device_with(cuda::open_hopper_attention({.major = 9, .minor = 0}));
+  return device;
+}
+Device& emulated_hopper_split_device() {
+  emulation::take_launches(give_to_compute);
+  static Device& device = emulated_device_with(cuda::open_hopper_split_attention({.major = 9, .minor = 0}));
+  return device;
 }
 
 namespace {

@@ -25,6 +25,7 @@ void give_to_compute(std::function<void()> work);
 Device& emulated_device();
 // The same with attention by the kernels of espalier/ops/cuda/hopper/.
 Device& emulated_hopper_device();
+Device& emulated_hopper_split_device();
 // The same with the CPU's operations as work of the compute stream: fast, for what the host code does. Each thread has
 // its own, so that ranks may be threads.
 Device& streamed_device();

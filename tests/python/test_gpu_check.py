@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -84,13 +85,13 @@ def rehearsed(bundle, out, *arguments):
 
 
 def test_the_bundle_runs_without_the_tree_and_without_a_network(bundle, tmp_path):
-    done = rehearsed(bundle, tmp_path / "out", "--only", "facts,hf,hf-llama,llama-own,megatron,verbs,nccl,selftest-flash", "--limit", "300")
+    done = rehearsed(bundle, tmp_path / "out", "--only", "facts,hf,hf-llama,llama-own,megatron,verbs,nccl,selftest-flash,stock,fa3", "--limit", "300")
     assert done.returncode == 0, done.stdout + done.stderr
     results = {found["stage"]: found for found in (json.loads(path.read_text()) for path in (tmp_path / "out").glob("[0-9]*.json"))}
     assert {name: found["status"] for name, found in results.items()} == {
         "facts": "passed", "hf": "passed", "hf-llama": "passed", "llama-own": "passed", "verbs": "passed",
         "megatron": "passed" if importlib.util.find_spec("megatron") else "skipped",
-        "nccl": "skipped", "selftest-flash": "skipped"}
+        "nccl": "skipped", "selftest-flash": "skipped", "stock": "passed", "fa3": "skipped"}
     assert results["llama-own"]["result"]["cells"] and results["hf"]["result"]["rows"] < results["hf"]["result"]["rows_without_sharing"]
     assert "2 GPUs needed" in results["nccl"]["reason"] and "no flash on processors" in results["selftest-flash"]["reason"]
     page = (tmp_path / "out/first_hour.md").read_text()
@@ -151,6 +152,46 @@ def test_a_library_that_is_not_there_fails_the_facts_with_its_name(bundle, tmp_p
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", into, "uses.c", "-L.", "-llost"], cwd=tmp_path, check=True)
     done = rehearsed(broken, tmp_path / "out", "--only", "facts")
     assert done.returncode == 6 and "libespalier_cuda.so misses liblost.so" in done.stdout
+
+
+def test_runs_for_a_limited_machine_name_stages_that_fit():
+    names = {stage.name for stage in first_hour.stages("cuda")}
+    assert all(set(run) <= names and len(set(run)) == len(run) for run in first_hour.RUNS.values())
+    done = subprocess.run([sys.executable, ROOT / "tools/first_hour.py", "--run", "240", "--only", "facts"], capture_output=True, text=True)
+    assert done.returncode == 2 and "give one of them" in done.stderr
+
+
+def test_the_page_says_at_which_clocks_the_gpu_worked():
+    rows = ["2026/11/28 10:00:00.000, 1980 MHz, 3201 MHz, 690.12 W, 61", "2026/11/28 10:00:00.500, 1755 MHz, 3201 MHz, 699.90 W, 63",
+            "2026/11/28 10:00:01.000, 345 MHz, 3201 MHz, 78.00 W, 40", "2026/11/28 10:00:01.500, 19"]
+    assert first_hour.line_of_clocks("\n".join(["timestamp, ...", *rows])) == (
+        "clocks of the GPU while it works: median 1980 MHz, least 1755; power: most 700 W")
+    assert first_hour.line_of_clocks("") == "clocks of the GPU: not logged"
+
+
+def test_rates_and_the_part_of_the_peak_are_on_the_page():
+    rate = {"shape": "a prompt", "forward": {"flops_per_second": 5.6e14}, "backward": {"flops_per_second": 4.8e14}}
+    assert first_hour.line_of({"status": "passed", "result": {"checks": [1, 2], "attention_rates": [rate]}}) == "2 checks; a prompt 560.0 / 480.0 TFLOP/s"
+    recurrent = {"operation": "delta_rule", "rows": 16384, "seconds": 2e-3}
+    assert first_hour.line_of({"status": "passed", "result": {"rates": [recurrent]}}) == "delta_rule of 16384 rows 2.00 ms"
+    cell = {"flops": {"dense": 989e12, "phased": 300e12}, "seconds": {"dense": 2.0, "phased": .5}}
+    assert first_hour.utilization(cell, "NVIDIA H200") == ", of the peak: dense 50 %, phased 61 %"
+    assert first_hour.utilization(cell, "emulated") == ""
+
+
+def test_carried_wheels_are_in_the_bundle(bundle, tmp_path):
+    """A package is unpacked; FlashAttention 3 stays a wheel, which its stage changes before it loads it. What is not carried is said."""
+    for name in ("fla_core-1-py3-none-any.whl", "flash_attn3_jax-1-cp311-cp311-any.whl"):
+        with zipfile.ZipFile(tmp_path / name, "w") as wheel:
+            wheel.writestr("fla/__init__.py", "")
+    carry = [word for path in sorted(tmp_path.glob("*.whl")) for word in ("--carry", path)]
+    done = subprocess.run([ROOT / "tools/gpu_bundle.sh", tmp_path / "bundle", "--rehearsal", *carry], capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "bundle/carried/fla/__init__.py").is_file() and (tmp_path / "bundle/carried/flash_attn3_jax-1-cp311-cp311-any.whl").is_file()
+    missing = subprocess.run([ROOT / "tools/gpu_bundle.sh", tmp_path / "none", "--carry", tmp_path / "lost.whl"], capture_output=True, text=True, cwd=ROOT)
+    assert missing.returncode == 2 and "lost.whl" in missing.stderr and not (tmp_path / "none").exists()
+    stage = next(stage for stage in first_hour.stages("cuda") if stage.name == "fa3")
+    assert "was not carried" in first_hour.reason_to_skip(stage, "cuda")
 
 
 def test_the_stage_of_megatron_needs_transformer_engine_and_says_what_it_found():

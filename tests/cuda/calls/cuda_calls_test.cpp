@@ -56,6 +56,7 @@ AttentionOperations open_flash_attention(const AttentionGpu& gpu) {
 }
 AttentionOperations open_cudnn_attention(const AttentionGpu& gpu) { return open_flash_attention(gpu); }
 AttentionOperations open_hopper_attention(const AttentionGpu&) { return cpu::operations(); }
+AttentionOperations open_hopper_split_attention(const AttentionGpu&) { return cpu::operations(); }
 
 }  // namespace espalier::cuda
 

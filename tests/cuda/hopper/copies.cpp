@@ -13,6 +13,19 @@ std::map<const int*, Knowledge>& numbers_told() {
   return *all;
 }
 
+// The sums that were added last from a place of global memory on: by whom, and whether their thread has waited for
+// them.
+struct LastSums {
+  unsigned actor = kNobody;
+  std::uint32_t moment = 0;  // of the wait
+  int group = 0;
+  bool done = false;
+};
+std::map<const float*, LastSums>& last_sums() {
+  static auto* const all = new std::map<const float*, LastSums>;
+  return *all;
+}
+
 void start_copy(void* to, const TensorMap& map, const void* from, std::size_t bytes, void* barrier_at, int column,
                 int row, Site site) {
   Warpgroups& block = warpgroups_now();
@@ -125,6 +138,10 @@ void bulk_add(float* to, const void* from, int bytes, Site site) {
       problem = "sums of what " + block.name_of_actor(place.writer) + " wrote without a fence for copies";
   });
   if (!inside) problem = "sums from outside of shared memory";
+  LastSums& last = last_sums()[to];
+  if (last.actor != kNobody && last.actor != block.actor_now() && !(last.done && knows.knows(last.actor, last.moment)))
+    problem = "sums to where " + block.name_of_actor(last.actor) + " adds, and nothing orders the two";
+  last = {block.actor_now(), 0, block.me().sum_groups, false};
   if (!problem.empty()) fail(problem, site);
   block.adding.push_back(
       {to, static_cast<const float*>(from), static_cast<std::size_t>(bytes), thread_now(), block.me().sum_groups, {}});
@@ -140,6 +157,10 @@ void bulk_wait(int groups_left, bool until_read, Site site) {
     });
   };
   wait_until(done, "sums in flight", site);
+  if (until_read) return;
+  for (auto& [to, sums] : last_sums())
+    if (sums.actor == block.actor_now() && !sums.done && sums.group < last)
+      sums.done = true, sums.moment = block.me().knows.until[block.actor_now()];
 }
 void Warpgroups::finish_adding(std::size_t index) {
   Adding& each = adding[index];
@@ -153,6 +174,10 @@ void Warpgroups::finish_adding(std::size_t index) {
   count("sums in bulk", 1);
 }
 
+void forget_turns() {
+  numbers_told().clear();
+  last_sums().clear();
+}
 void wait_for_number(const int* at, int value, Site site) {
   wait_until([&] { return *at == value; }, "turn " + std::to_string(value), site);
   const Knowledge& told = numbers_told()[at];

@@ -7,6 +7,7 @@
 //   products of a warpgroup: warps in different products, factors that are not there yet, that change while a product
 //     runs or that threads wrote without a fence; results read or written before the wait; a group without a fence
 //     before it, or never waited for
+//   sums of two blocks to one place that no turn orders, or whose turn is passed on before they are there
 //   registers: more than a block has; numbered barriers: other counts, too many threads, threads left behind
 // Races in shared memory are found by clocks of threads, products and copies (clocks.h).
 #pragma once

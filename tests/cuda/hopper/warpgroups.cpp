@@ -159,6 +159,7 @@ void run(const WarpgroupLaunch& of, const std::function<void()>& body) {
   LaunchBeside beside;
   beside.together = of.together;
   beside.beside = [&](const Seat& seat) { return std::make_unique<Warpgroups>(seat, of.registers); };
+  forget_turns();
   const Architecture before = architecture();
   set_architecture(kSm90);
   try {

@@ -153,5 +153,7 @@ Warpgroups& warpgroups_now();
 // An offset in shared memory with the 16-byte pieces of each 1,024 bytes swizzled.
 inline std::uintptr_t swizzled(std::uintptr_t offset) { return offset ^ ((offset >> 7 & 7) << 4); }
 void end_phase_if_complete(CountedBarrier& barrier);
+// Launches come one after another: what passed between blocks of those before is known.
+void forget_turns();
 
 }  // namespace espalier::emulation

@@ -21,10 +21,11 @@ void forward(const attention::Shape& shape, const attention::Inputs<bfloat16>& i
 // True if the backward takes a problem: one that the forward takes.
 bool takes_backward(const attention::Shape& shape, const attention::Inputs<bfloat16>& in,
                     attention::Rows<const bfloat16> grad_out, attention::Rows<const bfloat16> grad_q);
-// Overwrites the gradients of queries, and adds to the others.
+// Overwrites the gradients of queries, and adds to the others. `in_turn`: blocks of the path's keys may add to sums of
+// the gradients of queries in memory, one after another, where the GPU holds all blocks of a launch.
 void add_backward(const attention::Shape& shape, const attention::Inputs<bfloat16>& in,
                   attention::Rows<const bfloat16> out, const float* lse_HQ, attention::Rows<const bfloat16> grad_out,
-                  const attention::Gradients<bfloat16>& grads);
+                  const attention::Gradients<bfloat16>& grads, bool in_turn);
 
 // True if the copy engine reads these rows.
 bool takes_copies(const attention::Rows<const bfloat16>& rows);

@@ -20,6 +20,7 @@ void attention_rows(const AttentionProblem& problem, const at::Tensor& out, cons
   attention_operations().attention(problem, out, lse);
 }
 
+template <bool kInTurn>
 void add_attention_rows_backward(const AttentionProblem& problem, const at::Tensor& out, const at::Tensor& lse,
                                  const at::Tensor& grad_out, const AttentionGradients& gradients) {
   if (out.scalar_type() == at::kBFloat16) {
@@ -27,20 +28,27 @@ void add_attention_rows_backward(const AttentionProblem& problem, const at::Tens
     const attention::Inputs<bfloat16> in = attention::inputs_of<bfloat16>(problem);
     if (hopper::takes_backward(shape, in, read_rows(grad_out), read_rows(gradients.q_Q)))
       return hopper::add_backward(shape, in, read_rows(out), lse.data_ptr<float>(), read_rows(grad_out),
-                                  attention::gradients_of<bfloat16>(gradients));
+                                  attention::gradients_of<bfloat16>(gradients), kInTurn);
   }
   attention_operations().add_attention_backward(problem, out, lse, grad_out, gradients);
+}
+
+AttentionOperations opened(const char* option, const AttentionGpu& gpu, auto* backward) {
+  if (!hopper::runs_on(gpu.major, gpu.minor))
+    throw DeviceError(
+        {option, "a GPU of compute capability 9.0", text_of(gpu.major, ".", gpu.minor), "use --attention own"});
+  AttentionOperations operations = attention_operations();
+  operations.attention = attention_rows, operations.add_attention_backward = backward;
+  return operations;
 }
 
 }  // namespace
 
 AttentionOperations open_hopper_attention(const AttentionGpu& gpu) {
-  if (!hopper::runs_on(gpu.major, gpu.minor))
-    throw DeviceError({"--attention hopper", "a GPU of compute capability 9.0", text_of(gpu.major, ".", gpu.minor),
-                       "use --attention own"});
-  AttentionOperations operations = attention_operations();
-  operations.attention = attention_rows, operations.add_attention_backward = add_attention_rows_backward;
-  return operations;
+  return opened("--attention hopper", gpu, add_attention_rows_backward<true>);
+}
+AttentionOperations open_hopper_split_attention(const AttentionGpu& gpu) {
+  return opened("--attention hopper-split", gpu, add_attention_rows_backward<false>);
 }
 
 }  // namespace espalier::cuda

@@ -28,7 +28,8 @@ bool takes_backward(const Shape& shape, const attention::Inputs<bfloat16>& in, R
 }
 
 void add_backward(const Shape& shape, const attention::Inputs<bfloat16>& in, Rows<const bfloat16> out,
-                  const float* lse_HQ, Rows<const bfloat16> grad_out, const attention::Gradients<bfloat16>& grads) {
+                  const float* lse_HQ, Rows<const bfloat16> grad_out, const attention::Gradients<bfloat16>& grads,
+                  bool in_turn) {
   if (shape.query_rows == 0) return;
   const std::int64_t Q = shape.query_rows, H = shape.heads,
                      padded = ceil_div(Q, kMostPassingQueries) * kMostPassingQueries;
@@ -38,7 +39,7 @@ void add_backward(const Shape& shape, const attention::Inputs<bfloat16>& in, Row
   launch(query_numbers_kernel, {ceil_div(padded, kThreads), H}, kThreads, 0, Q, padded, lse_HQ, of_rows.get(), lse_log2,
          delta);
   const QueryNumbers numbers{lse_log2, delta, padded};
-  if (adds_query_sums(shape)) {
+  if (in_turn && adds_query_sums(shape)) {
     const std::int64_t tiles = padded / kSumQueries, bytes = H * tiles * kSumBytes;
     const Scratch<float> of_queries(bytes / 4);
     const Scratch<int> turns(H * tiles);
