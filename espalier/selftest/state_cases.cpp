@@ -235,6 +235,8 @@ std::vector<OperationCase> state_cases() {
   wide.key_heads = wide.value_heads = 1, wide.key_dim = 20, wide.value_dim = 64, wide.kernel = 2;
   mamba.mamba = mamba.conv_bias = true, mamba.value_dim = 6, mamba.kernel = 3, mamba.least_step = 0.3,
   mamba.largest_step = 1.5;
+  RecurrenceShape large = by_head;
+  large.key_heads = 1, large.value_heads = 2, large.key_dim = 100, large.value_dim = 40;
   RecurrenceShape of_channels = by_part, wide_channels = wide;
   of_channels.key_heads = 4, of_channels.gate_latent = wide_channels.gate_latent = 1, wide_channels.value_dim = 33;
   RecurrenceShape bare = mamba;
@@ -244,6 +246,7 @@ std::vector<OperationCase> state_cases() {
   add_delta_cases(cases, {by_part, tree, "q, k, v of all heads, a tree"});
   add_delta_cases(cases, {by_head, small, "by key head"});
   add_delta_cases(cases, {wide, {{70, -1}}, "heads of 20 and 64"});
+  add_delta_cases(cases, {large, {{66, -1}, {3, 0}}, "heads of 100 and 40"});
   add_delta_cases(cases, {mamba, tree, "Mamba-2, a tree"});
   add_delta_cases(cases, {bare, small, "Mamba-2 without biases"});
   add_delta_cases(cases, {of_channels, tree, "decays of channels, a tree"});

@@ -5,7 +5,7 @@ import sys
 
 NUMPY = "numpy>=1.26"
 EXTRAS = {"hf": ("torch>=2.6", "transformers>=5"), "trl": ("torch>=2.6", "transformers>=5", "trl>=1.16"),
-          "megatron": ("torch>=2.6", "megatron-core>=0.16.1")}
+          "megatron": ("torch>=2.6", "megatron-core>=0.16.1"), "linear": ("flash-linear-attention>=0.6", "causal-conv1d>=1.7")}
 _MODULES = {"megatron-core": "megatron"}  # packages whose module has another name
 
 

@@ -279,6 +279,7 @@ std::vector<KernelCheck> kernel_checks() {
   add_operations(checks, "Optimizer", optimizer_cases());
   add_operations(checks, "States", state_cases());
   add_operations(checks, "Variants", variant_cases());
+  add_chunk_checks(checks);
   checks.push_back({Kind::answer, "Attention", "what tiles take", problem_of_what_tiles_take});
   checks.push_back({Kind::answer, "Merging", "results of two calls", problem_of_merging_everywhere});
   checks.push_back({Kind::answer, "Optimizer", "adamw, beta1 of one half", problem_of_one_half});

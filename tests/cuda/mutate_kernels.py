@@ -35,6 +35,9 @@ GROUPS = {"activation.cu": ["Variants"], "attention_merge.cu": ["Merging"], "att
           "columns.cu": ["Head", "Products", "Rows"], **{f"hopper/{name}": ["Hopper", "HopperTiles"] for name in (
               "backward.cu", "backward.h", "backward_keys.cu", "backward_queries.cu", "forward.cu", "key_stages.h", "launch.h", "products.h",
               "query_sums.h", "tile_facts.cu", "tile_facts.h")}, "delta_rows.h": ["States"], "delta_rule.cu": ["States"],
+           **{name: ["Chunks", "States"] for name in (
+               "delta_chunk_gradients.cu", "delta_chunk_inverse.cu", "delta_chunk_rows.cu", "delta_chunk_scans.cu", "delta_chunk_tiles.h",
+               "delta_chunks.cu", "delta_chunks.h", "split_tiles.h")},
           "delta_rule_backward.cu": ["States"], "expert_rows.cu": ["Experts", "Variants"],
           "gates.cu": ["States"], "head.cu": ["Experts", "Head", "Variants"], "latent.cu": ["Variants"],
           "moving.cu": ["Experts", "Moving", "Optimizer", "Variants"], "norm.cu": ["Rows", "Variants"],
@@ -43,13 +46,13 @@ GROUPS = {"activation.cu": ["Variants"], "attention_merge.cu": ["Merging"], "att
           "key_tiles.h": ["Attention", "Formula", "Hopper", "HopperTiles", "Unseen"],
           "visible.h": ["Attention", "Formula", "Hopper", "HopperTiles", "Unseen"]}
 HOPPER = "hopper/"  # kernels of this folder see tests/cuda/hopper/twins.h before them
-HEADERS = ["delta_rows.h", "hopper/backward.h", "hopper/key_stages.h", "hopper/launch.h", "hopper/products.h", "hopper/query_sums.h", "hopper/tile_facts.h", "kernel.h", "key_tiles.h",
-           "launch.h", "tiles.h", "visible.h"]
+HEADERS = ["delta_chunk_tiles.h", "delta_chunks.h", "delta_rows.h", "hopper/backward.h", "hopper/key_stages.h", "hopper/launch.h", "hopper/products.h",
+           "hopper/query_sums.h", "hopper/tile_facts.h", "kernel.h", "key_tiles.h", "launch.h", "split_tiles.h", "tiles.h", "visible.h"]
 # With what is no result: accesses, for races and the ends of arrays (accesses.h), and what C++ leaves undefined.
 FLAGS = ["-std=c++20", "-x", "c++", "-fPIC", "-O1", "-g1", "-ffp-contract=off", "-Werror=vla", "-Wno-narrowing", "-fmax-errors=0",
          "-DESPALIER_EMULATED", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0",
          "-fsanitize=bounds,shift,integer-divide-by-zero", "-fsanitize-undefined-trap-on-error"]
-MADE_OF = ["tests/cuda/kernel_checks.cpp", *[f"tests/cuda/hopper/{name}.cpp" for name in ("hopper_checks", "barriers", "copies", "products", "warpgroups")], "tests/cuda/accesses.cpp", "tests/cuda/emulation.cpp", "tests/cuda/emulation.h", "espalier/selftest/operation_check.cpp",
+MADE_OF = ["tests/cuda/chunk_checks.cpp", "tests/cuda/kernel_checks.cpp", *[f"tests/cuda/hopper/{name}.cpp" for name in ("hopper_checks", "barriers", "copies", "products", "warpgroups")], "tests/cuda/accesses.cpp", "tests/cuda/emulation.cpp", "tests/cuda/emulation.h", "espalier/selftest/operation_check.cpp",
            *[f"espalier/selftest/{name}_cases.cpp" for name in ("attention", "head", "row", "state", "variant")], f"{FOLDER}/ptx.h"]
 
 

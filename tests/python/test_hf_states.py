@@ -10,7 +10,7 @@ from hf_models import all_float64, checkpointed, dense_step, gradients, run_rank
 hf = pytest.importorskip("espalier.hf")
 from espalier.errors import Unsupported  # noqa: E402
 from espalier.hf import attention  # noqa: E402
-from espalier.hf.mixers import install, mixers  # noqa: E402
+from espalier.hf.mixers import install, mixers, packages  # noqa: E402
 from espalier.hf.rollouts import Rollouts  # noqa: E402
 from espalier.rows import convolution, scans, segments  # noqa: E402
 from espalier.rows.trunk import RowSet, Trunk  # noqa: E402
@@ -207,3 +207,23 @@ def test_a_segment_that_follows_the_row_before_it_is_seen(family, function, monk
 
     monkeypatch.setattr(segments.Segments, "__init__", one_run)
     assert_seen(family, "packed")
+
+
+def test_a_gpu_without_kernels_for_recurrent_layers_is_told_once(caplog):
+    of_delta, of_convolution = "torch_chunk_gated_delta_rule", "causal_conv1d_fn"
+    found = {"fla": None, "causal_conv1d": object()}.get
+    assert packages.missing({of_delta, of_convolution}, found) == ("fla",) and packages.missing({of_convolution}, found) == ()
+    packages._note.cache_clear()
+    for device in ("cpu", "cuda", "cuda"):
+        packages.note_missing(device, {of_delta, of_convolution})
+    wanted = packages.missing({of_delta, of_convolution})
+    assert len(caplog.records) == (1 if wanted else 0)
+    assert all("espalier[linear]" in record.message for record in caplog.records)
+    packages._note.cache_clear()
+
+
+def test_a_model_tells_which_functions_its_layers_call(monkeypatch):
+    told = []
+    monkeypatch.setattr(packages, "note_missing", lambda device, functions: told.append((device, functions)))
+    install(make("Qwen3-Next", torch.float32))()
+    assert told == [("cpu", {"torch_chunk_gated_delta_rule", "causal_conv1d_fn"})]

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "espalier/device/buffers.h"
+
 namespace espalier {
 
 namespace {
@@ -19,13 +21,33 @@ std::int64_t room_numbers(const RecurrenceShape& s) {
   return each * dk * dv + convolved + of_rows + of_pairs + kArrays;
 }
 
+// ops/cuda/delta_chunks.h.
+constexpr std::int64_t kMostKeys = 128, kMostValues = 256, kValueBlock = 32, kMostPassBytes = std::int64_t{2} << 30;
+bool fits_chunks(const RecurrenceShape& s) {
+  return !s.decays_channels() && s.key_dim <= kMostKeys && s.value_dim <= kMostValues;
+}
+// Bytes of tiles for so many chunks. Fewer chunks leave room for more heads.
+std::int64_t tile_bytes(const RecurrenceShape& s, std::int64_t chunks, bool gradients) {
+  const std::int64_t width = s.key_dim <= 64 ? 64 : kMostKeys, each = s.value_heads / s.key_heads;
+  const std::int64_t values = (s.value_dim + kValueBlock - 1) / kValueBlock * kValueBlock;
+  const std::int64_t half = kRows * (width + values) + width * values;  // of a backward: states, and their gradients
+  const std::int64_t of_head =
+      4 * chunks * (2 * kRows * width + each * (gradients ? 2 * half + 6 * kRows : half + 4 * kRows));
+  return std::max(of_head, std::min(s.key_heads * of_head, kMostPassBytes));
+}
+
 }  // namespace
 
-std::int64_t recurrent_scratch_bytes(const RecurrenceShape& s, std::int64_t rows, std::int64_t number_bytes) {
-  const std::int64_t runs = std::min(kRunsAtOnce, rows);
+std::int64_t recurrent_scratch_bytes(const RecurrenceShape& s, std::int64_t rows, DType dtype, bool gradients) {
+  const std::int64_t runs = std::min(kRunsAtOnce, rows), chunks = runs + (rows - runs) / kRows;
+  if (dtype == DType::bfloat16 && fits_chunks(s)) {
+    const std::int64_t sums = s.channels() * (s.kernel + 1) + 3 * s.value_heads;
+    return tile_bytes(s, chunks, gradients) + (gradients ? 4 * (chunks * sums + runs * s.state()) : 0);
+  }
+  if (!gradients) return 0;
   const std::int64_t sums = s.channels() * (s.kernel + 1) + 2 * s.decays() + s.value_heads;
   const std::int64_t of_run = s.key_heads * room_numbers(s) + sums + s.state();
-  return (runs * of_run + (rows / kRows + runs) * s.matrix()) * number_bytes;
+  return (runs * of_run + chunks * s.matrix()) * element_bytes(dtype).accumulator;
 }
 
 }  // namespace espalier

@@ -1,14 +1,18 @@
-// Bytes that a GPU's backward of recurrent layers takes beside the arena (ops/cuda/delta_rule_backward.cu).
+// Bytes that a GPU's recurrent layers take beside the arena (ops/cuda/delta_rule_backward.cu, and
+// delta_chunks.cu in bfloat16).
 #pragma once
 
 #include <cstdint>
 
+#include "espalier/base/dtype.h"
 #include "espalier/mixers/recurrence/shape.h"
 
 namespace espalier {
 
-// The most at a time for `rows` rows in runs of any lengths, `number_bytes` a number: the state before every 64th row
-// of a run, and for each of the up to 16 runs of a launch its key heads' matrices of 64 rows and its parts of the sums.
-std::int64_t recurrent_scratch_bytes(const RecurrenceShape& shape, std::int64_t rows, std::int64_t number_bytes);
+// The most at a time for `rows` rows in runs of any lengths. In bfloat16 with decays of heads: tiles of up to 2 GiB, or
+// of one key head, and with gradients sums for every 64 rows. Otherwise, with gradients alone: the state before every
+// 64th row of a run, and for each of the up to 16 runs of a launch its key heads' matrices of 64 rows and its parts of
+// the sums.
+std::int64_t recurrent_scratch_bytes(const RecurrenceShape& shape, std::int64_t rows, DType dtype, bool gradients);
 
 }  // namespace espalier

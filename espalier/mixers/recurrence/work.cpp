@@ -49,8 +49,7 @@ std::int64_t Recurrence::cpu_scratch(const ScratchRows& rows) const {
 }
 
 GpuScratch Recurrence::gpu_scratch(const ScratchRows& rows) const {
-  if (!rows.gradients) return {};
-  return {recurrent_scratch_bytes(shape, rows.rows, element_bytes(rows.dtype).accumulator), 0};
+  return {recurrent_scratch_bytes(shape, rows.rows, rows.dtype, rows.gradients), 0};
 }
 
 }  // namespace espalier

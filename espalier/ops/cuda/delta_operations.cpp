@@ -1,6 +1,9 @@
 // Layers that carry a state from row to row on a GPU: tensors to the kernels of delta_rule.h.
+#include <algorithm>
+#include <type_traits>
 #include <vector>
 
+#include "espalier/ops/cuda/delta_chunks.h"
 #include "espalier/ops/cuda/delta_rule.h"
 #include "espalier/ops/cuda/operations.h"
 #include "espalier/ops/cuda/state_launches.h"
@@ -40,11 +43,27 @@ DeltaWeights<T> weights_of(const DeltaRuleProblem& p) {
           pointer<T>(p.a_log_H),      pointer<T>(p.dt_bias_H), pointer<T>(p.skip_H)};
 }
 
+// On tensor cores by chunks, or row by row. A run's rows alone decide, so that a state that is computed again for the
+// backward has the bits of the forward.
+template <class T>
+constexpr bool kTensorCores = std::is_same_v<T, bfloat16>;
+
 void delta_rule_rows(const DeltaRuleProblem& problem, const at::Tensor& o_TV) {
   dispatch(problem.projected_TW.scalar_type(), [&]<class T>() {
-    for (const std::vector<const StateRun*>& launch : launches_of(problem.runs))
-      delta_rule<T>(shape_of(problem.shape), weights_of<T>(problem), runs_of<accumulator_t<T>>(launch),
-                    pointer<T>(o_TV));
+    const DeltaShape shape = shape_of(problem.shape);
+    for (std::vector<const StateRun*>& launch : launches_of(problem.runs)) {
+      if constexpr (kTensorCores<T>) {
+        const auto in_chunks = std::ranges::stable_partition(launch, [&](const StateRun* run) {
+          return !fits_chunks(shape) || run->end - run->begin < kLeastChunkedRows;
+        });
+        const std::vector<const StateRun*> chunked(in_chunks.begin(), in_chunks.end());
+        launch.erase(in_chunks.begin(), in_chunks.end());
+        if (!chunked.empty())
+          chunked_delta_rule(shape, weights_of<T>(problem), runs_of<accumulator_t<T>>(chunked), pointer<T>(o_TV));
+        if (launch.empty()) continue;
+      }
+      delta_rule<T>(shape, weights_of<T>(problem), runs_of<accumulator_t<T>>(launch), pointer<T>(o_TV));
+    }
   });
 }
 
@@ -56,9 +75,13 @@ void add_delta_rule_rows_backward(const DeltaRuleProblem& problem, const at::Ten
                             pointer<A>(gradients.a_log_H), pointer<A>(gradients.dt_bias_H),
                             pointer<A>(gradients.skip_H)};
     const std::vector<std::vector<const StateRun*>> launches = launches_of(problem.runs);
+    const DeltaShape shape = shape_of(problem.shape);
+    auto* backward = add_delta_rule_backward<T>;
+    if constexpr (kTensorCores<T>)
+      if (fits_chunks(shape)) backward = add_chunked_backward;
     for (auto launch = launches.rbegin(); launch != launches.rend(); ++launch)
-      add_delta_rule_backward<T>(shape_of(problem.shape), weights_of<T>(problem), runs_of<A>(*launch),
-                                 pointer<T>(grad_o_TV), pointer<T>(gradients.projected_TW), sums);
+      backward(shape, weights_of<T>(problem), runs_of<A>(*launch), pointer<T>(grad_o_TV),
+               pointer<T>(gradients.projected_TW), sums);
   });
 }
 

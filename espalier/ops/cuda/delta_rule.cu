@@ -3,6 +3,7 @@
 // shared memory for some rows at a time.
 #include "espalier/ops/cuda/delta_rule.h"
 
+#include "espalier/ops/cuda/delta_chunks.h"
 #include "espalier/ops/cuda/delta_rows.h"
 #include "espalier/ops/cuda/launch.h"
 
@@ -116,6 +117,10 @@ __global__ void __launch_bounds__(kThreads)
 
 std::int64_t delta_forward_bytes(std::int64_t key_dim, std::int64_t decays, std::int64_t number_bytes) {
   return (kRows * (2 * key_dim + 32 + decays + 1) + key_dim * 32) * number_bytes;
+}
+
+void store_inputs(const DeltaShape& shape, const DeltaWeights<bfloat16>& weights, const DeltaRuns<float>& runs) {
+  launch(store_inputs_kernel<bfloat16>, {shape.key_heads, runs.count}, kThreads, 0, shape, weights, runs);
 }
 
 template <class T>

@@ -16,7 +16,7 @@ import weakref
 import torch
 
 from espalier.hf.checkpoints import Place
-from espalier.hf.mixers import mamba, positions, scans
+from espalier.hf.mixers import mamba, packages, positions, scans
 from espalier.rows import convolution
 from espalier.rows.segments import Segments
 
@@ -85,8 +85,10 @@ def install(model):
     active, modules = _active.setdefault(model, _Active()), dict(model.named_modules())
     undo = [module.register_forward_pre_hook(positions.tell_depths, with_kwargs=True).remove
             for module in modules.values() if positions.counts_rows(module)]
-    above = set()
-    for name, module in mixers(model).items():
+    above, found = set(), mixers(model)
+    if found:
+        packages.note_missing(next(model.parameters()).device.type, set().union(*map(_calls, found.values())))
+    for name, module in found.items():
         undo.append(_replace_forward(module, torch.compiler.disable(_forward(name, module, active))))
         parts = name.split(".")
         above |= {".".join(parts[:n]) for n in range(len(parts))}
