@@ -147,8 +147,10 @@ Recurrence recurrence(const TimedRoom& room, std::int64_t R) {
                  {}},
                 {},
                 room.values({R, kRecurrence.value_width()})};
-  for (std::int64_t begin = 0; begin < R; begin += kRunRows)
-    of.runs.push_back({.begin = begin, .end = std::min(begin + kRunRows, R)});
+  for (std::int64_t begin = 0; begin < R; begin += kRunRows) {
+    StateRun& run = of.runs.emplace_back();
+    run.begin = begin, run.end = std::min(begin + kRunRows, R);
+  }
   return of;
 }
 double products_of_states(std::int64_t R, int products) { return 2.0 * products * d(R * kRecurrence.matrix()); }
