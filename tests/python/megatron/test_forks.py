@@ -70,7 +70,7 @@ class Launches:
     def __init__(self, failing):
         self.failing, self.made = failing, []
 
-    def run(self, program, ranks):
+    def run(self, program, ranks, limit):
         codes = []
         for folder, rank, _, *names in ranks:
             ends = next((at for at, name in enumerate(names) if name in self.failing), len(names))

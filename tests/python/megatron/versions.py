@@ -98,7 +98,8 @@ def of_cases(launches, folder, world, names):
         made += len(parts)
         for place in folders:
             place.mkdir()
-        codes, texts, _ = launches.run("ranks.py", [[place, rank, world, *part] for place, part in zip(folders, parts) for rank in range(world)])
+        codes, texts, _ = launches.run("ranks.py", [[place, rank, world, *part] for place, part in zip(folders, parts) for rank in range(world)],
+                                       limit=120 + 60 * len(names))
         names = []
         for at, (place, part) in enumerate(zip(folders, parts)):
             files, own = [place / f"{rank}.json" for rank in range(world)], slice(at * world, (at + 1) * world)
