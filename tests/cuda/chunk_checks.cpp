@@ -2,8 +2,8 @@
 // cores lose of numbers that are two bfloat16: far less than one bfloat16 would lose.
 //
 // A product of such numbers leaves out three terms of at most d = 2^-18 of it each (split_tiles.h). Roundings are of
-// either sign and independent, so those of a sum grow as its terms do, and those of factors that are themselves sums of
-// products add up as squares. A gradient is made from at most 10 products that follow each other (K K^T, four of the
+// either sign and independent, so the roundings of a sum grow as its terms do, and roundings of factors that are sums
+// of products add up as squares. A gradient is made from at most 10 products that follow each other (K K^T, four of the
 // inverse, its own, three of the scans and the last), and each chunk between it and the row that it comes from adds two
 // in either direction. So for paths of c chunks the error of a gradient is at most
 //   3 d sqrt(10 + 4 c)

@@ -20,7 +20,7 @@ struct KernelCheck {
 };
 
 std::vector<KernelCheck> kernel_checks();
-// Those of chunk_checks.cpp; kernel_checks() has them.
+// The checks of chunk_checks.cpp; kernel_checks() calls it.
 void add_chunk_checks(std::vector<KernelCheck>& checks);
 
 }  // namespace espalier::testing

@@ -205,7 +205,10 @@ TEST(RecurrentLayers, TakeTheScratchThatThePlanCounts) {
   cases.emplace_back(heads, DType::bfloat16, all_alike);
   cases.emplace_back(mamba, DType::bfloat16, one_run);
   cases.emplace_back(channels, DType::bfloat16, one_run);
-  for (const auto& [s, dtype, lengths] : cases) {
+  for (const auto& each : cases) {
+    const RecurrenceShape& s = std::get<0>(each);
+    const DType dtype = std::get<1>(each);
+    const std::vector<std::int64_t>& lengths = std::get<2>(each);
     const std::int64_t T = std::reduce(lengths.begin(), lengths.end());
     const at::ScalarType stored = dtype == DType::float32 ? at::kFloat : at::kBFloat16;
     const auto of_type = [&](const std::vector<std::int64_t>& sizes, at::ScalarType type) {

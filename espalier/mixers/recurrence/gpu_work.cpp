@@ -26,7 +26,7 @@ constexpr std::int64_t kMostKeys = 128, kMostValues = 256, kValueBlock = 32, kMo
 bool fits_chunks(const RecurrenceShape& s) {
   return !s.decays_channels() && s.key_dim <= kMostKeys && s.value_dim <= kMostValues;
 }
-// Bytes of tiles for so many chunks. Fewer chunks leave room for more heads.
+// Bytes of tiles for a number of chunks. Fewer chunks leave room for more heads.
 std::int64_t tile_bytes(const RecurrenceShape& s, std::int64_t chunks, bool gradients) {
   const std::int64_t width = s.key_dim <= 64 ? 64 : kMostKeys, each = s.value_heads / s.key_heads;
   const std::int64_t values = (s.value_dim + kValueBlock - 1) / kValueBlock * kValueBlock;

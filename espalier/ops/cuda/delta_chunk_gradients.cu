@@ -1,6 +1,6 @@
 // Gradients of a chunk's queries and keys, decays and steps, where its state and the gradient behind it are known: a
-// block of threads has a chunk of a value head. What a row's decay gets is q dq + k dk (read) - k dk (written), with X
-// without its diagonal: a row's own product has no decay, and its parts would cancel.
+// block of threads has a chunk of a value head. The gradient of a row's decay is q dq + k dk (read) - k dk (written),
+// with X without its diagonal: a row's own product has no decay, and its parts would cancel.
 #include <algorithm>
 
 #include "espalier/ops/cuda/delta_chunk_tiles.h"

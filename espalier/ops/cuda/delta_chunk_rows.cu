@@ -1,6 +1,6 @@
 // The chunked delta rule's first and last step: from projected rows to tiles of q, k and v, and from their gradients to
-// those of projected rows and parameters. A block of threads has a part of a chunk: the q or the k of a key head, or
-// the v of a value head.
+// gradients of projected rows and parameters. A block of threads has a part of a chunk: the q or the k of a key head,
+// or the v of a value head.
 #include "espalier/ops/cuda/delta_chunks.h"
 #include "espalier/ops/cuda/delta_rows.h"
 #include "espalier/ops/cuda/split_tiles.h"
@@ -112,8 +112,8 @@ __device__ __forceinline__ void key_row_backward(const DeltaShape& s, const Part
   }
 }
 
-// grad_mixed, in shared memory: [64 + K - 1, width], the gradient of the convolution's results, those of the first rows
-// of the run's next chunk behind the chunk's own.
+// grad_mixed, in shared memory: [64 + K - 1, width], the gradients of the convolution's results: the chunk's rows, then
+// the first rows of the run's next chunk.
 template <int D>
 __global__ void __launch_bounds__(kSplitThreads, 2)
     chunk_rows_backward_kernel(DeltaShape s, DeltaWeights<bfloat16> w, DeltaRuns<float> runs, ChunkNumbers numbers,

@@ -10,7 +10,7 @@ template <int D>
 constexpr int kScanBytes = 2 * KeyTile<D>::kBytes + StateTile<D>::kBytes + 2 * ValueTile::kBytes;
 
 // A warp's part of a state: 16 of its rows and 16 kPairs of 32 channels. Numbers of a state in global memory stand at
-// row dv + channel; those of rows and channels that are padding are 0.
+// row dv + channel; rows and channels of padding are 0.
 template <int D>
 struct StatePart {
   static constexpr int kPairs = D / 64;
@@ -52,7 +52,7 @@ __device__ __forceinline__ void scale(float (&state)[kTiles][4], float by) {
     for (int i = 0; i < 4; ++i) state[tile][i] *= by;
 }
 
-// What a block of a scan works on, and its shared memory.
+// The head and value block of a block of threads, and its shared memory.
 template <int D>
 struct Scan {
   std::int64_t of_pass, key_of_pass, head, block;

@@ -1,4 +1,4 @@
-// What the products of chunks have in common: the lanes' parts of products of 64 rows, and decays.
+// Common parts of the products of chunks: the lanes' parts of products of 64 rows, and decays.
 #pragma once
 
 #include "espalier/ops/cuda/delta_chunks.h"

@@ -44,7 +44,7 @@ struct ChunkPass {
   float *of_log_decay = nullptr, *of_beta = nullptr;  // gradients; that of beta times beta
 };
 
-// What a pass is for: the states that runs end with, and outputs; or gradients.
+// The purpose of a pass: the states that runs end with, and outputs; or gradients.
 enum class ChunkUse { states, outputs, gradients };
 
 // Sums of a chunk, for each parameter [chunks, its numbers].
@@ -106,7 +106,7 @@ void store_inputs(const DeltaShape& shape, const DeltaWeights<bfloat16>& weights
 // Outputs of rows.
 void chunk_outputs(const DeltaShape& shape, const DeltaWeights<bfloat16>& weights, const DeltaRuns<float>& runs,
                    const ChunkNumbers& numbers, const ChunkPass& pass, bfloat16* o_TV);
-// Gradients behind chunks, and dA; those of the states that runs begin with to state_part [runs, state].
+// Gradients behind chunks, and dA; the gradients of the states that runs begin with go to state_part [runs, state].
 void scan_chunks_backward(const DeltaShape& shape, const DeltaRuns<float>& runs, const ChunkNumbers& numbers,
                           const ChunkPass& pass, const bfloat16* grad_o_TV, float* state_part);
 // dQ, dK and the gradients of decays and steps.
@@ -125,10 +125,10 @@ inline bool fits_chunks(const DeltaShape& s) {
 inline constexpr std::int64_t kMostPassBytes = std::int64_t{2} << 30;
 // Runs of fewer rows go forward row by row.
 inline constexpr std::int64_t kLeastChunkedRows = 16;
-// What delta_rule (delta_rule.h) does, for shapes that fit.
+// Does the same as delta_rule (delta_rule.h), for shapes that fit.
 void chunked_delta_rule(const DeltaShape& shape, const DeltaWeights<bfloat16>& weights, const DeltaRuns<float>& runs,
                         bfloat16* o_TV);
-// What add_delta_rule_backward (delta_rule.h) does, for shapes that fit.
+// Does the same as add_delta_rule_backward (delta_rule.h), for shapes that fit.
 void add_chunked_backward(const DeltaShape& shape, const DeltaWeights<bfloat16>& weights, const DeltaRuns<float>& runs,
                           const bfloat16* grad_o_TV, bfloat16* grad_projected_TW, const DeltaSums<float>& sums);
 

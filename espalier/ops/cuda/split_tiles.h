@@ -3,7 +3,7 @@
 // low high.
 //
 // Error: bfloat16 rounds to nearest with 8 bits, so |x - high| <= 2^-9 |x| and x = high + low + r with |r| <= 2^-18
-// |x|. What a product of two numbers leaves out is low low and both r, each at most 2^-18 |a b| (and 2^-26 of it more):
+// |x|. A product of two numbers leaves out low low and both r, each at most 2^-18 |a b| (and 2^-26 of it more):
 //   |sum computed - sum a b| <= (3 2^-18 + (3 n + 1) 2^-24) sum |a b|,  n numbers in float32
 // A factor that is bfloat16 itself has no low: two products, and 2^-18 in the place of 3 2^-18.
 #pragma once
