@@ -15,7 +15,7 @@ def run(verb: str, *files: _Path | _Records, **options: Any) -> dict[str, Any]: 
 class Run(TypedDict, total=False):
     threads: int | None
     device: Literal["cpu", "cuda"] | None
-    attention: Literal["auto", "own", "flash", "cudnn", "hopper"] | None
+    attention: Literal["auto", "own", "flash", "cudnn", "hopper", "hopper-split"] | None
     seed: int | None
 
 class RunButInspectReportDoctor(TypedDict, total=False):
