@@ -24,6 +24,7 @@ struct OpenedGpu {
   std::string name;                                          // from its driver; empty if no GPU was opened
   AttentionKernels attention = AttentionKernels::automatic;  // the kernels in use
   bool emulated = false;
+  std::string without_chunks = {};  // why recurrent layers run row by row in bfloat16; empty: in chunks
 };
 
 // Opens a GPU of this machine; a process has one. Errors: DeviceError naming what is missing: the library, a library

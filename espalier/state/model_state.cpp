@@ -22,7 +22,7 @@
 #include "espalier/device/cuda_library.h"
 #include "espalier/device/host_values.h"
 #include "espalier/device/scalar_type.h"
-#include "espalier/state/attention_note.h"
+#include "espalier/state/layer_notes.h"
 
 namespace espalier {
 namespace {
@@ -212,6 +212,8 @@ void load_weights(ModelState& state, const std::filesystem::path& directory, Val
   const std::int64_t beside = state.table.size() + state.held_table.size();
   const std::string on_own_kernels = layers_beside_library(state.shape, opened_gpu().attention);
   if (!on_own_kernels.empty()) progress.note(on_own_kernels);
+  const std::string row_by_row = layers_without_chunks(state.shape, state.dtype, opened_gpu().without_chunks);
+  if (!row_by_row.empty()) progress.note(row_by_row);
   if (const std::int64_t further = further_layer_tensors(directory); further > 0)
     progress.note(
         text_of(directory.string(), ": ", further,

@@ -14,7 +14,10 @@
 #include "espalier/mixers/attention/shape.h"
 #include "espalier/mixers/delta_rule/shape.h"
 #include "espalier/mixers/recurrence/gpu_work.h"
+#include "espalier/ops/cuda/chunk_trial.h"
+#include "espalier/ops/cuda/device.h"
 #include "espalier/ops/cuda/launch.h"
+#include "espalier/ops/cuda/operations.h"
 #include "espalier/ops/cuda/runtime.h"
 #include "espalier/selftest/operation_check.h"
 #include "espalier/shape/model_shape.h"
@@ -270,6 +273,26 @@ INSTANTIATE_TEST_SUITE_P(Experts, EmulatedOperations, ::testing::Values("Experts
 INSTANTIATE_TEST_SUITE_P(Optimizer, EmulatedOperations, ::testing::Values("Optimizer"));
 INSTANTIATE_TEST_SUITE_P(States, EmulatedOperations, ::testing::Values("States"));
 INSTANTIATE_TEST_SUITE_P(Variants, EmulatedOperations, ::testing::Values("Variants"));
+
+TEST(ChunkTrial, ChunksThatAgreeWithRowsAreTrusted) {
+  Device& device = emulated_device();
+  cuda::trust_chunks(false);
+  EXPECT_EQ(cuda::try_chunks(device), "");
+  EXPECT_TRUE(cuda::trusts_chunks());
+}
+
+TEST(ChunkTrial, ChunksThatDifferAreNotUsed) {
+  static Operations wrong = emulated_device().operations();
+  wrong.delta_rule = [](const DeltaRuleProblem& problem, const at::Tensor& o_TV) {
+    cuda::operations().delta_rule(problem, o_TV);
+    if (cuda::trusts_chunks() && problem.shape.mamba) cuda::operations().scale(o_TV, 1.02);
+  };
+  static cuda::CudaDevice device(wrong, "wrong");
+  const std::string found = cuda::try_chunks(device);
+  EXPECT_NE(found.find("Mamba-2: outputs differ by "), std::string::npos) << found;
+  EXPECT_FALSE(cuda::trusts_chunks());
+  cuda::trust_chunks(true);
+}
 
 }  // namespace
 }  // namespace espalier::testing

@@ -3,6 +3,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "espalier/ops/cuda/chunk_trial.h"
 #include "espalier/ops/cuda/delta_chunks.h"
 #include "espalier/ops/cuda/delta_rule.h"
 #include "espalier/ops/cuda/operations.h"
@@ -43,10 +44,12 @@ DeltaWeights<T> weights_of(const DeltaRuleProblem& p) {
           pointer<T>(p.a_log_H),      pointer<T>(p.dt_bias_H), pointer<T>(p.skip_H)};
 }
 
-// On tensor cores by chunks, or row by row. A run's rows alone decide, so that a state that is computed again for the
-// backward has the bits of the forward.
+// On tensor cores by chunks, or row by row. Of a shape, a run's rows alone decide, so that a state that is computed
+// again for the backward has the bits of the forward.
 template <class T>
 constexpr bool kTensorCores = std::is_same_v<T, bfloat16>;
+
+bool runs_in_chunks(const DeltaShape& shape) { return trusts_chunks() && fits_chunks(shape); }
 
 void delta_rule_rows(const DeltaRuleProblem& problem, const at::Tensor& o_TV) {
   dispatch(problem.projected_TW.scalar_type(), [&]<class T>() {
@@ -54,7 +57,7 @@ void delta_rule_rows(const DeltaRuleProblem& problem, const at::Tensor& o_TV) {
     for (std::vector<const StateRun*>& launch : launches_of(problem.runs)) {
       if constexpr (kTensorCores<T>) {
         const auto in_chunks = std::ranges::stable_partition(launch, [&](const StateRun* run) {
-          return !fits_chunks(shape) || run->end - run->begin < kLeastChunkedRows;
+          return !runs_in_chunks(shape) || run->end - run->begin < kLeastChunkedRows;
         });
         const std::vector<const StateRun*> chunked(in_chunks.begin(), in_chunks.end());
         launch.erase(in_chunks.begin(), in_chunks.end());
@@ -78,7 +81,7 @@ void add_delta_rule_rows_backward(const DeltaRuleProblem& problem, const at::Ten
     const DeltaShape shape = shape_of(problem.shape);
     auto* backward = add_delta_rule_backward<T>;
     if constexpr (kTensorCores<T>)
-      if (fits_chunks(shape)) backward = add_chunked_backward;
+      if (runs_in_chunks(shape)) backward = add_chunked_backward;
     for (auto launch = launches.rbegin(); launch != launches.rend(); ++launch)
       backward(shape, weights_of<T>(problem), runs_of<A>(*launch), pointer<T>(grad_o_TV),
                pointer<T>(gradients.projected_TW), sums);

@@ -6,6 +6,7 @@
 #include "espalier/base/error.h"
 #include "espalier/device/cuda_library.h"
 #include "espalier/ops/cuda/aten.h"
+#include "espalier/ops/cuda/chunk_trial.h"
 #include "espalier/ops/cuda/device.h"
 #include "espalier/ops/cuda/open_attention.h"
 #include "espalier/ops/cuda/operations.h"
@@ -66,6 +67,7 @@ Device* open(const GpuChoice& choice, OpenedGpu* opened, std::string* problem) {
   static_cast<AttentionOperations&>(chosen) =
       chosen_attention(opened->attention, fastest, {index, properties.major, properties.minor, choice.deterministic});
   static CudaDevice* const device = new CudaDevice(chosen, "cuda");  // outlives every tensor
+  opened->without_chunks = try_chunks(*device);
   return device;
 }
 

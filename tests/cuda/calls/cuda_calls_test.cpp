@@ -14,6 +14,7 @@
 #include "espalier/device/cuda_library.h"
 #include "espalier/ops/cpu/operations.h"
 #include "espalier/ops/cuda/aten.h"
+#include "espalier/ops/cuda/chunk_trial.h"
 #include "espalier/ops/cuda/collectives.h"
 #include "espalier/ops/cuda/cudnn_attention.h"
 #include "espalier/ops/cuda/device.h"
@@ -48,6 +49,7 @@ const std::string& open_aten(int) {
   return none;
 }
 const Operations& operations() { return cpu::operations(); }
+std::string try_chunks(Device&) { return ""; }
 bool opened_deterministic = true;
 AttentionOperations open_own_attention(const AttentionGpu&) { return cpu::operations(); }
 AttentionOperations open_flash_attention(const AttentionGpu& gpu) {

@@ -1,4 +1,5 @@
-#include "espalier/state/attention_note.h"
+#include "espalier/state/layer_notes.h"
+#include "espalier/mixers/delta_rule/shape.h"
 #include "espalier/mixers/latent_attention/shape.h"
 #include "tests/support/layers.h"
 
@@ -32,6 +33,17 @@ TEST(LayersBesideLibrary, AreAllWhereScoresHaveACapOrValuesAnotherSizeOrHeadsDoN
     layer.mixer = std::make_shared<const LatentAttention>(
         LatentShape{.heads = 1, .key_value = 16, .plain = 32, .rotary = 32, .value = 32});
   EXPECT_NE(layers_beside_library(latent, AttentionKernels::flash).find("values of another size"), std::string::npos);
+}
+
+TEST(LayersWithoutChunks, AreRecurrentOnesInBfloat16) {
+  ModelShape shape = four_layers();
+  EXPECT_EQ(layers_without_chunks(shape, DType::bfloat16, "states differ"), "");
+  RecurrenceShape recurrence;
+  recurrence.key_heads = recurrence.value_heads = recurrence.key_dim = recurrence.value_dim = recurrence.kernel = 2;
+  shape.layer[1].mixer = std::make_shared<const DeltaRule>(recurrence);
+  EXPECT_EQ(layers_without_chunks(shape, DType::bfloat16, ""), "");
+  EXPECT_EQ(layers_without_chunks(shape, DType::float32, "states differ"), "");
+  EXPECT_NE(layers_without_chunks(shape, DType::bfloat16, "states differ").find("row by row"), std::string::npos);
 }
 
 }  // namespace

@@ -1,4 +1,6 @@
-#include "espalier/state/attention_note.h"
+#include "espalier/state/layer_notes.h"
+
+#include <algorithm>
 
 #include "espalier/base/error.h"
 
@@ -20,6 +22,13 @@ std::string layers_beside_library(const ModelShape& shape, AttentionKernels atte
   if (own == 0) return "";
   return text_of(own, " of ", layers, " layers of attention (", reason, ") run on the own kernels: --attention ",
                  name_of(attention), " does not take them");
+}
+
+std::string layers_without_chunks(const ModelShape& shape, DType dtype, const std::string& why) {
+  const auto recurrent = [](const LayerShape& layer) { return layer.mixer->state() > 0; };
+  if (why.empty() || dtype != DType::bfloat16 || std::ranges::none_of(shape.layer, recurrent)) return "";
+  return text_of("recurrent layers run row by row, which is slower: in chunks on this GPU, ", why,
+                 "; please report this");
 }
 
 }  // namespace espalier
