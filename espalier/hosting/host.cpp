@@ -285,7 +285,7 @@ void Host::open_sampler(const std::string& name, const serve::SamplerSource& sou
   }
 }
 
-HostedSampler& Host::live(Sampler& sampler) {
+HostedSampler& Host::live(Sampler& sampler, const serve::Pause& pause) {
   sampler.last_used = ++clock_;
   if (sampler.failed) std::rethrow_exception(sampler.failed);
   if (sampler.live) return *sampler.live;
@@ -295,7 +295,7 @@ HostedSampler& Host::live(Sampler& sampler) {
   HostedBase& base = *found->second;
   std::unique_ptr<ModelState> weights;
   if (sampler.source.folder) {
-    weights = load_adapter(base, sampler.source.lora, *sampler.source.folder);
+    weights = load_adapter(base, sampler.source.lora, *sampler.source.folder, pause);
     weights->decoder.share_positions(base.decoder());
   }
   while (weights && adapter_bytes() + static_cast<std::int64_t>(weights->weights.nbytes()) > hosting_->adapter_bytes &&
@@ -316,11 +316,11 @@ void Host::close_sampler(const std::string& name) {
 }
 
 void Host::add_sample(const std::string& name, std::int64_t ticket, const serve::SampleCall& call,
-                      serve::SampleDone done) {
+                      serve::SampleDone done, const serve::Pause& pause) {
   const auto found = samplers_.find(name);
   if (found == samplers_.end())
     throw InputError({"sampler " + name, "one that was opened", "none", "create another sampling client"});
-  live(found->second).add(ticket, call, std::move(done));
+  live(found->second, pause).add(ticket, call, std::move(done));
 }
 
 void Host::cancel_sample(std::int64_t ticket) {

@@ -47,7 +47,7 @@ class Host final : public serve::Engine {
   void fail_sampler(const std::string& sampler, std::exception_ptr error) override;
   void close_sampler(const std::string& sampler) override;
   void add_sample(const std::string& sampler, std::int64_t ticket, const serve::SampleCall& call,
-                  serve::SampleDone done) override;
+                  serve::SampleDone done, const serve::Pause& pause) override;
   void cancel_sample(std::int64_t ticket) override;
   bool step_samples() override;
 
@@ -84,7 +84,7 @@ class Host final : public serve::Engine {
   // For the bytes of an adapter, while it is made. Refuses one for which there is no memory, after idle samplers and
   // models have given up theirs.
   std::unique_ptr<Loading> make_room(const HostedBase& base, const serve::LoraConfig& lora, const serve::Pause& pause);
-  HostedSampler& live(Sampler& sampler);
+  HostedSampler& live(Sampler& sampler, const serve::Pause& pause);
   // The limit of one sampler: what the others have not been promised.
   std::int64_t kv_bytes_of(const HostedSampler& sampler) const;
   std::int64_t adapter_bytes() const;  // of all models and samplers, and of models that are being loaded

@@ -62,7 +62,8 @@ class Engine {
 
   // The rest: the engine's thread alone, begin_thread first. (Threads that have it in turns count as one.) `run` names
   // a training model. `pause` is called between parts of the work, of bounded rows or tensors: whatever else the engine
-  // has to do may be done in it, except for calls of this run, and what it throws ends the call.
+  // has to do may be done in it, except for calls of this run, and what it throws ends the call;
+  // nor, in a pause of add_sample, may this sampler be used.
   virtual void begin_thread() = 0;
   virtual void create(const std::string& run, const std::string& base, const LoraConfig& lora, const Pause& pause) = 0;
   virtual void drop(const std::string& run) = 0;
@@ -96,7 +97,8 @@ class Engine {
   virtual void close_sampler(const std::string& sampler) = 0;
   // `ticket` is the caller's name of the sample. `done` is called by step_samples, cancel_sample or close_sampler,
   // unless add_sample throws.
-  virtual void add_sample(const std::string& sampler, std::int64_t ticket, const SampleCall& call, SampleDone done) = 0;
+  virtual void add_sample(const std::string& sampler, std::int64_t ticket, const SampleCall& call, SampleDone done,
+                          const Pause& pause) = 0;
   virtual void cancel_sample(std::int64_t ticket) = 0;
   // One token more for every live sample. False: there is none.
   virtual bool step_samples() = 0;

@@ -122,7 +122,7 @@ void Service::end_session(const std::string& id) {
       shown_ended_.pop_front();
     }
     for (const auto& [number, early] : std::exchange(ended.early, {})) {
-      queued_bytes_ -= early.bytes;
+      count_queued(run_id, -early.bytes);
       futures_.finish(ended.future(number), error_result("the session has ended", "user"));
     }
     journal_of(run_id).remove();

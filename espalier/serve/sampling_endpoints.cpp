@@ -181,13 +181,16 @@ void Service::asample(Call& call) {
       if (*alive) end_sample(id, clone, future, samples, result);
     });
   };
-  thread_.add(kSamplersLine, [this, id, ticket, work, done] {
+  const auto add = [this, id, ticket, work, done] {
     try {
-      engine_.add_sample(id, ticket, *work, done);
+      engine_.add_sample(id, ticket, *work, done, [this] { thread_.pause(); });
+    } catch (const EngineThread::Stopped&) {
+      throw;
     } catch (...) {
       done(nullptr, std::current_exception());
     }
-  });
+  };
+  thread_.add(kSamplersLine, {EngineThread::unit(add, true)});
   promise(future);
 }
 

@@ -195,7 +195,7 @@ void Service::dispatch(Call& call) {
   for (const Route& route : routes()) {
     if (!fits(route.path, call.request.path, call.path)) continue;
     if (call.request.method == route.method) return (this->*route.endpoint)(call);
-    other_method = true;
+    other_method |= call.path.empty();  // a name in the path may be that of an endpoint which this server lacks
   }
   if (other_method) throw Refused{405, call.request.path + " does not take " + call.request.method};
   if (!call.request.path.starts_with("/api/")) throw Refused{404, "there is nothing at " + call.request.path};
@@ -247,9 +247,14 @@ FutureResult result_of(const std::function<FutureResult()>& work) {
 
 }  // namespace
 
+void Service::count_queued(const std::string& run_id, std::int64_t bytes) {
+  queued_bytes_ += bytes;
+  if ((queued_of_[run_id] += bytes) == 0) queued_of_.erase(run_id);
+}
+
 void Service::end_request(const std::string& run_id, std::int64_t number, std::int64_t bytes,
                           const FutureResult& result, RunJournal::Joined joined) {
-  queued_bytes_ -= bytes;
+  count_queued(run_id, -bytes);
   const std::string future = text_of(run_id, '#', number);
   const bool lives = is_live(run_id);
   try {
@@ -267,7 +272,7 @@ void Service::end_request(const std::string& run_id, std::int64_t number, std::i
 }
 
 std::shared_ptr<Unit> Service::unit_of(const std::string& run_id, std::int64_t number, std::int64_t bytes, Work work) {
-  queued_bytes_ += bytes;
+  count_queued(run_id, bytes);
   const auto run = [this, alive = alive_, run_id, number, bytes, work = std::move(work)] {
     FutureResult result = result_of([&] { return work(number); });
     server_.post([this, alive, run_id, number, bytes, result = std::move(result)] {
@@ -279,7 +284,7 @@ std::shared_ptr<Unit> Service::unit_of(const std::string& run_id, std::int64_t n
 
 std::shared_ptr<Unit> Service::gradient_unit(const std::string& run_id, std::int64_t number, std::int64_t bytes,
                                              std::shared_ptr<const TrainingCall> call) {
-  queued_bytes_ += bytes;
+  count_queued(run_id, bytes);
   std::optional<RunJournal::Joined> before;
   if (const auto run = joined_before_.find(run_id); run != joined_before_.end())
     if (const auto joined = run->second.find(number); joined != run->second.end()) before = joined->second;
@@ -342,7 +347,12 @@ void Service::enqueue(Call& call, TrainingRun& run, std::int64_t number, std::in
     throw Refused{429, text_of("too many requests of ", run.id, " wait for seq_id ", run.next)};
   // The request that early ones wait for is never refused: they go on with it.
   const bool lets_others_go_on = number == run.next && !run.early.empty();
-  if (!replaying_ && queued_bytes_ + bytes > settings_.queue_bytes && queued_bytes_ > 0 && !lets_others_go_on)
+  // One model's large requests do not keep another's small ones from their turn.
+  const auto own = queued_of_.find(run.id);
+  const bool is_small =
+      (own == queued_of_.end() ? 0 : own->second) + bytes <= settings_.queue_bytes / settings_.most_models;
+  if (!replaying_ && queued_bytes_ + bytes > settings_.queue_bytes && queued_bytes_ > 0 && !lets_others_go_on &&
+      !is_small)
     throw Refused{429, text_of("the requests that wait take ", format_bytes(queued_bytes_), " of the ",
                                format_bytes(settings_.queue_bytes), " that they may: try again")};
   if (!replaying_) try {

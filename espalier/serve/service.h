@@ -150,6 +150,7 @@ class Service {
   // The common part: retries, limits, the journal, the order. `bytes`: of the request in memory.
   void enqueue(Call& call, TrainingRun& run, std::int64_t number, std::int64_t bytes,
                const std::function<std::shared_ptr<Unit>()>& make);
+  void count_queued(const std::string& run, std::int64_t bytes);  // of a request that waits, or no longer does
   void start_creation(TrainingRun& run, std::function<void()> make, const std::string& result);
 
   // The folder of a run, in which its checkpoints are.
@@ -224,7 +225,8 @@ class Service {
     double at = 0, seconds = 0;  // when, and how long it took
     std::int64_t steps = 0;      // since
   };
-  std::map<std::string, SavedState> saved_;  // by run; the engine's thread's own
+  std::map<std::string, std::int64_t> queued_of_;  // bytes of waiting requests, by run
+  std::map<std::string, SavedState> saved_;        // by run; the engine's thread's own
   std::map<std::string, std::int64_t>
       untaken_states_;  // by run: written, while the result of their last request is not
   std::shared_ptr<void> minute_;

@@ -78,7 +78,7 @@ def test_rest_lists_what_there_is(server, service, saved):
     assert least[0] == 400 and "3600" in least[1]["detail"]
 
 
-@pytest.mark.parametrize("path", ["auth/token", "create_custom_loss", "copy_weights", "billing/usage/events", "audit"])
+@pytest.mark.parametrize("path", ["auth/token", "create_custom_loss", "copy_weights", "sessions/search", "billing/usage/events", "audit"])
 def test_what_the_server_does_not_have_is_said_in_a_sentence(server, path):
     status, answer = server.post(f"/api/v1/{path}", {})
     assert status == 501 and "docs/serve.md" in answer["detail"] and path in answer["detail"]

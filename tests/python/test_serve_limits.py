@@ -125,7 +125,7 @@ def large_wrong_call(model, number):
 def test_requests_beyond_the_queue_s_memory_are_sent_again(start):
     """A server of 24 MiB holds 3 MiB of requests."""
     server = start("--memory-budget", SMALL_BUDGET)
-    blocking, other = ByHand(server), ByHand(server)
+    blocking, other, small = ByHand(server), ByHand(server), ByHand(server)
     for number in (2, 3):  # both wait for request 1
         assert blocking.post_bytes(large_wrong_call(blocking, number))[0] == 200
     status, answer = blocking.post_bytes(large_wrong_call(blocking, 4))
@@ -134,6 +134,9 @@ def test_requests_beyond_the_queue_s_memory_are_sent_again(start):
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(request, timeout=60)
     assert refused.value.code == 429 and float(refused.value.headers["Retry-After"]) > 0
+    # A client whose requests are small has its turn all the same.
+    small.metrics(small.forward_backward(1, DATA)[1]["request_id"])
+    small.metrics(small.optim_step(2, learning_rate=1e-2)[1]["request_id"])
     before = counts(server)['espalier_answers_total{status="429"}']
     # The SDK sends its call again and again, and does not notice that the server refuses it at first.
     service = tinker.ServiceClient(base_url=server.url, api_key="tml-local")
