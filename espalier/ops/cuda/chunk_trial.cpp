@@ -67,7 +67,7 @@ std::vector<Result> results_of(Device& device, const RecurrenceShape& shape) {
                                      shape.mamba ? zeros({H}) : at::Tensor()};
   device.operations().add_delta_rule_backward(p, rows({kRows, shape.value_width()}, 7), gradients);
 
-  constexpr double kOfBfloat16 = 0x1p-8;  // two roundings to the nearest
+  constexpr double kOfBfloat16 = 0x1p-7;  // two roundings to the nearest of 8 bits
   std::vector<Result> out;
   const auto add = [&](const char* name, const at::Tensor& x, double rounding = 0, double sensitive = 1) {
     if (x.defined()) out.push_back({name, device.to_host(x).to(at::kDouble), rounding, sensitive});
