@@ -7,7 +7,7 @@
 
 namespace espalier::cuda {
 
-// Whether operations may run recurrent layers in chunks; no at first. For all devices of the process.
+// True if operations may run recurrent layers in chunks; false at first. For all devices of the process.
 bool trusts_chunks();
 void trust_chunks(bool trusted);
 
