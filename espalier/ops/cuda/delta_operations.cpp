@@ -44,7 +44,7 @@ DeltaWeights<T> weights_of(const DeltaRuleProblem& p) {
           pointer<T>(p.a_log_H),      pointer<T>(p.dt_bias_H), pointer<T>(p.skip_H)};
 }
 
-// On tensor cores by chunks, or row by row. Of a shape, a run's rows alone decide, so that a state that is computed
+// On tensor cores by chunks, or row by row. A shape and a run's rows alone decide, so that a state that is computed
 // again for the backward has the bits of the forward.
 template <class T>
 constexpr bool kTensorCores = std::is_same_v<T, bfloat16>;
