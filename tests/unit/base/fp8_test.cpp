@@ -47,7 +47,8 @@ TEST(Fp8, EveryCodeHasItsNumber) {
   for (unsigned code = 0; code < 256; ++code) {
     const auto value = static_cast<double>(value_of(static_cast<std::uint8_t>(code)));
     ASSERT_EQ(std::isnan(value), is_nan(static_cast<std::uint8_t>(code))) << code;
-    if (!std::isnan(value)) ASSERT_EQ(value, number_of(code)) << code;
+    if (std::isnan(value)) continue;
+    ASSERT_EQ(value, number_of(code)) << code;
   }
 }
 
