@@ -85,6 +85,7 @@ def activated(monkeypatch):
     for module in (_fa3, _fa4):  # what wants a GPU and its types, under the names that this torch has
         for name in [name for name in vars(module) if name.endswith("_support_error")]:
             monkeypatch.setattr(module, name, lambda *_, **__: None)
+    monkeypatch.setattr(_fa4, "_get_device_major", lambda device: 9, raising=False)
     monkeypatch.setattr(_fa4, "_fa4_import_module", lambda path: fourth(seen))
     monkeypatch.setattr(_fa4, "_FA4_MODULE_PATH", "plain products")
     kernels = {"FA3": (_fa3._fa3_flash_attention_forward_impl_default, _fa3._fa3_flash_attention_backward_impl),

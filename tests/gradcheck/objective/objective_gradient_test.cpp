@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "espalier/objective/objective.h"
+#include "tests/gradcheck/objective/bounds.h"
 
 namespace espalier {
 namespace {
@@ -69,13 +70,13 @@ at::Tensor plain_policy_loss(const Options& o, const at::Tensor& lp, const at::T
   if (o.policy_loss == "gpg" || o.policy_loss == "reinforce") return -A * lp;
   if (o.policy_loss == "gspo") {
     const at::Tensor mean = ((lp - old) * mask).sum() / mask.sum().clamp_min(1);
-    const at::Tensor s = at::exp(at::clamp_max(lp - lp.detach() + mean.detach(), 10.0));
-    const at::Tensor loss1 = -A * s, loss2 = -A * at::clamp(s, low, high);
+    const at::Tensor s = at::exp(at_most(lp - lp.detach() + mean.detach(), 10.0));
+    const at::Tensor loss1 = -A * s, loss2 = -A * within(s, low, high);
     *clipped = loss2.gt(loss1).to(at::kDouble);
     return at::maximum(loss1, loss2);
   }
-  const at::Tensor r = at::exp(at::clamp(lp - old, -20.0, 20.0));
-  const at::Tensor held = at::clamp(r, low, high);
+  const at::Tensor r = at::exp(within(lp - old, -20.0, 20.0));
+  const at::Tensor held = within(r, low, high);
   if (o.policy_loss == "cispo") {
     *clipped = held.ne(r).to(at::kDouble);
     return -held.detach() * A * lp;
@@ -97,8 +98,8 @@ at::Tensor plain_kl(const std::string& name, const at::Tensor& lp, const at::Ten
   if (base == "abs") value = at::abs(x);
   if (base == "mse" || base == "k2") value = x * x / 2;
   if (base == "low_var_kl" || base == "k3") {
-    const at::Tensor y = at::clamp(-x, -20.0, 20.0);
-    value = at::clamp(at::exp(y) - y - 1, -10.0, 10.0);
+    const at::Tensor y = within(-x, -20.0, 20.0);
+    value = within(at::exp(y) - y - 1, -10.0, 10.0);
   }
   if (name.back() != '+') return value;
   const at::Tensor k2 = x * x / 2;
@@ -135,8 +136,7 @@ Result run_plain(const Case& made, const Options& o) {
     at::Tensor clipped;
     at::Tensor loss = plain_policy_loss(o, lp, old, row(made.advantages[i]), mask, &clipped);
     const at::Tensor level = o.rollout_is == "token" ? mismatch : (mismatch * mask).sum();
-    if (o.rollout_is != "none")
-      loss = loss * at::clamp_max(at::exp(at::clamp(level, -20.0, 20.0)), o.rollout_is_threshold);
+    if (o.rollout_is != "none") loss = loss * at_most(at::exp(within(level, -20.0, 20.0)), o.rollout_is_threshold);
     const double weight = plain_weight(o, made.batch, rollout);
     pg = pg + weight * (loss * mask).sum();
     kl = kl + weight * (plain_kl(name_of(o.kl_loss_type), lp, row(rollout.ref_logprobs)) * mask).sum();

@@ -13,6 +13,7 @@
 #include "espalier/grouping/shared_tokens.h"
 #include "espalier/objective/objective.h"
 #include "espalier/objective/rejection.h"
+#include "tests/gradcheck/objective/bounds.h"
 
 namespace espalier {
 namespace {
@@ -138,11 +139,11 @@ at::Tensor plain_policy(const Options& o, const Plain& p, const at::Tensor& weig
   const double low = 1 - o.clip_ratio_low, high = 1 + o.clip_ratio_high;
   const std::string loss = name_of(o.policy_loss);
   const at::Tensor k = mean_of(p.lp - p.old, p.share);
-  at::Tensor r = at::exp(at::clamp(p.lp - p.old, -20.0, 20.0));
-  if (o.ratio_level == RatioLevel::sequence) r = at::exp(at::clamp_max(k, 10.0)).expand_as(p.lp);
+  at::Tensor r = at::exp(within(p.lp - p.old, -20.0, 20.0));
+  if (o.ratio_level == RatioLevel::sequence) r = at::exp(at_most(k, 10.0)).expand_as(p.lp);
   if (loss == "gpg" || loss == "reinforce") return -p.A * p.lp;
-  if (loss == "gspo") r = at::exp(at::clamp_max(p.lp - p.lp.detach() + k.detach(), 10.0));
-  const at::Tensor held = at::clamp(r, low, high);
+  if (loss == "gspo") r = at::exp(at_most(p.lp - p.lp.detach() + k.detach(), 10.0));
+  const at::Tensor held = within(r, low, high);
   if (loss == "gspo") return at::maximum(-p.A * r, -p.A * held);
   if (loss == "cispo") return -held.detach() * p.A * p.lp;
   if (loss == "sapo") {
@@ -150,9 +151,9 @@ at::Tensor plain_policy(const Options& o, const Plain& p, const at::Tensor& weig
     return -p.A * at::sigmoid(tau * (r - 1)) * 4 / tau;
   }
   if (loss == "vespo") {
-    const at::Tensor corrected = at::clamp(p.lp - p.old, -20.0, 20.0) +
+    const at::Tensor corrected = within(p.lp - p.old, -20.0, 20.0) +
                                  (o.rollout_is == RolloutCorrection::token ? at::log(weight) : at::zeros_like(p.lp));
-    const at::Tensor log_w = at::clamp((corrected * p.share).sum(), std::log(1e-8), 20.0).detach();
+    const at::Tensor log_w = within((corrected * p.share).sum(), std::log(1e-8), 20.0).detach();
     const at::Tensor k_of = at::where(p.A.ge(0), at::full_like(p.A, 2.0), at::full_like(p.A, 3.0));
     const at::Tensor lambda = at::where(p.A.ge(0), at::full_like(p.A, 3.0), at::full_like(p.A, 2.0));
     return -at::exp(lambda + k_of * log_w - lambda * at::exp(log_w)) * p.A * p.lp;
@@ -161,14 +162,14 @@ at::Tensor plain_policy(const Options& o, const Plain& p, const at::Tensor& weig
   if (loss == "dppo_tv") {
     const at::Tensor valid =
         at::where(gains, (now - before).le(o.clip_ratio_high), (now - before).ge(-o.clip_ratio_low));
-    return -p.A * at::clamp_max(r, o.clip_ratio_c).detach() * p.lp * valid.to(at::kDouble);
+    return -p.A * at_most(r, o.clip_ratio_c).detach() * p.lp * valid.to(at::kDouble);
   }
   if (loss == "dppo_kl") {
     const at::Tensor kl =
         before * (p.old - p.lp.detach()) + (1 - before) * at::log((1 - before + 1e-8) / (1 - now + 1e-8));
     const at::Tensor valid = at::where(gains, kl.le(o.clip_ratio_high).logical_or(now.le(before)),
                                        kl.le(o.clip_ratio_low).logical_or(now.ge(before)));
-    return -p.A * at::clamp_max(r, o.clip_ratio_c).detach() * p.lp * valid.to(at::kDouble);
+    return -p.A * at_most(r, o.clip_ratio_c).detach() * p.lp * valid.to(at::kDouble);
   }
   const at::Tensor to_sampler = p.lp - p.roll, moved = now - at::exp(p.roll);
   if (loss == "dppo") {
@@ -187,7 +188,7 @@ at::Tensor plain_policy(const Options& o, const Plain& p, const at::Tensor& weig
 at::Tensor plain_weight(const Options& o, const Plain& p) {
   const at::Tensor d = (p.old - p.roll).detach();
   const auto bounded = [&](const at::Tensor& log_ratio) {
-    return at::clamp_max(at::exp(at::clamp(log_ratio, -20.0, 20.0)), o.rollout_is_threshold);
+    return at_most(at::exp(within(log_ratio, -20.0, 20.0)), o.rollout_is_threshold);
   };
   if (o.rollout_is == RolloutCorrection::token) return bounded(d);
   if (o.rollout_is == RolloutCorrection::sequence) return bounded((d * p.share).sum()).expand_as(d);
@@ -203,7 +204,7 @@ at::Tensor plain_kl(const Options& o, const Plain& p) {
   if (o.kl_loss_type == KlLossType::k3_unbounded) return k3;
   const at::Tensor k = mean_of(p.lp - p.old, p.share);
   const bool by_sequence = o.ratio_level == RatioLevel::sequence || o.policy_loss == PolicyLoss::gspo;
-  return (by_sequence ? at::exp(at::clamp_max(k, 10.0)) : at::exp(at::clamp(p.lp - p.old, -20.0, 20.0))) * k3;
+  return (by_sequence ? at::exp(at_most(k, 10.0)) : at::exp(within(p.lp - p.old, -20.0, 20.0))) * k3;
 }
 
 struct Result {
