@@ -49,7 +49,7 @@ fast: setup-tests configure  ## one case of every quick test: 3 minutes behind t
 	@cmake --build $(BUILD) --parallel $(JOBS)
 	@"$(PYTHON_USED)" tools/run_tests.py --build $(BUILD) --tier fast
 
-test: setup-tests configure  ## the tests that need no accelerator, C++ and Python, long ones and many cases by the day: 10 minutes behind the build
+test: setup-tests configure  ## the tests that need no accelerator, C++ and Python, long ones and many cases by the day: 8 minutes behind the build
 	@"$(PYTHON_USED)" tools/tiers.py $(SWEEPS) >/dev/null
 	@cmake --build $(BUILD) --parallel $(JOBS) $(if $(filter all,$(SWEEPS)),--target all sweep_tests)
 	@"$(PYTHON_USED)" tools/run_tests.py --build $(BUILD) --tier $(if $(filter all,$(SWEEPS)),sweep,test --sweeps "$(SWEEPS)")

@@ -1,16 +1,17 @@
 """The table of deliberate faults (tests/mutation/faults.py) cannot fall behind the engine: what does not fit is an error."""
 
+import re
 import subprocess
 import sys
 
 import pytest
 
 from conftest import ROOT
-from faults_by_tier import AT_ONCE, Runner, batches
+from faults_by_tier import AT_ONCE, NOTICED, SWEEP, Runner, batches, name_of
 from recorded_tests import PYTEST, KnownTest
 
 sys.path.insert(0, str(ROOT / "tests" / "mutation"))
-from faults import Fault  # noqa: E402
+from faults import FAULTS, Fault  # noqa: E402
 from write_faulty_sources import TableError, with_faults  # noqa: E402
 
 SOURCE = "int add(int a, int b) {\n  return a + b;\n}\n"
@@ -39,6 +40,41 @@ def test_the_table_is_checked_against_the_engine(tmp_path):
     (tmp_path / "empty").mkdir()
     other = subprocess.run([sys.executable, script, str(tmp_path / "empty"), str(tmp_path / "out")], capture_output=True, text=True)
     assert other.returncode == 1 and not (tmp_path / "out").exists()
+
+
+def known_tests():
+    """Suite.Test of all C++ tests and file.py::test of all Python tests."""
+    cpp = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.cpp"))
+    names = {f"{suite}.{test}" for suite, test in re.findall(r"\b(?:TYPED_)?TEST(?:_[FP])?\(\s*(\w+)\s*,\s*(\w+)\s*\)", cpp)}
+    for path in (ROOT / "tests/python").rglob("test_*.py"):
+        names |= {f"{path.name}::{test}" for test in re.findall(r"^\s*def (test_\w+)\(", path.read_text(encoding="utf-8"), re.M)}
+    return names
+
+
+def without_parameters(case):
+    """Suite.Test of Prefix/Suite.Test/parameter and of Suite/0.Test."""
+    if "::" in case:
+        return case
+    suite, test = case.split(".", 1)
+    parts = [part for part in suite.split("/") if not part.isdigit()]
+    return f"{parts[-1]}.{test.split('/')[0]}"
+
+
+def test_every_fault_has_a_test_that_notices_it():
+    """make faults writes the table again; with --only NAME, the line of one fault."""
+    noticed = [line.split(" ", 2) for line in NOTICED.read_text(encoding="utf-8").splitlines()]
+    assert [fault for fault, _, _ in noticed] == list(dict.fromkeys(name_of(fault) for fault in FAULTS if fault.alone))
+    known = known_tests()
+    for fault, tier, case in noticed:
+        if tier == "sweep":
+            assert case == SWEEP[1], fault
+        else:
+            assert tier in ("fast", "test") and without_parameters(case) in known, f"{fault}: {case}"
+
+
+def test_make_test_notices_120_faults():
+    tiers = [line.split(" ")[1] for line in NOTICED.read_text(encoding="utf-8").splitlines()]
+    assert sum(tier != "sweep" for tier in tiers) >= 120
 
 
 def test_neighbours_of_a_program_face_a_fault_together():
