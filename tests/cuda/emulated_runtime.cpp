@@ -229,9 +229,14 @@ struct BindByEnvironment {
 std::int64_t host_waits() { return cuda::waits; }
 void give_to_compute(std::function<void()> work) { streams().give(cuda::Queue::compute, std::move(work)); }
 
-Device& emulated_device() {
+// For every device with emulated kernels.
+static void start_kernels() {
   emulation::take_launches(give_to_compute);
   cuda::trust_chunks(true);  // their tests compare them with float64
+}
+
+Device& emulated_device() {
+  start_kernels();
   static auto* const device = new cuda::CudaDevice(cuda::operations(), "emulated");  // outlives every tensor
   return *device;
 }
@@ -243,12 +248,12 @@ static Device& emulated_device_with(const AttentionOperations& attention) {
   return *new cuda::CudaDevice(*changed, "emulated");
 }
 Device& emulated_hopper_device() {
-  emulation::take_launches(give_to_compute);
+  start_kernels();
   static Device& device = emulated_device_with(cuda::open_hopper_attention({.major = 9, .minor = 0}));
   return device;
 }
 Device& emulated_hopper_split_device() {
-  emulation::take_launches(give_to_compute);
+  start_kernels();
   static Device& device = emulated_device_with(cuda::open_hopper_split_attention({.major = 9, .minor = 0}));
   return device;
 }

@@ -35,7 +35,7 @@ struct Result {
   const char* name;
   at::Tensor values;     // on the host, float64
   double rounding = 0;   // of each number by itself
-  double sensitive = 1;  // decays: differences of sums over a chunk's 64 rows, of which each has an error of its own
+  double sensitive = 1;  // kErrorOfDecays for decays
 };
 
 std::vector<Result> results_of(Device& device, const RecurrenceShape& shape) {
@@ -78,16 +78,14 @@ std::vector<Result> results_of(Device& device, const RecurrenceShape& shape) {
   add("gradients of projected rows", gradients.projected_TW, kOfBfloat16);
   add("gradients of the convolution", gradients.conv_CK);
   add("gradients of biases", gradients.conv_bias_C);
-  add("gradients of a_log", gradients.a_log_H, 0, 8);
-  add("gradients of dt_bias", gradients.dt_bias_H, 0, 8);
+  add("gradients of a_log", gradients.a_log_H, 0, kErrorOfDecays);
+  add("gradients of dt_bias", gradients.dt_bias_H, 0, kErrorOfDecays);
   add("gradients of the factor of values", gradients.skip_H);
   return out;
 }
 
-// tests/cuda/chunk_checks.cpp has the bound: of at most 10 + 4 c products that follow each other each loses three terms
-// of 2^-18, and float32 sums lose as much again.
 std::string difference(const std::vector<Result>& got, const std::vector<Result>& want) {
-  const double of_products = 2 * 3 * 0x1p-18 * std::sqrt(10 + 4 * kChunks);
+  const double of_products = error_of_chunks(kChunks);
   for (std::size_t i = 0; i < got.size(); ++i) {
     const Result &g = got[i], &w = want[i];
     const double largest = w.values.abs().max().item<double>(), allowed = of_products * w.sensitive * largest;
@@ -101,6 +99,8 @@ std::string difference(const std::vector<Result>& got, const std::vector<Result>
 
 bool trusts_chunks() { return trusted; }
 void trust_chunks(bool trust) { trusted = trust; }
+
+double error_of_chunks(double chunks) { return 2 * 3 * 0x1p-18 * std::sqrt(10 + 4 * chunks); }
 
 std::string try_chunks(Device& device) {
   for (const bool mamba : {false, true}) {

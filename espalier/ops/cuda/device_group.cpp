@@ -14,8 +14,10 @@ DeviceGroup::DeviceGroup(std::shared_ptr<Group> host, double timeout, CudaDevice
       device_(device),
       communicator_(join(host_, timeout)) {
   if (static_cast<int>(sends_) < connections()) return;
-  throw DeviceError({"CUDA_DEVICE_MAX_CONNECTIONS", "a connection for each queue of a rank's groups, up to 32",
-                     text_of(connections()), "remove it from the environment: 32 is set where it is absent"});
+  throw DeviceError({"CUDA_DEVICE_MAX_CONNECTIONS",
+                     text_of("a connection for each queue of a rank's groups, up to ", kMostConnections),
+                     text_of(connections()),
+                     "remove it from the environment: the program sets the most where it is absent"});
 }
 
 Event DeviceGroup::give(Queue queue, const Collective& collective) {

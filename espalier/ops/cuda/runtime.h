@@ -15,6 +15,7 @@ Queue make_queue();
 // The GPU's own queues, to which streams are dealt in turn. Work of streams that share one starts in the order in which
 // it was given: a collective that waits for another rank then holds up what that rank waits for.
 int connections();
+inline constexpr int kMostConnections = 32;
 
 // A place in a queue: it has happened when all earlier work of the queue has run.
 using Event = std::int64_t;

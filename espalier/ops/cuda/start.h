@@ -7,9 +7,6 @@
 
 namespace espalier::cuda {
 
-// CUDA_DEVICE_MAX_CONNECTIONS at most.
-inline constexpr int kMostConnections = 32;
-
 // Selects the GPU of this process and creates its streams. Called once, before any work.
 void start(int index, int capability);
 int gpu_index();

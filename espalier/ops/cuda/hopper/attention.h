@@ -30,4 +30,26 @@ void add_backward(const attention::Shape& shape, const attention::Inputs<bfloat1
 // True if the copy engine reads these rows.
 bool takes_copies(const attention::Rows<const bfloat16>& rows);
 
+// Calls body with the sizes of a head's keys and values, and whether there is a window or a cap.
+template <class Body>
+void with_sizes(const attention::Shape& shape, Body&& body) {
+  const auto with_rules = [&]<int D, int V>() {
+    shape.window > 0 || shape.soft_cap > 0 ? body.template operator()<D, V, true>()
+                                           : body.template operator()<D, V, false>();
+  };
+  switch (shape.head_dim) {
+    case 64:
+      return with_rules.template operator()<64, 64>();
+    case 96:
+      return with_rules.template operator()<96, 96>();
+    case 128:
+      return with_rules.template operator()<128, 128>();
+    case 192:
+      return shape.values() == 128 ? with_rules.template operator()<192, 128>()
+                                   : with_rules.template operator()<192, 192>();
+    default:
+      return with_rules.template operator()<256, 256>();
+  }
+}
+
 }  // namespace espalier::cuda::hopper

@@ -49,26 +49,4 @@ bool adds_query_sums(const Shape& shape);
 void add_backward_path(const Shape& shape, const attention::Inputs<bfloat16>& in, const QueryNumbers& numbers,
                        Rows<const bfloat16> grad_out, QuerySums sums, Rows<float> grad_k, Rows<float> grad_v);
 
-// Calls body with the sizes of a head's keys and values, and whether there is a window or a cap.
-template <class Body>
-void with_backward_sizes(const Shape& shape, Body&& body) {
-  const auto with_rules = [&]<int D, int V>() {
-    shape.window > 0 || shape.soft_cap > 0 ? body.template operator()<D, V, true>()
-                                           : body.template operator()<D, V, false>();
-  };
-  switch (shape.head_dim) {
-    case 64:
-      return with_rules.template operator()<64, 64>();
-    case 96:
-      return with_rules.template operator()<96, 96>();
-    case 128:
-      return with_rules.template operator()<128, 128>();
-    case 192:
-      return shape.values() == 128 ? with_rules.template operator()<192, 128>()
-                                   : with_rules.template operator()<192, 192>();
-    default:
-      return with_rules.template operator()<256, 256>();
-  }
-}
-
 }  // namespace espalier::cuda::hopper

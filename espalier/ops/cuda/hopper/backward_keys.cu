@@ -357,7 +357,7 @@ void add_backward_keys(const Shape& shape, const Inputs<bfloat16>& in, const Que
                        Rows<const bfloat16> grad_out, bool path, Rows<float> grad_k, Rows<float> grad_v) {
   const std::int64_t keys = path ? shape.path_rows : shape.own_rows;
   if (keys == 0) return;
-  with_backward_sizes(shape, [&]<int D, int V, bool kRules>() {
+  with_sizes(shape, [&]<int D, int V, bool kRules>() {
     const Facts facts(shape, kBlockKeys, kPassingQueries<D, kRules>);
     const KeysMaps maps = keys_maps<D, V, kRules>(shape, in, grad_out, path);
     const auto add_columns = [&]<int kFirst, int kColumns>() {

@@ -208,7 +208,7 @@ void backward_queries(const Shape& of, const Inputs<bfloat16>& in, const QueryNu
                       Rows<const bfloat16> grad_out, const QuerySums& sums, Rows<bfloat16> grad_q) {
   Shape shape = of;
   if (sums.data != nullptr) shape.path_rows = 0;  // its part is in the sums
-  with_backward_sizes(shape, [&]<int D, int V, bool kRules>() {
+  with_sizes(shape, [&]<int D, int V, bool kRules>() {
     using Room = QueriesRoom<D, V, kRules>;
     const Facts facts(shape, Room::kKeys);
     const auto map = [&](const Rows<const bfloat16>& rows, int columns) {
