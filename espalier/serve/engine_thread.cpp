@@ -122,6 +122,19 @@ void EngineThread::add(const std::string& line, std::vector<std::shared_ptr<Unit
   changed_.notify_one();
 }
 
+EngineThread::Hold::Hold(EngineThread& thread) : thread_(thread) {
+  const std::lock_guard lock(thread_.mutex_);
+  thread_.is_held_ = true;
+}
+
+EngineThread::Hold::~Hold() {
+  {
+    const std::lock_guard lock(thread_.mutex_);
+    thread_.is_held_ = false;
+  }
+  thread_.changed_.notify_one();
+}
+
 std::shared_ptr<Unit> EngineThread::unit(Work work, bool pauses) {
   return std::make_shared<PlainUnit>(std::move(work), pauses);
 }
@@ -206,9 +219,10 @@ void EngineThread::take_turn(std::unique_lock<std::mutex>& lock) {
 void EngineThread::run(const std::function<bool()>& between) {
   std::unique_lock lock(mutex_);
   for (;;) {
-    changed_.wait(lock, [&] { return more_between_ || ends_ || !lines_.empty(); });
+    const auto has_turn = [&] { return !is_held_ && !lines_.empty(); };
+    changed_.wait(lock, [&] { return more_between_ || ends_ || has_turn(); });
     if (ends_) break;
-    if (!lines_.empty()) take_turn(lock);
+    if (has_turn()) take_turn(lock);
     lock.unlock();
     const bool more = between();
     lock.lock();

@@ -51,6 +51,18 @@ class EngineThread {
   std::string running() const;                    // the line whose unit runs; empty: none does
   bool has_begun(const std::string& line) const;  // its first unit has, and pauses now
 
+  // While it lives, no unit begins, so that units given one after the other are given together. One at a time.
+  class Hold {
+   public:
+    explicit Hold(EngineThread& thread);
+    ~Hold();
+    Hold(const Hold&) = delete;
+    Hold& operator=(const Hold&) = delete;
+
+   private:
+    EngineThread& thread_;
+  };
+
   // Called by a unit that pauses(), between two parts of its work: returns when its line has its next turn, at once if
   // nobody else waits. Units of other lines have run meanwhile. Errors: Stopped.
   void pause();
@@ -75,7 +87,7 @@ class EngineThread {
   std::string last_;                            // the line that had the last turn
   std::string running_;
   std::int64_t waiting_ = 0;
-  bool more_between_ = false, ends_ = false;
+  bool more_between_ = false, ends_ = false, is_held_ = false;
   std::thread thread_;  // the last member: it uses the others
 };
 

@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <charconv>
 #include <fstream>
+#include <optional>
 #include <system_error>
 #include <utility>
 
@@ -198,6 +199,8 @@ void Service::restore() {
   for (const std::string& text : read_journal(journal_file(settings_.state)))
     if (Json record = Json::parse(text, nullptr, false); record.is_object()) records.push_back(std::move(record));
   replaying_ = true;
+  // Requests that ran as one do so again: none begins before all of them are there.
+  std::optional<EngineThread::Hold> hold(std::in_place, thread_);
   std::vector<std::pair<std::string, Json>> runs;
   std::map<std::string, Json> samplers;
   for (const Json& record : records) {
@@ -234,6 +237,7 @@ void Service::restore() {
                   fields.flag("optimizer", false));
   }
   replaying_ = false;
+  hold.reset();
   joined_before_.clear();
   // The file begins anew with what is still of use.
   const fs::path next = settings_.state / "service.journal.next";

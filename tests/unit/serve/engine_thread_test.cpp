@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <chrono>
 #include <future>
 #include <thread>
 #include <vector>
@@ -84,6 +85,22 @@ TEST(EngineThread, UnitsThatWaitAreJoinedWhereTheyMay) {
   done.get_future().wait();
   EXPECT_EQ(ran, (std::vector<std::vector<int>>{{1, 2, 3}, {4}, {6}}));
   EXPECT_EQ(thread.waiting(), 0);
+}
+
+TEST(EngineThread, UnitsThatAreHeldAreJoinedAlthoughTheyComeOneByOne) {
+  std::vector<std::vector<int>> ran;
+  std::promise<void> done;
+  EngineThread thread([] {}, [] { return false; });
+  {
+    const EngineThread::Hold hold(thread);
+    for (const int number : {1, 2, 3}) {
+      thread.add("a", {std::make_shared<Number>(number, ran)});
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));  // the engine's thread could take it meanwhile
+    }
+  }
+  thread.add("a", [&] { done.set_value(); });
+  done.get_future().wait();
+  EXPECT_EQ(ran, (std::vector<std::vector<int>>{{1, 2, 3}}));
 }
 
 // A unit of `parts` parts, which pauses between them.
