@@ -20,6 +20,7 @@
 #include "espalier/rollout/kept_sets.h"
 #include "espalier/rollout/mini_batches.h"
 #include "espalier/rollout/reader.h"
+#include "espalier/rollout/record_data.h"
 #include "espalier/rollout/trajectories.h"
 #include "espalier/state/trained_choice.h"
 
@@ -47,6 +48,14 @@ class TokenFingerprint {
     add(static_cast<std::uint32_t>(bits));
     add(static_cast<std::uint32_t>(bits >> 32));
   }
+  template <class T>
+  void add(const std::optional<T>& value) {
+    add(std::uint32_t{value.has_value()});
+    if constexpr (std::is_enum_v<T>)
+      add(static_cast<std::uint32_t>(value.value_or(T{})));
+    else
+      add(static_cast<double>(value.value_or(0)));
+  }
   std::string text() const { return text_of(std::hex, hash_); }
 
  private:
@@ -67,20 +76,17 @@ std::map<std::string, std::string> fingerprints_of(const std::vector<Rollout>& r
     for (std::size_t t = 0; t < rollout.loss_mask.size(); ++t)
       fields["loss_mask"].add(std::uint32_t{rollout.loss_mask[t] != 0 || rollout.silence_of(t) != Silenced::no});
     if (!rollout.token_rewards.empty()) fields["reward"].add(rollout.token_rewards);
-    if (!rollout.branch.empty()) fields["branch"].add(rollout.branch);
     fields["temperature"].add(rollout.temperature);
-    if (rollout.token_divisor) fields["token_divisor"].add(*rollout.token_divisor);
-    if (rollout.num_items_in_batch) fields["num_items_in_batch"].add(*rollout.num_items_in_batch);
-    fields["old_logprobs"].add(rollout.old_logprobs);
-    fields["ref_logprobs"].add(rollout.ref_logprobs);
-    fields["rollout_logprobs"].add(rollout.rollout_logprobs);
+    for (const ScalarRow& row : scalar_rows())
+      if (row.use == DataUse::update)
+        std::visit([&](auto member) { fields[std::string(row.name)].add(rollout.*member); }, row.value);
+    for (const SeriesRow& row : series_rows())
+      if (row.use == DataUse::update) fields[std::string(row.name)].add(rollout.*row.values);
     if (!rollout.kept_sets.empty()) {
       fields["kept_ids"].add(rollout.kept_sets.ids);
       for (const std::int64_t begin : rollout.kept_sets.begin)
         fields["kept_ids"].add(static_cast<std::uint32_t>(begin));
     }
-    fields["values"].add(rollout.values);
-    fields["returns"].add(rollout.returns);
   }
   std::map<std::string, std::string> out;
   for (const auto& [name, fingerprint] : fields) out[name] = fingerprint.text();
@@ -150,6 +156,7 @@ std::vector<std::string> notes_on_sets(std::span<const Rollout> rollouts, const 
 
 TrainingData::TrainingData(std::vector<Rollout> rollouts, const Options& options, bool with_critic)
     : options_(options) {
+  require_series(rollouts, options);
   const auto batches = cut_mini_batches(rollouts, options.mini_batch_size);
   for (std::string note :
        {settle_turn_rewards(rollouts, options.turn_rewards), settle_loss_unit(rollouts, options.loss_unit),

@@ -23,8 +23,8 @@ using ValueFunction = std::function<TokenSeries(std::span<const Rollout>)>;
 class TrainingData {
  public:
   // Advantages are computed over the whole file, or over the records of one `step`, before mini-batches are cut; with a
-  // critic prepare() computes them. Errors: as cut_mini_batches, settle_turn_rewards and compute_advantages;
-  // InputError for pairs or lists without the objective that takes them, and the other way round.
+  // critic prepare() computes them. Errors: as require_series, cut_mini_batches, settle_turn_rewards and
+  // compute_advantages; InputError for pairs or lists without the objective that takes them, and the other way round.
   TrainingData(std::vector<Rollout> rollouts, const Options& options, bool with_critic = false);
 
   // With a critic, before mini_batch(index) is trained on: gives rollouts without recorded `values` the critic's, then

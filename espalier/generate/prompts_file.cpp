@@ -13,6 +13,7 @@
 #include "espalier/rollout/json_text.h"
 #include "espalier/rollout/line_reader.h"
 #include "espalier/rollout/python_records.h"
+#include "espalier/rollout/record_data.h"
 #include "espalier/rollout/record_fields.h"
 #include "espalier/rollout/record_format.h"
 #include "espalier/services/rollout_text.h"
@@ -20,11 +21,10 @@
 namespace espalier {
 namespace {
 
+// Besides the rows of record_data.h.
 constexpr std::string_view kResponseFields[] = {
-    "response_ids",  "response", "loss_mask",         "reward",      "advantage",
-    "logprobs",      "values",   "returns",           "entropies",   "old_logprobs",
-    "ref_logprobs",  "step",     "reward_extra_info", "temperature", "rollout_logprobs",
-    "finish_reason", "turns",    "turn_rewards",      "kept_ids",    "full_logprobs"};
+    "response_ids",      "response",    "loss_mask",     "reward", "advantage",    "logprobs", "entropies",
+    "reward_extra_info", "temperature", "finish_reason", "turns",  "turn_rewards", "kept_ids", "step"};
 constexpr std::string_view kCarriedFields[] = {"id",         "meta",         "data_source", "ground_truth",
                                                "extra_info", "reward_model", "ability"};
 
@@ -96,7 +96,7 @@ void read_prompt(PromptLines& lines, std::string_view line, const RecordPlace& p
     const auto renamed = lines.columns.find(column);
     const std::string_view key = renamed == lines.columns.end() ? column : renamed->second;
     if (renamed == lines.columns.end() && is_renamed(lines, key)) return;  // another column stands for it
-    if (std::ranges::find(kResponseFields, key) != std::end(kResponseFields))
+    if (find_series(key) || std::ranges::find(kResponseFields, key) != std::end(kResponseFields))
       throw place.wrong(
           key, "a prompt: prompt or prompt_ids, and fields to copy", "a field of a response",
           "A record with a response is a rollout: give it as --rollouts to train, score or verify, or keep only "

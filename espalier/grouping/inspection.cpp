@@ -12,6 +12,7 @@
 #include "espalier/grouping/prefix_tree.h"
 #include "espalier/grouping/shared_tokens.h"
 #include "espalier/rollout/mini_batches.h"
+#include "espalier/rollout/record_data.h"
 #include "espalier/rollout/token_hash.h"
 #include "espalier/rollout/trajectories.h"
 
@@ -107,9 +108,8 @@ class Finder {
         add(rollout, "empty_response", "the response has no token");
       else if (masked)
         add(rollout, "fully_masked", "loss_mask is all 0: no token has loss");
-      look_for_positive(rollout, "old_logprobs", rollout.old_logprobs);
-      look_for_positive(rollout, "ref_logprobs", rollout.ref_logprobs);
-      look_for_positive(rollout, "rollout_logprobs", rollout.rollout_logprobs);
+      for (const SeriesRow& row : series_rows())
+        if (row.is_logprob()) look_for_positive(rollout, row.name, rollout.*row.values);
       if (!rollout.response_ids.empty() && !reward_of(&rollout - rollouts_.data()) && rollout.advantages.empty() &&
           rollout.pair.pair < 0)
         add(rollout, "nothing_to_learn", "neither reward nor advantage");
@@ -244,7 +244,7 @@ class Finder {
   }
 
   // A probability is at most 1. Where float32 rounds log-sum-exp of logits up to 1,000, 6e-5 may be left above 0.
-  void look_for_positive(const Rollout& rollout, const char* field, const std::vector<double>& logprobs) {
+  void look_for_positive(const Rollout& rollout, std::string_view field, const std::vector<double>& logprobs) {
     constexpr double kRounding = 1e-4;
     const auto found = std::ranges::find_if(logprobs, [](double value) { return value > kRounding; });
     if (found != logprobs.end())
@@ -349,7 +349,7 @@ void count_tokens(std::span<const Rollout> rollouts, const std::vector<Members>&
 }
 
 void count_series(std::span<const Rollout> rollouts, Inspection& out) {
-  const auto count = [&](const char* field, const auto& has) {
+  const auto count = [&](std::string_view field, const auto& has) {
     const auto with = std::count_if(rollouts.begin(), rollouts.end(), has);
     if (with == static_cast<std::ptrdiff_t>(rollouts.size()))
       out.series.emplace_back(field);
@@ -358,11 +358,8 @@ void count_series(std::span<const Rollout> rollouts, Inspection& out) {
   };
   count("reward", [](const Rollout& r) { return r.reward.has_value(); });
   count("advantage", [](const Rollout& r) { return !r.advantages.empty(); });
-  count("old_logprobs", [](const Rollout& r) { return !r.old_logprobs.empty(); });
-  count("ref_logprobs", [](const Rollout& r) { return !r.ref_logprobs.empty(); });
-  count("rollout_logprobs", [](const Rollout& r) { return !r.rollout_logprobs.empty(); });
-  count("values", [](const Rollout& r) { return !r.values.empty(); });
-  count("returns", [](const Rollout& r) { return !r.returns.empty(); });
+  for (const SeriesRow& row : series_rows())
+    count(row.name, [&](const Rollout& r) { return !(r.*row.values).empty(); });
   count("routed_experts", [](const Rollout& r) { return r.recorded_experts.tokens > 0; });
   count("kept_ids", [](const Rollout& r) { return !r.kept_sets.empty(); });
 }

@@ -1,5 +1,9 @@
 #include "espalier/metrics/metric_tags.h"
 
+#include <iterator>
+#include <string_view>
+#include <vector>
+
 #include "espalier/base/json.h"
 
 namespace espalier {
@@ -67,11 +71,21 @@ constexpr MetricTag kTags[] = {
 
 }  // namespace
 
-std::span<const MetricTag> metric_tags() { return kTags; }
+std::span<const MetricTag> metric_tags() {
+  static const std::vector<MetricTag> tags = [] {
+    std::vector<MetricTag> out(std::begin(kTags), std::end(kTags));
+#define ESPALIER_TOKEN_RULE(name, option, condition, sees, ratio, changes, metric) \
+  out.push_back({"step", "/" metric, "actor/" metric});
+#include "espalier/options/token_rules.def"
+    std::erase_if(out, [](const MetricTag& tag) { return std::string_view(tag.field) == "/"; });
+    return out;
+  }();
+  return tags;
+}
 
 void for_each_scalar(const Json& line, const std::function<void(const char* tag, double value)>& use) {
   const std::string kind = line.value("kind", "");
-  for (const MetricTag& row : kTags) {
+  for (const MetricTag& row : metric_tags()) {
     if (kind != row.kind) continue;
     const Json::json_pointer field(row.field);
     if (line.contains(field) && line.at(field).is_number()) use(row.tag, line.at(field).get<double>());

@@ -11,6 +11,7 @@
 #include "espalier/base/error.h"
 #include "espalier/objective/objective.h"
 #include "espalier/objective/value_loss.h"
+#include "espalier/options/token_rules.h"
 #include "espalier/rollout/mini_batches.h"
 #include "espalier/rollout/trajectories.h"
 
@@ -33,11 +34,12 @@ bool is_settled(const Rollout& rollout) { return !rollout.advantages.empty() || 
 
 // The rollouts of a unit, apart from their tokens. Rewards and groups: one per trajectory.
 struct Unit {
-  explicit Unit(std::span<const Rollout> all)
+  // `judged`: tokens get advantages elsewhere (rules_give_advantages), so that rollouts without a reward need none.
+  explicit Unit(std::span<const Rollout> all, bool judged = false)
       : rollouts(all), trajectories(trajectories_of(all)), rewards(rewards_of(all, trajectories)) {
     const std::vector<std::int64_t> of = group_of(all);
     for (const auto& turns : trajectories.turns) group.push_back(of[static_cast<std::size_t>(turns.front())]);
-    const bool some = std::ranges::any_of(rewards, [](const auto& reward) { return reward.has_value(); });
+    const bool some = judged || std::ranges::any_of(rewards, [](const auto& reward) { return reward.has_value(); });
     for (std::size_t i = 0; i < rollouts.size(); ++i)
       estimates.push_back(!is_settled(rollouts[i]) && (reward_of(i) || !some));
   }
@@ -55,7 +57,7 @@ struct Unit {
   std::vector<std::optional<double>> rewards;
   std::vector<std::int64_t> group;
   // One per rollout: its advantages are estimated. Otherwise they are recorded, or 0 because nobody judged it while
-  // others were judged (TRL: unscorable completions).
+  // others were judged (TRL: unscorable completions), or while a rule gives its tokens advantages.
   std::vector<std::uint8_t> estimates;
 };
 
@@ -280,7 +282,7 @@ std::int64_t count_unjudged(std::span<const Rollout> rollouts) {
 
 std::vector<std::vector<double>> compute_advantages(std::span<const Rollout> rollouts, const Options& options) {
   const Estimator estimator = options.adv_estimator;
-  const Unit unit(rollouts);
+  const Unit unit(rollouts, rules_give_advantages(options));
   check_fields(unit, estimator);
 
   std::vector<GroupStatistics> statistics = compute_group_statistics(unit, options.group_of_one);

@@ -2,6 +2,7 @@
 #include "espalier/objective/objective.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstddef>
 
@@ -12,29 +13,13 @@
 #include "espalier/objective/loss_sequences.h"
 #include "espalier/objective/policy_loss.h"
 #include "espalier/objective/rollout_weights.h"
+#include "espalier/objective/token_rules.h"
 #include "espalier/program/step_kind.h"
+#include "espalier/rollout/record_data.h"
 
 namespace espalier {
 
-// Constants in the losses of a sequence's tokens that follow from its own log-probs. Means and sums are over its loss
-// tokens, each counted by its share.
-struct SequenceConstants {
-  double mean_log_ratio = 0;  // of lp - old
-  double sum_log_ratio = 0;   // of lp - old and the log of the token's weight, each clamped (vespo)
-  double sampler_weight = 1;  // --rollout-is sequence; seq-mask-tis: 1 for a kept sequence, else 0
-  double kl_gradient = 0;     // of k3_unbiased by the sequence's ratio: mean of the weighted KL
-  double ratio_gradient = 0;  // of the policy loss, where the sequence's tokens share one ratio: mean of the weighted
-  bool off_policy = false;    // --off-policy-threshold
-};
-
 namespace {
-
-void require_series(const Rollout& rollout, const std::vector<double>& series, const char* field,
-                    const std::string& option, const char* remedy) {
-  if (rollout.response_ids.empty()) return;
-  if (series.empty()) throw InputError({rollout.where, text_of("a field ", field, ", for ", option), "none", remedy});
-  ESPALIER_INTERNAL_EQ(series.size(), rollout.response_ids.size(), rollout.where, " ", field);
-}
 
 // Calls visit(rollout, position, log-prob, share) for the loss tokens of `members`.
 template <class LogprobOf, class Visit>
@@ -51,11 +36,14 @@ void for_each_loss_token(std::span<const Rollout> rollouts, std::span<const std:
 }  // namespace
 
 struct Objective::State {
+  explicit State(const Options& options) : rules(options) {}
+
   std::span<const Rollout> rollouts;
   std::span<const std::vector<double>> advantages;
   PolicySettings policy;
   KlType kl_type;
   RolloutWeights correction;
+  TokenRules rules;
   double off_policy_threshold = 0, kl_coefficient = 0, entropy_coefficient = 0;
   LossSequences sequences;
   std::vector<double> token_weight;      // [rollouts], of policy loss and KL
@@ -66,6 +54,7 @@ struct Objective::State {
   std::int64_t all_loss_tokens = 0;
 
   CompensatedSum policy_sum, kl_sum, entropy_sum;
+  std::array<CompensatedSum, kTokenRules> rule_sums;
   std::int64_t loss_tokens = 0, clipped_tokens = 0;
 
   void check_fields(const Options& options) const;
@@ -80,38 +69,29 @@ struct Objective::State {
     return at(rollout).sampled_logprob(position, absent);
   }
   double sampler_weight_of(double log_ratio_sum, double tokens) const;
-  PolicyToken token_of(std::int32_t rollout, std::size_t position, double logprob,
-                       const SequenceConstants& constants) const;
+  // The token's part after all rules; `reports` may be null.
+  TokenPart part_of(std::int32_t rollout, std::size_t position, double logprob, const SequenceConstants& constants,
+                    TokenRules::Reports* reports = nullptr) const;
   // The constants of a sequence, or of a part of it; logprob_of(rollout) is its log-probs.
   template <class LogprobOf>
   SequenceConstants constants_of(std::span<const std::int32_t> members, LogprobOf logprob_of) const;
   template <class LogprobOf>
   void add_mean_gradients(std::span<const std::int32_t> members, LogprobOf logprob_of, double tokens,
                           SequenceConstants& constants) const;
-  double factor_of(std::int32_t rollout, std::size_t position, double old, double advantage,
-                   const SequenceConstants& constants) const;
   TokenGradient add(std::int32_t rollout, std::int32_t position, double logprob, double entropy,
                     const SequenceConstants& constants);
 };
 
 void Objective::State::check_fields(const Options& options) const {
   ESPALIER_INTERNAL_EQ(rollouts.size(), advantages.size());
+  require_series(rollouts, options);
   for (std::size_t i = 0; i < rollouts.size(); ++i) {
     const Rollout& rollout = rollouts[i];
     ESPALIER_INTERNAL_EQ(advantages[i].size(), rollout.response_ids.size(), rollout.where);
     ESPALIER_INTERNAL_EQ(rollout.loss_mask.size(), rollout.response_ids.size(), rollout.where);
-    if (kl_coefficient != 0)
-      require_series(rollout, rollout.ref_logprobs, "ref_logprobs", text_of("--kl-loss-coef ", options.kl_loss_coef),
-                     "add it (espalier score --as ref_logprobs), or set --kl-loss-coef 0");
-    if (correction.level != RolloutCorrection::none)
-      require_series(rollout, rollout.rollout_logprobs, "rollout_logprobs",
-                     text_of("--rollout-is ", options.rollout_is),
-                     "record the sampler's log-probs, or set --rollout-is none");
-    if (policy.compares_sampler())
-      require_series(rollout, rollout.rollout_logprobs, "rollout_logprobs",
-                     text_of("--policy-loss ", options.policy_loss),
-                     "record the sampler's log-probs, or choose another --policy-loss");
-    if (!rollout.old_logprobs.empty()) ESPALIER_INTERNAL_EQ(rollout.old_logprobs.size(), rollout.response_ids.size());
+    for (const SeriesRow& series : series_rows())
+      if (const auto& values = rollout.*series.values; !values.empty())
+        ESPALIER_INTERNAL_EQ(values.size(), rollout.response_ids.size(), rollout.where, " ", series.name);
   }
 }
 
@@ -139,12 +119,14 @@ void Objective::State::prepare_sampler_weights() {
   }
 }
 
-PolicyToken Objective::State::token_of(std::int32_t rollout, std::size_t position, double logprob,
-                                       const SequenceConstants& constants) const {
+TokenPart Objective::State::part_of(std::int32_t rollout, std::size_t position, double logprob,
+                                    const SequenceConstants& constants, TokenRules::Reports* reports) const {
   const double other =
       policy.compares_sampler() ? sampled_of(rollout, position, logprob) : old_of(rollout, position, logprob);
-  return {logprob, other, advantages[static_cast<std::size_t>(rollout)][position], constants.mean_log_ratio,
-          constants.sum_log_ratio};
+  TokenPart part{{logprob, other, advantages[static_cast<std::size_t>(rollout)][position], constants.mean_log_ratio,
+                  constants.sum_log_ratio, &at(rollout), position}};
+  rules.apply(constants, part, reports);
+  return part;
 }
 
 template <class LogprobOf>
@@ -189,30 +171,11 @@ void Objective::State::add_mean_gradients(std::span<const std::int32_t> members,
     const double weight = token_weight[static_cast<std::size_t>(i)] * share;
     if (by_kl) kl_sum_of += weight * kl_term(kl_type, logprob, at(i).ref_logprobs[t]).value;
     if (!policy.shares_ratio()) return;
-    const PolicyToken token = token_of(i, t, logprob, constants);
-    ratio_sum +=
-        weight * factor_of(i, t, token.old_logprob, token.advantage, constants) * policy_term(policy, token).gradient;
+    const TokenPart part = part_of(i, t, logprob, constants);
+    ratio_sum += weight * part.factor * policy_term(policy, part.token).gradient;
   });
   constants.kl_gradient = kl_sum_of / tokens;
   constants.ratio_gradient = ratio_sum / tokens;
-}
-
-// The factor of a token's policy loss.
-double Objective::State::factor_of(std::int32_t rollout, std::size_t position, double old, double advantage,
-                                   const SequenceConstants& constants) const {
-  if (constants.off_policy && advantage < 0) return 0;
-  if (policy.loss == PolicyLoss::vespo) return 1;  // its own weight holds the correction
-  switch (correction.level) {
-    case RolloutCorrection::token:
-      return correction.weight(old - sampled_of(rollout, position, old));
-    case RolloutCorrection::seq_mask_tis:
-      return constants.sampler_weight == 0 ? 0 : correction.unclipped_weight(old - sampled_of(rollout, position, old));
-    case RolloutCorrection::sequence:
-      return constants.sampler_weight;
-    case RolloutCorrection::none:
-      break;
-  }
-  return 1;
 }
 
 TokenGradient Objective::State::add(std::int32_t index, std::int32_t position, double logprob, double entropy,
@@ -221,19 +184,20 @@ TokenGradient Objective::State::add(std::int32_t index, std::int32_t position, d
   const Rollout& rollout = rollouts[i];
   if (!rollout.loss_mask[t]) return {};
   const double share = rollout.loss_share(t), weight = token_weight[i] * share;
-  const PolicyToken token = token_of(index, t, logprob, constants);
-  const PolicyTerm policy_part = policy_term(policy, token);
-  const double factor = factor_of(index, t, token.old_logprob, token.advantage, constants);
+  TokenRules::Reports reports{};
+  const TokenPart part = part_of(index, t, logprob, constants, &reports);
+  const PolicyTerm term = policy_term(policy, part.token);
 
   TokenGradient gradient;
-  policy_sum.add(weight * factor * policy_part.value);
-  gradient.logprob = policy.shares_ratio() ? share * constants.ratio_gradient : weight * factor * policy_part.gradient;
+  policy_sum.add(weight * part.factor * term.value);
+  gradient.logprob = policy.shares_ratio() ? share * constants.ratio_gradient : weight * part.factor * term.gradient;
+  for (std::size_t rule = 0; rule < kTokenRules; ++rule) rule_sums[rule].add(reports[rule]);
   if (kl_coefficient != 0) {
     KlTerm kl = kl_term(kl_type, logprob, rollout.ref_logprobs[t]);
     kl = {weight * kl.value, weight * kl.gradient};
     if (kl_type.estimator == KlEstimator::k3_unbiased) {
       // d (r k) / d lp: a token's own ratio meets its own k, a sequence's meets the mean of all.
-      const Ratio ratio = ratio_of(policy, token);
+      const Ratio ratio = ratio_of(policy, part.token);
       const double met = policy.by_sequence() ? share * constants.kl_gradient : kl.value;
       kl = {ratio.value * kl.value, ratio.value * kl.gradient + ratio.gradient * met};
     }
@@ -243,13 +207,13 @@ TokenGradient Objective::State::add(std::int32_t index, std::int32_t position, d
   entropy_sum.add(entropy_weight[i] * share * entropy);
   if (entropy_coefficient != 0) gradient.entropy = -entropy_coefficient * entropy_weight[i] * share;
   loss_tokens += 1;
-  clipped_tokens += policy_part.clipped;
+  clipped_tokens += term.clipped;
   return gradient;
 }
 
 Objective::Objective(std::span<const Rollout> rollouts, std::span<const std::vector<double>> advantages,
                      const Options& options)
-    : state_(std::make_unique<State>()) {
+    : state_(std::make_unique<State>(options)) {
   State& state = *state_;
   state.rollouts = rollouts;
   state.advantages = advantages;
@@ -337,8 +301,12 @@ LossParts Objective::parts() const {
   parts.entropy = state.entropy_sum.value();
   parts.loss = parts.pg_loss - state.entropy_coefficient * parts.entropy + state.kl_coefficient * parts.kl_loss;
   parts.loss_tokens = state.loss_tokens;
-  if (state.all_loss_tokens > 0)
-    parts.clip_fraction = static_cast<double>(state.clipped_tokens) / static_cast<double>(state.all_loss_tokens);
+  for (std::size_t rule = 0; rule < kTokenRules; ++rule) parts.rules[rule].holds = state.rules.holds(rule);
+  if (state.all_loss_tokens == 0) return parts;
+  const auto tokens = static_cast<double>(state.all_loss_tokens);
+  parts.clip_fraction = static_cast<double>(state.clipped_tokens) / tokens;
+  for (std::size_t rule = 0; rule < kTokenRules; ++rule)
+    parts.rules[rule].mean = state.rule_sums[rule].value() / tokens;
   return parts;
 }
 

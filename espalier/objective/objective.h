@@ -7,6 +7,7 @@
 // meaning of the names: verl 0.9. Not thread-safe.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -14,6 +15,7 @@
 
 #include "espalier/objective/edge_loss.h"
 #include "espalier/options/options.h"
+#include "espalier/options/token_rules.h"
 #include "espalier/program/step_plan.h"
 #include "espalier/rollout/rollout.h"
 
@@ -28,10 +30,16 @@ std::vector<std::vector<double>> compute_advantages(std::span<const Rollout> rol
 // Rollouts whose advantage is 0 because nobody judged them while others were judged.
 std::int64_t count_unjudged(std::span<const Rollout> rollouts);
 
+// A rule of token_rules.def in a step. `holds` and `mean` are sums over ranks: a rule holds if `holds` is above 0.
+struct RuleReport {
+  double holds = 0, mean = 0;  // mean over loss tokens of the function's number
+};
+
 struct LossParts {
   double loss = 0, pg_loss = 0, kl_loss = 0, entropy = 0;  // kl_loss and entropy before their coefficients
   double clip_fraction = 0;                                // of loss tokens
   std::int64_t loss_tokens = 0;
+  std::array<RuleReport, kTokenRules> rules{};
 };
 
 struct TokenGradient {
@@ -47,9 +55,8 @@ class Objective final : public EdgeLoss {
   Objective(std::span<const Rollout> rollouts, std::span<const std::vector<double>> advantages, const Options& options);
   ~Objective() override;
 
-  // True if a token's derivative depends on other tokens of its rollout: gspo, vespo, --ratio-level sequence, a finite
-  // --off-policy-threshold, or weights by sequence (--rollout-is) with a rollout without old log-probs. Then only
-  // add_rollout may be used.
+  // True if a token's derivative depends on other tokens of its rollout: the policy loss (gspo, vespo), --ratio-level
+  // sequence, or a rule of token_rules.def sees other tokens. Then only add_rollout may be used.
   bool needs_whole_rollout() const override;
 
   // True if it depends on other rollouts of its sequence instead (--loss-unit trajectory): settle_sequences comes

@@ -21,6 +21,14 @@ PolicyTerm clipped_term(const PolicySettings& settings, double ratio, double adv
           clipped > plain};
 }
 
+// -A min(r, c) lp for a valid token, with the ratio and the choice of tokens held constant (verl: dppo_tv, dppo_kl).
+PolicyTerm truncated_term(const PolicySettings& settings, const PolicyToken& token, bool valid) {
+  if (!valid) return {0, 0, true};
+  const double weight = std::min(ratio_of(settings, token).value, settings.dual_clip);
+  return {-weight * token.advantage * token.logprob, -weight * token.advantage, false};
+}
+}  // namespace
+
 PolicyTerm vanilla_term(const PolicySettings& settings, const PolicyToken& token) {
   const Ratio ratio = ratio_of(settings, token);
   PolicyTerm term = clipped_term(settings, ratio.value, token.advantage);
@@ -64,13 +72,6 @@ PolicyTerm vespo_term(const PolicySettings& settings, const PolicyToken& token) 
   return {-weight * token.advantage * token.logprob, -weight * token.advantage, false};
 }
 
-// -A min(r, c) lp for a valid token, with the ratio and the choice of tokens held constant (verl: dppo_tv, dppo_kl).
-PolicyTerm truncated_term(const PolicySettings& settings, const PolicyToken& token, bool valid) {
-  if (!valid) return {0, 0, true};
-  const double weight = std::min(ratio_of(settings, token).value, settings.dual_clip);
-  return {-weight * token.advantage * token.logprob, -weight * token.advantage, false};
-}
-
 // A token is valid while its probability has not moved too far to the side that A pushes towards.
 PolicyTerm dppo_tv_term(const PolicySettings& settings, const PolicyToken& token) {
   const double moved = std::exp(token.logprob) - std::exp(token.old_logprob);
@@ -107,11 +108,14 @@ PolicyTerm icepop_term(const PolicySettings& settings, const PolicyToken& token)
   return {gain, gain, false};
 }
 
-// The score function: gpg, reinforce.
-PolicyTerm score_term(const PolicySettings&, const PolicyToken& token) {
+// The score function.
+PolicyTerm reinforce_term(const PolicySettings&, const PolicyToken& token) {
   return {-token.advantage * token.logprob, -token.advantage, false};
 }
-}  // namespace
+
+PolicyTerm gpg_term(const PolicySettings& settings, const PolicyToken& token) {
+  return reinforce_term(settings, token);
+}
 
 PolicySettings PolicySettings::from(const Options& options) {
   PolicySettings out;
@@ -144,9 +148,9 @@ Ratio ratio_of(const PolicySettings& settings, const PolicyToken& token) {
 
 PolicyTerm policy_term(const PolicySettings& settings, const PolicyToken& token) {
   switch (settings.loss) {
-#define ESPALIER_POLICY_LOSS(name, term, sees, by_default, allowed) \
-  case PolicyLoss::name:                                            \
-    return term(settings, token);
+#define ESPALIER_POLICY_LOSS(name, ...) \
+  case PolicyLoss::name:                \
+    return name##_term(settings, token);
 #include "espalier/options/policy_losses.def"
   }
   return {};

@@ -11,6 +11,7 @@
 #include <limits>
 
 #include "espalier/options/options.h"
+#include "espalier/rollout/rollout.h"
 
 namespace espalier {
 
@@ -32,10 +33,9 @@ struct PolicySettings {
   // derivative is the mean over the rollout. False for verl's gspo, where each token's own log-prob has its own
   // gradient.
   bool shares_ratio() const {
-    return level == RatioLevel::sequence && (loss == PolicyLoss::vanilla || loss == PolicyLoss::sapo);
+    return level == RatioLevel::sequence && row_of(loss).sequence_ratio == SequenceRatio::mean;
   }
-  // True for prime-rl's losses, whose ratio is that to the policy that sampled.
-  bool compares_sampler() const { return loss == PolicyLoss::dppo || loss == PolicyLoss::icepop; }
+  bool compares_sampler() const { return row_of(loss).compares_sampler; }
   static PolicySettings from(const Options& options);
 };
 
@@ -51,6 +51,9 @@ struct PolicyToken {
   // Over the rollout's loss tokens, for losses that need the whole rollout: the mean of lp - old; for vespo also the
   // sum of lp - old and of the logs of the tokens' importance weights, each clamped.
   double mean_log_ratio = 0, sum_log_ratio = 0;
+  // The token's place, for losses and rules with data of their own in the record.
+  const Rollout* rollout = nullptr;
+  std::size_t position = 0;
 };
 
 // An importance ratio and its derivative with respect to the token's log-prob (0 beyond the bounds). At sequence level
@@ -60,6 +63,11 @@ struct Ratio {
   double value = 1, gradient = 1;
 };
 Ratio ratio_of(const PolicySettings& settings, const PolicyToken& token);
+
+// The functions of policy_losses.def.
+#define ESPALIER_POLICY_LOSS(name, ...) \
+  PolicyTerm name##_term(const PolicySettings& settings, const PolicyToken& token);
+#include "espalier/options/policy_losses.def"
 
 // The loss chosen by `settings` at one token. Losses over a whole rollout use the rollout's value detached, and each
 // token's own log-prob gets the gradient.

@@ -7,6 +7,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/objective/loss_sequences.h"
+#include "espalier/rollout/record_data.h"
 
 namespace espalier {
 namespace {
@@ -131,19 +132,6 @@ class Rejection {
   std::vector<std::uint8_t> rejected_;
 };
 
-void require_logprobs(std::span<const Rollout> rollouts) {
-  for (const Rollout& rollout : rollouts) {
-    if (rollout.response_ids.empty()) continue;
-    const auto require = [&](const std::vector<double>& series, const char* field, const char* remedy) {
-      if (series.empty())
-        throw InputError({rollout.where, text_of("a field ", field, ", for --rollout-rs"), "none", remedy});
-    };
-    require(rollout.rollout_logprobs, "rollout_logprobs", "record the sampler's log-probs, or leave --rollout-rs out");
-    require(rollout.old_logprobs, "old_logprobs",
-            "add it (espalier score --as old_logprobs), or leave --rollout-rs out");
-  }
-}
-
 }  // namespace
 
 std::vector<RejectionRule> rejection_rules(const Options& options) {
@@ -169,7 +157,7 @@ std::vector<RejectionRule> rejection_rules(const Options& options) {
 std::string reject_tokens(std::span<Rollout> rollouts, const Options& options) {
   const std::vector<RejectionRule> rules = rejection_rules(options);
   if (rules.empty()) return "";
-  require_logprobs(rollouts);
+  require_series(rollouts, options);
   std::int64_t tokens = 0, rejected = 0, sequences = 0;
   const LossSequences all = LossSequences::from(options, rollouts);
   for (const auto& members : all.rollouts) {

@@ -20,7 +20,7 @@ std::span<const char* const> words_of(AttentionKernels) {
 
 std::span<const char* const> words_of(PolicyLoss) {
   static constexpr const char* kWords[] = {
-#define ESPALIER_POLICY_LOSS(name, term, sees, by_default, allowed) #name,
+#define ESPALIER_POLICY_LOSS(name, ...) #name,
 #include "espalier/options/policy_losses.def"
   };
   return kWords;
@@ -57,9 +57,17 @@ std::string joined(std::span<const char* const> words) {
 const PolicyLossRow& row_of(PolicyLoss loss) {
   enum class Sees { token, rollout };
   enum class Allowed { any, seq_mean_token_mean };
+  enum class RatioTo { old, sampler };
+  enum class Cap { free, capped };
   static constexpr PolicyLossRow kRows[] = {
-#define ESPALIER_POLICY_LOSS(name, term, sees, by_default, allowed) \
-  {Sees::sees == Sees::rollout, Aggregation::by_default, Allowed::allowed == Allowed::any},
+#define ESPALIER_POLICY_LOSS(name, sees, by_default, allowed, ratio, sequence_ratio, cap, weights) \
+  {Sees::sees == Sees::rollout,                                                                    \
+   Aggregation::by_default,                                                                        \
+   Allowed::allowed == Allowed::any,                                                               \
+   RatioTo::ratio == RatioTo::sampler,                                                             \
+   SequenceRatio::sequence_ratio,                                                                  \
+   Cap::cap == Cap::capped,                                                                        \
+   LossWeights::weights},
 #include "espalier/options/policy_losses.def"
   };
   return kRows[static_cast<std::size_t>(loss)];

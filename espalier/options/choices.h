@@ -19,7 +19,7 @@ namespace espalier {
 #include "espalier/options/choices.def"
 
 enum class PolicyLoss {
-#define ESPALIER_POLICY_LOSS(name, term, sees, by_default, allowed) name,
+#define ESPALIER_POLICY_LOSS(name, ...) name,
 #include "espalier/options/policy_losses.def"
 };
 
@@ -71,11 +71,20 @@ class Choice {
   E value_;
 };
 
+// The gradient of a token's log-prob where its sequence has one ratio.
+enum class SequenceRatio { none, own, mean };
+// The place of the weights of --rollout-is in a loss.
+enum class LossWeights { none, inside, factor };
+
 // A row of policy_losses.def without its function.
 struct PolicyLossRow {
   bool needs_whole_rollout;  // a token's derivative depends on other tokens of its rollout
   Aggregation by_default;
-  bool any_aggregation;  // else `by_default` alone
+  bool any_aggregation;   // else `by_default` alone
+  bool compares_sampler;  // its ratio is that to the sampler, else to the old policy
+  SequenceRatio sequence_ratio;
+  bool takes_cap;
+  LossWeights weights;
 };
 const PolicyLossRow& row_of(PolicyLoss loss);
 

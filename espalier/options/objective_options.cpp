@@ -1,6 +1,7 @@
 #include "espalier/options/objective_options.h"
 
 #include "espalier/base/error.h"
+#include "espalier/options/token_rules.h"
 
 namespace espalier {
 
@@ -10,12 +11,13 @@ void check_objective_kind(const Options& options) {
                        "leave --center-rewards-coefficient out"});
   if (options.objective == ObjectiveKind::grpo) return;
   const std::string with = text_of(" with --objective ", options.objective);
-  const auto refuse = [&](bool given, const char* name, const std::string& got) {
+  const auto refuse = [&](bool given, const std::string& name, const std::string& got) {
     if (given) throw OptionError({name, text_of("no such option", with), got, text_of("leave ", name, " out")});
   };
   refuse(options.policy_loss != PolicyLoss::vanilla && options.policy_loss != PolicyLoss::reinforce, "--policy-loss",
          name_of(options.policy_loss));
-  refuse(options.rollout_is != RolloutCorrection::none, "--rollout-is", name_of(options.rollout_is));
+  for (const TokenRuleRow& rule : token_rule_rows())
+    if (rule.holds(options)) refuse(true, text_of("--", rule.option), option_text(options, rule.option));
   refuse(!options.rollout_rs.empty(), "--rollout-rs", options.rollout_rs);
   refuse(options.kl_loss_coef != 0, "--kl-loss-coef", text_of(options.kl_loss_coef));
   refuse(!options.critic.empty(), "--critic", options.critic);

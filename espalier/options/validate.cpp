@@ -4,6 +4,7 @@
 #include "espalier/base/error.h"
 #include "espalier/options/objective_options.h"
 #include "espalier/options/options.h"
+#include "espalier/options/token_rules.h"
 
 namespace espalier {
 namespace {
@@ -15,30 +16,45 @@ void check_objective(const Options& options) {
                        text_of('"', options.loss_agg_mode, '"'), "use that mode or leave --loss-scale-factor out"});
 }
 
+// The losses for which the row says so: "vanilla, gspo".
+std::string losses_with(bool (*has)(const PolicyLossRow&)) {
+  std::string out;
+  for (std::size_t loss = 0; loss < words_of(PolicyLoss{}).size(); ++loss)
+    if (has(row_of(static_cast<PolicyLoss>(loss))))
+      out.append(out.empty() ? "" : ", ").append(words_of(PolicyLoss{})[loss]);
+  return out;
+}
+
+void check_token_rules(const Options& options) {
+  const PolicyLossRow& loss = row_of(options.policy_loss);
+  for (const TokenRuleRow& rule : token_rule_rows())
+    if (rule.holds(options) && rule.ratio == RuleRatio::old && loss.compares_sampler)
+      throw OptionError(
+          {text_of("--", rule.option),
+           text_of("no such option with --policy-loss ", options.policy_loss, ", whose ratio is that to the sampler"),
+           option_text(options, rule.option), text_of("leave --", rule.option, " out")});
+  const RolloutCorrection correction = options.rollout_is;
+  if (loss.weights == LossWeights::inside && correction != RolloutCorrection::none &&
+      correction != RolloutCorrection::token)
+    throw OptionError(
+        {"--rollout-is",
+         text_of("none or token with --policy-loss ", options.policy_loss, ", which uses one weight per token"),
+         name_of(correction), ""});
+}
+
 void check_ratios(const Options& options) {
   const PolicyLoss loss = options.policy_loss;
-  const bool by_sampler = loss == PolicyLoss::dppo || loss == PolicyLoss::icepop;
-  const bool by_divergence = by_sampler || loss == PolicyLoss::dppo_tv || loss == PolicyLoss::dppo_kl;
-  const bool takes_ratio =
-      loss != PolicyLoss::gpg && loss != PolicyLoss::reinforce && loss != PolicyLoss::vespo && !by_divergence;
-  if (options.ratio_level == RatioLevel::sequence && !takes_ratio)
+  const PolicyLossRow& row = row_of(loss);
+  if (options.ratio_level == RatioLevel::sequence && row.sequence_ratio == SequenceRatio::none)
     throw OptionError({"--ratio-level", text_of("token with --policy-loss ", options.policy_loss),
                        name_of(RatioLevel::sequence), "leave --ratio-level out, or choose another --policy-loss"});
-  if (std::isfinite(options.ratio_cap) && loss != PolicyLoss::vanilla && loss != PolicyLoss::gspo)
-    throw OptionError({"--ratio-cap", "--policy-loss vanilla or gspo, whose unclipped branch it caps", name_of(loss),
-                       "leave --ratio-cap out"});
+  if (std::isfinite(options.ratio_cap) && !row.takes_cap)
+    throw OptionError({"--ratio-cap",
+                       text_of("a --policy-loss whose unclipped branch it caps: ",
+                               losses_with([](const PolicyLossRow& each) { return each.takes_cap; })),
+                       name_of(loss), "leave --ratio-cap out"});
   const RolloutCorrection correction = options.rollout_is;
-  if (loss == PolicyLoss::vespo && correction != RolloutCorrection::none && correction != RolloutCorrection::token)
-    throw OptionError({"--rollout-is", "none or token with --policy-loss vespo, which uses one weight per token",
-                       name_of(correction), ""});
-  if (by_sampler && correction != RolloutCorrection::none)
-    throw OptionError({"--rollout-is",
-                       text_of("none with --policy-loss ", name_of(loss), ", whose ratio is that to the sampler"),
-                       name_of(correction), "leave --rollout-is out"});
-  if (by_sampler && std::isfinite(options.off_policy_threshold))
-    throw OptionError({"--off-policy-threshold", text_of("no such option with --policy-loss ", name_of(loss)),
-                       text_of(options.off_policy_threshold), "leave --off-policy-threshold out"});
-  if (by_sampler && options.kl_loss_type == KlLossType::k3_unbiased && options.kl_loss_coef != 0)
+  if (row.compares_sampler && options.kl_loss_type == KlLossType::k3_unbiased && options.kl_loss_coef != 0)
     throw OptionError({"--kl-loss-type",
                        text_of("an estimator without the ratio to the old policy with --policy-loss ", name_of(loss)),
                        name_of(options.kl_loss_type), "give --kl-loss-type k3_unbounded"});
@@ -82,6 +98,7 @@ Aggregation policy_aggregation(const Options& options) {
 void validate(const Options& options) {
   check_objective(options);
   check_objective_kind(options);
+  check_token_rules(options);
   check_ratios(options);
   check_adapters(options);
   const std::size_t betas = parse_numbers("--betas", options.betas).size();

@@ -1,21 +1,22 @@
 #include "espalier/program/step_kind.h"
 
 #include <algorithm>
-#include <cmath>
 #include <set>
 
+#include "espalier/options/token_rules.h"
 #include "espalier/rollout/trajectories.h"
 
 namespace espalier {
 
 bool needs_whole_rollout(const Options& options, std::span<const Rollout> rollouts) {
-  if (row_of(options.policy_loss).needs_whole_rollout || options.ratio_level == RatioLevel::sequence ||
-      std::isfinite(options.off_policy_threshold))
-    return true;
-  if (options.rollout_is != RolloutCorrection::sequence && options.rollout_is != RolloutCorrection::seq_mask_tis)
-    return false;
-  return std::ranges::any_of(
-      rollouts, [](const Rollout& rollout) { return rollout.old_logprobs.empty() && !rollout.response_ids.empty(); });
+  if (row_of(options.policy_loss).needs_whole_rollout || options.ratio_level == RatioLevel::sequence) return true;
+  const auto lacks_old = [](const Rollout& rollout) {
+    return rollout.old_logprobs.empty() && !rollout.response_ids.empty();
+  };
+  return std::ranges::any_of(token_rule_rows(), [&](const TokenRuleRow& rule) {
+    if (rule.sees == RuleSees::token || !rule.holds(options)) return false;
+    return rule.sees == RuleSees::sequence || std::ranges::any_of(rollouts, lacks_old);
+  });
 }
 
 bool needs_sequence_pass(const Options& options, std::span<const Rollout> rollouts) {

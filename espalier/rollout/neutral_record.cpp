@@ -5,6 +5,7 @@
 
 #include "espalier/rollout/json_text.h"
 #include "espalier/rollout/kept_sets_field.h"
+#include "espalier/rollout/record_data.h"
 #include "espalier/rollout/record_format.h"
 #include "espalier/rollout/recorded_experts_field.h"
 #include "espalier/rollout/settled_series.h"
@@ -12,54 +13,11 @@
 namespace espalier {
 namespace {
 
-constexpr std::string_view kFields[] = {"prompt_ids",
-                                        "response_ids",
-                                        "group",
-                                        "loss_mask",
-                                        "reward",
-                                        "advantage",
-                                        "old_logprobs",
-                                        "ref_logprobs",
-                                        "routed_experts",
-                                        "kept_ids",
-                                        "rollout_logprobs",
-                                        "values",
-                                        "returns",
-                                        "temperature",
-                                        "num_items_in_batch",
-                                        "token_divisor",
-                                        "step",
-                                        "chosen_ids",
-                                        "rejected_ids",
-                                        "chosen_kept_ids",
-                                        "rejected_kept_ids",
-                                        "ref_chosen_logps",
-                                        "ref_rejected_logps",
-                                        "margin",
-                                        "answers",
-                                        "trajectory",
-                                        "turn",
-                                        "branch",
-                                        "loss_unit",
-                                        "turns",
-                                        "turn_rewards",
-                                        "id",
-                                        "meta",
-                                        "finish_reason",
-                                        "logprobs",
-                                        "full_logprobs",
-                                        "entropies",
-                                        "prompt",
-                                        "messages",
-                                        "tools",
-                                        "chat_template_kwargs",
-                                        "response",
-                                        "data_source",
-                                        "ground_truth",
-                                        "extra_info",
-                                        "ability",
-                                        "reward_model",
-                                        "reward_extra_info"};
+// Fields that are read here; the others have rows (record_data.h) or are carried through.
+constexpr std::string_view kOwnFields[] = {
+    "prompt_ids",       "response_ids",       "loss_mask",  "reward",       "advantage",       "routed_experts",
+    "kept_ids",         "temperature",        "chosen_ids", "rejected_ids", "chosen_kept_ids", "rejected_kept_ids",
+    "ref_chosen_logps", "ref_rejected_logps", "margin",     "answers"};
 
 // Carried through without a use: logprobs and entropies are what score writes, the rest is for those who read or reward
 // what the tokens say.
@@ -81,19 +39,6 @@ constexpr std::string_view kCarried[] = {"id",
                                          "turn_rewards",
                                          "tools",
                                          "chat_template_kwargs"};
-
-using Series = std::vector<double> Rollout::*;
-constexpr std::pair<std::string_view, Series> kSeries[] = {
-    {"old_logprobs", &Rollout::old_logprobs},
-    {"ref_logprobs", &Rollout::ref_logprobs},
-    {"rollout_logprobs", &Rollout::rollout_logprobs},
-    {"full_logprobs", &Rollout::full_logprobs},
-    {"values", &Rollout::values},
-    {"returns", &Rollout::returns},
-};
-
-// The sampler's log-probs, which may be missing for single tokens.
-bool is_sampled(Series series) { return series == &Rollout::rollout_logprobs || series == &Rollout::full_logprobs; }
 
 // The answers of a pair, their kept sets and log-probs under the reference: the chosen one, then the rejected.
 struct Answers {
@@ -120,7 +65,7 @@ struct ScoredAnswer {
 
 struct Seen {
   bool prompt = false, text = false, response = false, mask = false;  // text: of the prompt
-  std::vector<std::string_view> series;
+  std::vector<const SeriesRow*> series;
   std::optional<double> scalar_advantage;
   bool token_advantages = false;
   KeptIds kept;
@@ -155,16 +100,16 @@ void check_record(Rollout& rollout, Seen&& seen, const RecordPlace& place, std::
     check_length(rollout.loss_mask.size(), rollout, place, "loss_mask");
   else
     rollout.loss_mask.assign(rollout.response_ids.size(), 1);
-  for (const auto& [name, series] : kSeries)
-    if (std::find(seen.series.begin(), seen.series.end(), name) != seen.series.end())
-      check_length((rollout.*series).size(), rollout, place, name);
+  for (const SeriesRow* series : seen.series)
+    check_length((rollout.*series->values).size(), rollout, place, series->name);
   if (!rollout.token_rewards.empty()) check_length(rollout.token_rewards.size(), rollout, place, "reward");
   if (seen.token_advantages) check_length(rollout.advantages.size(), rollout, place, "advantage");
   if (seen.scalar_advantage) rollout.advantages.assign(rollout.response_ids.size(), *seen.scalar_advantage);
   give_kept_sets(std::move(seen.kept), place, kept_field, rollout);
   settle_series(rollout.advantages, rollout.loss_mask, {place, "advantage"});
-  for (const auto& [name, series] : kSeries)
-    if (!is_sampled(series)) settle_series(rollout.*series, rollout.loss_mask, {place, name});
+  for (const SeriesRow& series : series_rows())
+    if (series.kind != SeriesKind::sampled)
+      settle_series(rollout.*series.values, rollout.loss_mask, {place, series.name});
 }
 
 // The fields of one response have no meaning beside several; `fields` names the several.
@@ -178,7 +123,7 @@ void refuse_fields_of_one(const Rollout& common, const Seen& seen, std::string_v
   refuse(seen.scalar_advantage || seen.token_advantages, "advantage");
   refuse(common.recorded_experts.tokens > 0, "routed_experts");
   refuse(!seen.kept.sets.begin.empty(), "kept_ids");
-  if (!seen.series.empty()) refuse(true, seen.series.front());
+  if (!seen.series.empty()) refuse(true, seen.series.front()->name);
 }
 
 // One of several answers; `common` holds the other fields of the record.
@@ -229,11 +174,39 @@ void read_reward(JsonValue value, const RecordPlace& place, std::string_view fie
   out.reward = std::accumulate(out.token_rewards.begin(), out.token_rewards.end(), 0.0);
 }
 
-LossUnit read_loss_unit(JsonValue value, const RecordPlace& place, std::string_view field) {
+// The words of a choice that a record may have: all that are not for options alone.
+template <class Choice>
+Choice read_word(JsonValue value, const RecordPlace& place, std::string_view field) {
   const std::string text = read_scalar_text(value, place, field);
-  for (const LossUnit unit : {LossUnit::record, LossUnit::trajectory})
-    if (text == text_of('"', name_of(unit), '"')) return unit;
-  throw place.wrong(field, "\"record\" or \"trajectory\"", text);
+  const auto words = words_of(Choice{});
+  std::string expected;
+  for (std::size_t i = 0; i < words.size(); ++i) {
+    const std::string word = text_of('"', words[i], '"');
+    if (words[i] == std::string_view("auto")) continue;
+    if (text == word) return static_cast<Choice>(i);
+    expected += (expected.empty() ? "" : " or ") + word;
+  }
+  throw place.wrong(field, expected, text);
+}
+
+double read_amount(JsonValue value, const RecordPlace& place, std::string_view field) {
+  const double amount = read_number(value, place, field);
+  if (!(amount >= 0)) throw place.wrong(field, "a number of at least 0", text_of(amount));
+  return amount;
+}
+
+void read_scalar(const ScalarRow& row, JsonValue value, const RecordPlace& place, Rollout& out) {
+  const auto read = [&]<class T>(T Rollout::*member) {
+    if constexpr (std::is_same_v<T, std::string>)
+      out.*member = read_scalar_text(value, place, row.name);
+    else if constexpr (std::is_same_v<T, std::optional<std::int64_t>>)
+      out.*member = read_integer(value, place, row.name);
+    else if constexpr (std::is_same_v<T, std::optional<double>>)
+      out.*member = read_amount(value, place, row.name);
+    else
+      out.*member = read_word<typename T::value_type>(value, place, row.name);
+  };
+  std::visit(read, row.value);
 }
 
 std::vector<ScoredAnswer> read_answers(JsonValue value, const RecordPlace& place, std::int64_t vocabulary) {
@@ -270,7 +243,16 @@ std::vector<ScoredAnswer> read_answers(JsonValue value, const RecordPlace& place
 
 }  // namespace
 
-std::span<const std::string_view> neutral_fields() { return kFields; }
+std::span<const std::string_view> neutral_fields() {
+  static const std::vector<std::string_view> fields = [] {
+    std::vector<std::string_view> out(std::begin(kOwnFields), std::end(kOwnFields));
+    for (const ScalarRow& row : scalar_rows()) out.push_back(row.name);
+    for (const SeriesRow& row : series_rows()) out.push_back(row.name);
+    out.insert(out.end(), std::begin(kCarried), std::end(kCarried));
+    return out;
+  }();
+  return fields;
+}
 
 void read_neutral_record(RecordReader& reader, std::string_view line, const RecordPlace& place,
                          std::vector<Rollout>& out) {
@@ -294,16 +276,18 @@ void read_neutral_record(RecordReader& reader, std::string_view line, const Reco
     seen.text = seen.text || key == "prompt" || key == "messages";
     if (std::ranges::find(kCarried, key) != std::end(kCarried))
       return add_carried(rollout.carried, key, read_raw(value, place, key));
-    const auto* const series =
-        std::find_if(std::begin(kSeries), std::end(kSeries), [&](auto& s) { return s.first == key; });
-    if (std::find(std::begin(kFields), std::end(kFields), key) == std::end(kFields)) {
+    const SeriesRow* const series = find_series(key);
+    const ScalarRow* const scalar = find_scalar(key);
+    if (!series && !scalar && std::ranges::find(kOwnFields, key) == std::end(kOwnFields)) {
       reader.unknown_fields.try_emplace(std::string(key), place.where());
       return add_carried(rollout.carried, key, read_raw(value, place, key));
     }
     if (is_null(value)) return;  // an optional field left open
-    if (series != std::end(kSeries)) {
-      read_series(value, place, key, kFlat, rollout.*series->second);
-      seen.series.push_back(series->first);
+    if (series) {
+      read_series(value, place, key, kFlat, rollout.*series->values);
+      seen.series.push_back(series);
+    } else if (scalar) {
+      read_scalar(*scalar, value, place, rollout);
     } else if (const int side = place_of(key, kAnswerIds); side >= 0) {
       read_token_ids(value, place, key, reader.vocabulary, kFlat, answers.ids[side]);
       answers.seen[side] = true;
@@ -315,8 +299,6 @@ void read_neutral_record(RecordReader& reader, std::string_view line, const Reco
       answers.margin = read_number(value, place, key);
     } else if (key == "answers") {
       list = read_answers(value, place, reader.vocabulary);
-    } else if (key == "group") {
-      rollout.group = read_scalar_text(value, place, key);
     } else if (key == "loss_mask") {
       read_mask(value, place, key, kFlat, rollout.loss_mask);
       seen.mask = true;
@@ -326,27 +308,9 @@ void read_neutral_record(RecordReader& reader, std::string_view line, const Reco
       read_recorded_experts(value, place, key, rollout.recorded_experts);
     } else if (key == "kept_ids") {
       read_kept_ids(value, place, key, reader.vocabulary, seen.kept);
-    } else if (key == "step") {
-      rollout.step = read_integer(value, place, key);
-    } else if (key == "trajectory") {
-      rollout.trajectory = read_scalar_text(value, place, key);
-    } else if (key == "turn") {
-      rollout.turn = read_integer(value, place, key);
-    } else if (key == "branch") {
-      rollout.branch = read_scalar_text(value, place, key);
-    } else if (key == "loss_unit") {
-      rollout.loss_unit = read_loss_unit(value, place, key);
     } else if (key == "temperature") {
       rollout.temperature = read_number(value, place, key);
       if (!(rollout.temperature > 0)) throw place.wrong(key, "a number above 0", text_of(rollout.temperature));
-    } else if (key == "token_divisor") {
-      rollout.token_divisor = read_number(value, place, key);
-      if (!(*rollout.token_divisor >= 0))
-        throw place.wrong(key, "a number of at least 0", text_of(*rollout.token_divisor));
-    } else if (key == "num_items_in_batch") {
-      rollout.num_items_in_batch = read_number(value, place, key);
-      if (!(*rollout.num_items_in_batch >= 0))
-        throw place.wrong(key, "a number of at least 0", text_of(*rollout.num_items_in_batch));
     } else if (is_list(value)) {
       read_series(value, place, key, kFlat, rollout.advantages);
       seen.token_advantages = true;
@@ -367,8 +331,11 @@ void read_neutral_record(RecordReader& reader, std::string_view line, const Reco
     if (!answers.kept[side].sets.begin.empty())
       throw place.wrong(kAnswerIds[side], text_of("this field together with ", kAnswerKept[side]), "none");
   check_record(rollout, std::move(seen), place);
-  settle_sampled(rollout.full_logprobs, rollout.loss_mask);
-  reader.unsampled_tokens += settle_sampled(rollout.rollout_logprobs, rollout.loss_mask);
+  for (const SeriesRow& series : series_rows()) {
+    if (series.kind != SeriesKind::sampled) continue;
+    const std::int64_t missing = settle_sampled(rollout.*series.values, rollout.loss_mask);
+    if (series.use == DataUse::update) reader.unsampled_tokens += missing;
+  }
   out.push_back(std::move(rollout));
 }
 

@@ -73,23 +73,19 @@ struct Rollout {
   std::vector<double> advantages;          // as given, one per response token; empty: from the reward
   std::optional<double> reward;
   std::vector<double> token_rewards;  // one per response token, with the sum `reward`; empty: at the last loss token
-  std::vector<double> old_logprobs, ref_logprobs, values, returns;
-  std::vector<double> rollout_logprobs;  // NaN: not recorded, of tokens with loss only
+// Data of losses: series and single values, a member for each row.
+#define ESPALIER_RECORD_TEXT(field, use) std::string field;
+#define ESPALIER_RECORD_INTEGER(field, use) std::optional<std::int64_t> field;
+#define ESPALIER_RECORD_WORD(field, Choice, use) std::optional<Choice> field;
+#define ESPALIER_RECORD_AMOUNT(field, use) std::optional<double> field;
+#define ESPALIER_RECORD_SERIES(field, kind, use) std::vector<double> field;
+#include "espalier/rollout/record_data.def"
   RecordedExperts recorded_experts;
   KeptSets kept_sets;
-  std::vector<double> full_logprobs;  // the sampler's, over the whole vocabulary, where rollout_logprobs are over sets
-  GivenTargets given_targets;         // then series have one value for each target, and the response is empty
+  GivenTargets given_targets;  // then series have one value for each target, and the response is empty
   double temperature = 1.0;
-  std::optional<double> token_divisor;       // its part of what token-mean divides by; none: its loss tokens
-  std::optional<double> num_items_in_batch;  // TRL's, of the whole generation batch; --token-divisor-scale times it
-  std::optional<std::int64_t> step;
-  std::string group;       // JSON text of the record's group; empty: none given
-  std::string trajectory;  // JSON text of the run of an agent that it is a turn of; empty: it is a run of its own
-  std::optional<std::int64_t> turn;   // its place in the trajectory
-  std::string branch;                 // JSON text of the trajectory's branch that it lies on; empty: it lies on all
-  std::optional<LossUnit> loss_unit;  // the unit of its trainer's losses; none: not recorded
-  std::vector<double> loss_shares;    // its part of each token's loss (shared_tokens.h); empty: 1
-  std::vector<Silenced> silenced;     // why a response token of loss_mask 0 lost its loss; empty: none did
+  std::vector<double> loss_shares;  // its part of each token's loss (shared_tokens.h); empty: 1
+  std::vector<Silenced> silenced;   // why a response token of loss_mask 0 lost its loss; empty: none did
   PairPlace pair;
   std::string carried;     // JSON object text of id, meta and unknown fields; empty: none
   std::int64_t index = 0;  // place in the input, over all files, from 0

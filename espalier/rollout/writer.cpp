@@ -11,6 +11,7 @@
 #include "espalier/base/error.h"
 #include "espalier/rollout/json_text.h"
 #include "espalier/rollout/kept_sets.h"
+#include "espalier/rollout/record_data.h"
 #include "espalier/rollout/recorded_experts.h"
 
 namespace espalier {
@@ -54,13 +55,30 @@ class RecordText {
   bool replaced(std::string_view field) const {
     return std::any_of(extras_.begin(), extras_.end(), [&](const ExtraSeries& extra) { return extra.field == field; });
   }
-  // A series of the record: left out where it is empty or an extra stands in its place.
-  void add_series(std::string_view field, const std::vector<double>& values, bool missing = false) {
-    if (!values.empty() && !replaced(field)) add_doubles(field, values, missing);
+  // The series of the record: left out where one is empty or an extra stands in its place.
+  void add_series(const Rollout& rollout) {
+    for (const SeriesRow& series : series_rows()) {
+      const std::vector<double>& values = rollout.*series.values;
+      if (!values.empty() && !replaced(series.name))
+        add_doubles(series.name, values, series.kind == SeriesKind::sampled);
+    }
+  }
+  void add_scalars(const Rollout& rollout, bool amounts) {
+    for (const ScalarRow& row : scalar_rows()) {
+      if (row.is_amount() != amounts || !row.given(rollout)) continue;
+      std::visit([&](auto member) { add_value(row.name, rollout.*member); }, row.value);
+    }
   }
   std::string finished() && { return std::move(text_) + '}'; }
 
  private:
+  void add_value(std::string_view field, const std::string& json) { add_raw(json_quoted(field), json); }
+  void add_value(std::string_view field, std::optional<std::int64_t> value) { add_integer(field, *value); }
+  void add_value(std::string_view field, std::optional<double> value) { add_double(field, *value); }
+  template <class Choice>
+  void add_value(std::string_view field, std::optional<Choice> value) {
+    add_raw(json_quoted(field), json_quoted(name_of(*value)));
+  }
   void begin_field(std::string_view quoted_key) {
     text_ += text_.empty() ? '{' : ',';
     text_.append(quoted_key).append(":");
@@ -92,12 +110,7 @@ void add_begin(RecordText& record, const Rollout& rollout) {
     for (std::string_view key, value; members.next(key, value);)
       if (!record.replaced(key.substr(1, key.size() - 2))) record.add_raw(key, value);
   }
-  if (!rollout.group.empty()) record.add_raw("\"group\"", rollout.group);
-  if (rollout.step) record.add_integer("step", *rollout.step);
-  if (!rollout.trajectory.empty()) record.add_raw("\"trajectory\"", rollout.trajectory);
-  if (rollout.turn) record.add_integer("turn", *rollout.turn);
-  if (!rollout.branch.empty()) record.add_raw("\"branch\"", rollout.branch);
-  if (rollout.loss_unit) record.add_raw("\"loss_unit\"", json_quoted(name_of(*rollout.loss_unit)));
+  record.add_scalars(rollout, false);
   record.add_integers("prompt_ids", rollout.prompt_ids);
 }
 
@@ -129,14 +142,8 @@ std::string rollout_json(const Rollout& rollout, const std::vector<ExtraSeries>&
       record.add_doubles("advantage", rollout.advantages);
   }
   if (rollout.temperature != 1) record.add_double("temperature", rollout.temperature);
-  if (rollout.token_divisor) record.add_double("token_divisor", *rollout.token_divisor);
-  if (rollout.num_items_in_batch) record.add_double("num_items_in_batch", *rollout.num_items_in_batch);
-  record.add_series("rollout_logprobs", rollout.rollout_logprobs, true);
-  record.add_series("full_logprobs", rollout.full_logprobs, true);
-  record.add_series("old_logprobs", rollout.old_logprobs);
-  record.add_series("ref_logprobs", rollout.ref_logprobs);
-  record.add_series("values", rollout.values);
-  record.add_series("returns", rollout.returns);
+  record.add_scalars(rollout, true);
+  record.add_series(rollout);
   if (rollout.recorded_experts.tokens > 0)
     record.add_raw("\"routed_experts\"", recorded_experts_json(rollout.recorded_experts));
   if (!rollout.kept_sets.empty()) record.add_raw("\"kept_ids\"", kept_sets_json(rollout.kept_sets));

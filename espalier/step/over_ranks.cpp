@@ -44,6 +44,7 @@ void add_over_ranks(const Mesh& mesh, LossParts& parts) {
   Fields fields;
   for (double* part : {&parts.loss, &parts.pg_loss, &parts.kl_loss, &parts.entropy, &parts.clip_fraction})
     fields.take(*part);
+  for (RuleReport& rule : parts.rules) fields.take(rule.holds), fields.take(rule.mean);
   fields.take(parts.loss_tokens);
   fields.sum(mesh.replicas);
   fields.sum(mesh.pp);  // its last stage has them

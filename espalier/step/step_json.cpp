@@ -102,6 +102,9 @@ Json step_json(const StepReport& step) {
   out["z_loss"] = g.router.z_loss;
   out["clip_fraction"] = g.loss.clip_fraction;
   out["loss_tokens"] = g.loss.loss_tokens;
+  for (std::size_t rule = 0; rule < kTokenRules; ++rule)
+    if (token_rule_rows()[rule].reports() && g.loss.rules[rule].holds > 0)
+      out[token_rule_rows()[rule].metric] = g.loss.rules[rule].mean;
   if (step.reward) out["reward"] = *step.reward;
   for (const auto& [name, value] : step.means) out[name] = value;
   out["grad_norm"] = step.update.grad_norm;

@@ -39,7 +39,7 @@ std::string id_of(const Rollout& rollout) {
   return carried.contains("id") ? carried["id"].dump() : "null";
 }
 
-Cells cells_of(std::int64_t step, const Rollout& rollout, const std::vector<double>& advantages,
+Cells cells_of(const Options& options, std::int64_t step, const Rollout& rollout, const std::vector<double>& advantages,
                const RolloutSeries& series, std::int64_t batch_loss_tokens, const LossParts& before,
                const LossParts& after) {
   const std::vector<double>& old = rollout.old_logprobs.empty() ? series.logprob : rollout.old_logprobs;
@@ -69,6 +69,12 @@ Cells cells_of(std::int64_t step, const Rollout& rollout, const std::vector<doub
   out.emplace_back("logprob", number(mean_over(rollout, [&](std::size_t t) { return series.logprob[t]; })));
   out.emplace_back("tokens", std::to_string(rollout.response_length()));
   out.emplace_back("loss_tokens", std::to_string(loss_tokens));
+  for (std::size_t i = 0; i < kTokenRules; ++i) {
+    const TokenRuleRow& rule = token_rule_rows()[i];
+    if (!rule.reports() || !rule.holds(options)) continue;
+    const double sum = (after.rules[i].mean - before.rules[i].mean) * static_cast<double>(batch_loss_tokens);
+    out.emplace_back(rule.metric, number(sum / static_cast<double>(loss_tokens)));
+  }
   return out;
 }
 
@@ -88,7 +94,8 @@ RolloutMetrics::RolloutMetrics(const std::string& path, const Options& options)
     : options_(options), csv_(path.ends_with(".csv")), file_(path) {
   if (!csv_) return;
   std::string head;
-  for (const auto& [name, text] : cells_of(0, {}, {}, {}, 0, {}, {})) head.append(head.empty() ? "" : ",").append(name);
+  for (const auto& [name, text] : cells_of(options, 0, {}, {}, {}, 0, {}, {}))
+    head.append(head.empty() ? "" : ",").append(name);
   file_.write(head + "\n");
 }
 
@@ -106,8 +113,8 @@ void RolloutMetrics::add(std::int64_t step, const MiniBatch& mini_batch, std::sp
     objective.add_rollout(static_cast<std::int32_t>(i), series[i].logprob, series[i].entropy, grad_logprob,
                           grad_entropy);
     std::string line;
-    for (const auto& [name, text] : cells_of(step, mini_batch.rollouts[i], mini_batch.advantages[i], series[i],
-                                             loss_tokens, before, objective.parts())) {
+    for (const auto& [name, text] : cells_of(options_, step, mini_batch.rollouts[i], mini_batch.advantages[i],
+                                             series[i], loss_tokens, before, objective.parts())) {
       line += line.empty() ? (csv_ ? "" : "{") : (csv_ ? "," : ", ");
       line += csv_ ? csv_cell(text) : '"' + std::string(name) + "\": " + text;
     }

@@ -9,6 +9,7 @@
 // | kl                              | mean of k3 to ref_logprobs, docs/objectives.md (29); empty without them
 // | entropy, logprob                | means over loss tokens
 // | tokens, loss_tokens             | tokens of the response; those with a loss
+// | metrics of token_rules.def      | of the rules that hold: their means over loss tokens
 #pragma once
 
 #include <cstdint>

@@ -17,7 +17,7 @@ from .neutral import FINITE_REMEDY, Place, series, zero_or_one
 NAME = "Parquet file"
 START = b"PAR1"
 _ROWS = 256  # rows in memory at once
-_SERIES = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "full_logprobs", "values", "returns", "advantage")
+_SAMPLED = ("rollout_logprobs", "full_logprobs")  # they may be missing at single tokens
 
 
 class Table:
@@ -77,15 +77,14 @@ def _neutral(place, row, step, notes):
 
 
 def _settle(place, row):
-    """Settles the values of the series that are not finite, as every reader does."""
+    """Settles values that are not finite, as every reader does, in all columns with one number for each response token."""
     response = row["response_ids"] if isinstance(row.get("response_ids"), list) else []
     mask = zero_or_one(place, "loss_mask", row["loss_mask"]) if isinstance(row.get("loss_mask"), list) else [1] * len(response)
-    for name in _SERIES:
-        value = row.get(name)
+    for name, value in row.items():
         if name == "advantage" and isinstance(value, float) and not math.isfinite(value) and not any(mask):
             row[name] = 0.0
-        elif isinstance(value, list) and len(value) == len(mask):
-            row[name] = series(place, name, value, mask, sampled=name in ("rollout_logprobs", "full_logprobs"))
+        elif isinstance(value, list) and len(value) == len(mask) and any(isinstance(one, float) and not math.isfinite(one) for one in value):
+            row[name] = series(place, name, value, mask, sampled=name in _SAMPLED)
 
 
 def _check(place, name, value):
