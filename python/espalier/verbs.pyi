@@ -56,7 +56,7 @@ class InputAndOutputTrainBench(TypedDict, total=False):
     profile: bool | None
 
 class InputAndOutputScore(TypedDict, total=False):
-    as_: Literal["logprobs", "old_logprobs", "ref_logprobs"] | None
+    as_: Literal["logprobs", "old_logprobs", "ref_logprobs", "teacher_logprobs"] | None
     entropies: bool | None
     values: bool | None
 
@@ -136,6 +136,10 @@ class ObjectiveButInspectScoreGenerateReportDoctor(TypedDict, total=False):
     router_aux_loss_coef: float | None
     router_aux_loss_scope: Literal["rollout", "minibatch"] | None
     router_z_loss_coef: float | None
+
+class ObjectiveTrainVerifyReplayBench(TypedDict, total=False):
+    opd_kl_coef: float | None
+    opd_kl_clip: float | None
 
 class TrlsFormulas(TypedDict, total=False):
     group_of_one: Literal["reward", "zero"] | None
@@ -339,12 +343,12 @@ class TrainOptions(Run, RunButInspectReportDoctor, RunButInspectReport, InputAnd
     InputAndOutputTrainScoreGenerateGrpo, InputAndOutputButInspectReplayBenchReportDoctor, InputAndOutputTrain,
     InputAndOutputTrainBench, MinibatchesPlanTrainVerifyReplayGrpo, Minibatches, Schedule, ScheduleButInspectReport,
     ScheduleButGenerateReportDoctor, ObjectivePlanTrainVerify, ObjectiveTrainVerify, ObjectiveTrain, Objective,
-    ObjectiveButInspectScoreGenerateReportDoctor, TrlsFormulas, TrlsFormulasButInspectScoreGenerateReportDoctor,
-    TrlsFormulasTrainVerifyReplayGrpo, CriticPlanTrainScoreVerifyGrpo, Critic, OptimizerButInspectScoreGenerateReportDoctor,
-    Optimizer, Adapters, AdaptersButInspectReport, ParallelDegrees, ParallelDegreesButInspectGenerateReportDoctor,
-    ParallelDegreesPlanTrainScoreVerify, ParallelDegreesButInspectPlanReportDoctor, SamplingButInspectPlanReport,
-    SamplingButInspectReportDoctor, ClosedLoopTrainGrpo, EveryVerb, NamesOfTrl, NamesOfTrlButInspectScoreReportDoctor,
-    NamesOfTrlButInspectReport, NamesOfTrlTrainVerifyReplayBenchGrpo): ...
+    ObjectiveButInspectScoreGenerateReportDoctor, ObjectiveTrainVerifyReplayBench, TrlsFormulas,
+    TrlsFormulasButInspectScoreGenerateReportDoctor, TrlsFormulasTrainVerifyReplayGrpo, CriticPlanTrainScoreVerifyGrpo, Critic,
+    OptimizerButInspectScoreGenerateReportDoctor, Optimizer, Adapters, AdaptersButInspectReport, ParallelDegrees,
+    ParallelDegreesButInspectGenerateReportDoctor, ParallelDegreesPlanTrainScoreVerify, ParallelDegreesButInspectPlanReportDoctor,
+    SamplingButInspectPlanReport, SamplingButInspectReportDoctor, ClosedLoopTrainGrpo, EveryVerb, NamesOfTrl,
+    NamesOfTrlButInspectScoreReportDoctor, NamesOfTrlButInspectReport, NamesOfTrlTrainVerifyReplayBenchGrpo): ...
 
 class ScoreOptions(Run, RunButInspectReportDoctor, RunButInspectReport, InputAndOutputButReport,
     InputAndOutputPlanTrainScoreVerifyBench, InputAndOutputButInspectVerifyReplayBenchDoctor,
@@ -357,26 +361,27 @@ class ScoreOptions(Run, RunButInspectReportDoctor, RunButInspectReport, InputAnd
 class VerifyOptions(Run, RunButInspectReportDoctor, RunButInspectReport, InputAndOutputButReport,
     InputAndOutputPlanTrainScoreVerifyBench, InputAndOutputButInspectReplayBenchReportDoctor,
     MinibatchesPlanTrainVerifyReplayGrpo, Schedule, ScheduleButInspectReport, ScheduleButGenerateReportDoctor,
-    ObjectivePlanTrainVerify, ObjectiveTrainVerify, Objective, ObjectiveButInspectScoreGenerateReportDoctor, TrlsFormulas,
-    TrlsFormulasButInspectScoreGenerateReportDoctor, TrlsFormulasTrainVerifyReplayGrpo, CriticPlanTrainScoreVerifyGrpo, Critic,
-    OptimizerButInspectScoreGenerateReportDoctor, Optimizer, Adapters, AdaptersButInspectReport, ParallelDegrees,
-    ParallelDegreesButInspectGenerateReportDoctor, ParallelDegreesPlanTrainScoreVerify, ParallelDegreesButInspectPlanReportDoctor,
-    SamplingButInspectPlanReport, SamplingButInspectReportDoctor, EveryVerb, EveryVerbButTrainScoreGenerateGrpo, NamesOfTrl,
+    ObjectivePlanTrainVerify, ObjectiveTrainVerify, Objective, ObjectiveButInspectScoreGenerateReportDoctor,
+    ObjectiveTrainVerifyReplayBench, TrlsFormulas, TrlsFormulasButInspectScoreGenerateReportDoctor,
+    TrlsFormulasTrainVerifyReplayGrpo, CriticPlanTrainScoreVerifyGrpo, Critic, OptimizerButInspectScoreGenerateReportDoctor,
+    Optimizer, Adapters, AdaptersButInspectReport, ParallelDegrees, ParallelDegreesButInspectGenerateReportDoctor,
+    ParallelDegreesPlanTrainScoreVerify, ParallelDegreesButInspectPlanReportDoctor, SamplingButInspectPlanReport,
+    SamplingButInspectReportDoctor, EveryVerb, EveryVerbButTrainScoreGenerateGrpo, NamesOfTrl,
     NamesOfTrlButInspectScoreReportDoctor, NamesOfTrlButInspectReport, NamesOfTrlTrainVerifyReplayBenchGrpo): ...
 
 class ReplayOptions(Run, RunButInspectReportDoctor, RunButInspectReport, InputAndOutputButReport,
     MinibatchesPlanTrainVerifyReplayGrpo, Minibatches, Schedule, ScheduleButInspectReport, ScheduleButGenerateReportDoctor,
-    Objective, ObjectiveButInspectScoreGenerateReportDoctor, TrlsFormulas, TrlsFormulasButInspectScoreGenerateReportDoctor,
-    TrlsFormulasTrainVerifyReplayGrpo, OptimizerButInspectScoreGenerateReportDoctor, Optimizer, Adapters,
-    AdaptersButInspectReport, ParallelDegrees, ParallelDegreesButInspectGenerateReportDoctor,
-    ParallelDegreesButInspectPlanReportDoctor, SamplingButInspectPlanReport, SamplingButInspectReportDoctor, EveryVerb,
-    EveryVerbButTrainScoreGenerateGrpo, NamesOfTrl, NamesOfTrlButInspectScoreReportDoctor, NamesOfTrlButInspectReport,
-    NamesOfTrlTrainVerifyReplayBenchGrpo): ...
+    Objective, ObjectiveButInspectScoreGenerateReportDoctor, ObjectiveTrainVerifyReplayBench, TrlsFormulas,
+    TrlsFormulasButInspectScoreGenerateReportDoctor, TrlsFormulasTrainVerifyReplayGrpo,
+    OptimizerButInspectScoreGenerateReportDoctor, Optimizer, Adapters, AdaptersButInspectReport, ParallelDegrees,
+    ParallelDegreesButInspectGenerateReportDoctor, ParallelDegreesButInspectPlanReportDoctor, SamplingButInspectPlanReport,
+    SamplingButInspectReportDoctor, EveryVerb, EveryVerbButTrainScoreGenerateGrpo, NamesOfTrl,
+    NamesOfTrlButInspectScoreReportDoctor, NamesOfTrlButInspectReport, NamesOfTrlTrainVerifyReplayBenchGrpo): ...
 
 class BenchOptions(Run, RunButInspectReportDoctor, RunButInspectReport, InputAndOutputButReport,
     InputAndOutputPlanTrainScoreVerifyBench, InputAndOutputTrainBench, Schedule, ScheduleButInspectReport,
-    ScheduleButGenerateReportDoctor, Objective, ObjectiveButInspectScoreGenerateReportDoctor, TrlsFormulas,
-    TrlsFormulasButInspectScoreGenerateReportDoctor, OptimizerButInspectScoreGenerateReportDoctor, Adapters,
+    ScheduleButGenerateReportDoctor, Objective, ObjectiveButInspectScoreGenerateReportDoctor, ObjectiveTrainVerifyReplayBench,
+    TrlsFormulas, TrlsFormulasButInspectScoreGenerateReportDoctor, OptimizerButInspectScoreGenerateReportDoctor, Adapters,
     AdaptersButInspectReport, ParallelDegrees, ParallelDegreesButInspectGenerateReportDoctor,
     ParallelDegreesButInspectPlanReportDoctor, SamplingPlanBenchGenerateGrpo, SamplingButInspectPlanReport,
     SamplingButInspectReportDoctor, BenchmarkGrid, EveryVerb, EveryVerbButTrainScoreGenerateGrpo, NamesOfTrl,

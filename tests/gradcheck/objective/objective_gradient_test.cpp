@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <limits>
 #include <random>
 #include <string>
 #include <vector>
@@ -30,8 +31,8 @@ struct Result {
 // ratio exactly 1, log-ratios exactly at and just beyond the bounds of 20, advantage 0, lp equal to ref, and ref
 // 20 away from lp. One rollout in `absent_old` has no old log-probs.
 Case make_case(std::uint64_t seed, bool kinks, bool absent_old, bool constant_advantages) {
-  std::mt19937_64 random(seed);
-  std::normal_distribution<double> normal;
+  std::mt19937_64 random(seed), of_teacher(seed + 1);  // apart, so that the rest is the same without a teacher
+  std::normal_distribution<double> normal, teachers;
   const auto pick = [&](std::vector<double> offsets) { return offsets[random() % offsets.size()]; };
   Case made;
   const int lengths[] = {5, 1, 0, 7, 3, 4};
@@ -49,6 +50,7 @@ Case make_case(std::uint64_t seed, bool kinks, bool absent_old, bool constant_ad
                                      (kinks ? pick({0, 20, -20, 20.5, -20.5, 0.1, 1, -1}) : spread * normal(random)));
       rollout.ref_logprobs.push_back(lp - (kinks ? pick({0, 20, -20, 25, 1, -1, -2.5}) : spread * normal(random)));
       rollout.rollout_logprobs.push_back(lp + 0.5 * normal(random));
+      rollout.teacher_logprobs.push_back(lp + teachers(of_teacher));
       made.logprobs.back().push_back(lp);
       made.entropies.back().push_back(std::abs(normal(random)));
       const bool zero = kinks && random() % 3 == 0;
@@ -134,7 +136,10 @@ Result run_plain(const Case& made, const Options& o) {
     const at::Tensor old = rollout.old_logprobs.empty() ? lp.detach() : row(rollout.old_logprobs);
     const at::Tensor mismatch = old - row(rollout.rollout_logprobs);
     at::Tensor clipped;
-    at::Tensor loss = plain_policy_loss(o, lp, old, row(made.advantages[i]), mask, &clipped);
+    at::Tensor advantage = row(made.advantages[i]);
+    if (o.opd_kl_coef != 0)
+      advantage = advantage - o.opd_kl_coef * at_most(old - row(rollout.teacher_logprobs), o.opd_kl_clip);
+    at::Tensor loss = plain_policy_loss(o, lp, old, advantage, mask, &clipped);
     const at::Tensor level = o.rollout_is == "token" ? mismatch : (mismatch * mask).sum();
     if (o.rollout_is != "none") loss = loss * at_most(at::exp(within(level, -20.0, 20.0)), o.rollout_is_threshold);
     const double weight = plain_weight(o, made.batch, rollout);
@@ -236,6 +241,19 @@ TEST(ObjectiveGradient, AgreesWithAutogradWhereBoundsMeetTheRatio) {
         options.clip_ratio_c = 1.0;
         options.kl_loss_coef = 1.0;
         expect_same(make_case(seed, true, seed % 2, false), options,
+                    std::string(loss) + ", seed " + std::to_string(seed));
+      }
+}
+
+TEST(ObjectiveGradient, AgreesWithAutogradUnderATeacher) {
+  for (const char* loss : kLosses)
+    for (const double clip : {std::numeric_limits<double>::infinity(), 0.5})
+      for (std::uint64_t seed = 1; seed <= 8; ++seed) {
+        Options options;
+        options.policy_loss = loss, options.loss_agg_mode = "seq-mean-token-mean";
+        options.opd_kl_coef = 0.7, options.opd_kl_clip = clip;
+        options.rollout_is = seed % 3 ? "none" : "token", options.kl_loss_coef = 0.3;
+        expect_same(make_case(seed, seed % 2, seed / 2 % 2, false), options,
                     std::string(loss) + ", seed " + std::to_string(seed));
       }
 }
