@@ -46,6 +46,21 @@ const std::map<std::string, std::vector<std::string>>& name_table() {
   return table;
 }
 
+// TRL's losses: the policy loss (""; the default), the aggregation, whether sums are divided by num_items_in_batch,
+// whether they are means over the tokens of each micro-batch, and whether `delta` caps the ratio.
+struct TrlLoss {
+  const char *type, *policy_loss, *aggregation;
+  bool by_items, by_micro_batch, takes_delta;
+};
+constexpr TrlLoss kLosses[] = {{"grpo", "", "seq-mean-token-mean", false, false, true},
+                               {"dapo", "", "token-mean", true, false, true},
+                               {"bnpo", "", "token-mean", false, true, true},
+                               {"dr_grpo", "", "seq-mean-token-sum-norm", false, false, true},
+                               {"cispo", "cispo", "token-mean", true, false, false},
+                               {"sapo", "sapo", "seq-mean-token-mean", false, false, false},
+                               {"luspo", "", "seq-mean-token-sum", false, false, true},
+                               {"vespo", "vespo", "token-mean", true, false, false}};
+
 std::string underscored(std::string_view name) {
   std::string out(name);
   std::replace(out.begin(), out.end(), '-', '_');
@@ -65,6 +80,7 @@ class Translation {
       of_pairs();
       return;
     }
+    loss_ = given_loss();
     refuse();
     defaults();
     loss_type();
@@ -171,17 +187,17 @@ class Translation {
   void loss_type() {
     const OptionSetting* given = take("loss_type");
     if (!given) return;
-    expect_one_of(*given, {"grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"});
-    const std::string& type = given->value;
-    if (type == "cispo" || type == "sapo" || type == "vespo") replace(*given, "policy-loss", type);
-    if (type == "grpo" || type == "sapo")
-      replace(*given, "loss-agg-mode", "seq-mean-token-mean");
-    else if (type == "luspo")
-      replace(*given, "loss-agg-mode", "seq-mean-token-sum");
-    else if (type == "dr_grpo")
-      replace(*given, "loss-agg-mode", "seq-mean-token-sum-norm");
-    else
-      replace(*given, "loss-agg-mode", "token-mean");
+    if (*loss_.policy_loss) replace(*given, "policy-loss", loss_.policy_loss);
+    replace(*given, "loss-agg-mode", loss_.aggregation);
+  }
+  // The row of loss_type, TRL's default without one.
+  const TrlLoss& given_loss() const {
+    const OptionSetting* given = take("loss_type");
+    std::vector<std::string> types;
+    for (const TrlLoss& loss : kLosses) types.emplace_back(loss.type);
+    if (given) expect_one_of(*given, types);
+    return *std::ranges::find(kLosses, value_of("loss_type", "dapo"),
+                              [](const TrlLoss& l) { return std::string(l.type); });
   }
 
   // TRL divides dapo, cispo and vespo by num_items_in_batch, which counts a generation batch, times
@@ -193,20 +209,19 @@ class Translation {
                         *steps = take("steps_per_generation");
     const double accumulated = parts ? whole_number(*parts) : 1;
     const double scale = accumulated / (steps && !is_none(steps->value) ? whole_number(*steps) : accumulated);
-    const std::string type = value_of("loss_type", "dapo");
-    const bool divides = type == "dapo" || type == "cispo" || type == "vespo";
+    const std::string type = loss_.type;
     const OptionSetting* entropy = take("entropy_coef");
     const bool bonus = entropy && parse_number(entropy->value, entropy->where + "--entropy-coef", "a number") != 0;
-    if (accumulated != 1 && (type == "bnpo" || bonus))
+    if (accumulated != 1 && (loss_.by_micro_batch || bonus))
       unsupported(*parts,
                   (bonus ? std::string("the entropy bonus") : type) +
                       " takes a mean over the tokens of each micro-batch, and records do not tell micro-batches apart",
                   "give each micro-batch as a mini-batch with gradient_accumulation_steps 1, or " +
                       std::string(bonus ? "leave entropy_coef out" : "choose another loss_type"));
-    if (!parts && (type == "bnpo" || bonus))
+    if (!parts && (loss_.by_micro_batch || bonus))
       notes_.push_back((bonus ? std::string("the entropy bonus") : type) +
                        " is a mean over the tokens of the mini-batch, as in TRL with one micro-batch");
-    if (!divides) {
+    if (!loss_.by_items) {
       if (parts || steps) set("token-divisor-scale", "0");
       if (items) notes_.push_back(items->where + "num_items_in_batch is not used by TRL's loss_type " + type);
       return;
@@ -223,7 +238,7 @@ class Translation {
   }
 
   void clipping() {
-    const std::string epsilon = value_of("epsilon", "0.2"), type = value_of("loss_type", "dapo");
+    const std::string epsilon = value_of("epsilon", "0.2"), type = loss_.type;
     const std::string high = is_none(value_of("epsilon_high", "none")) ? epsilon : value_of("epsilon_high", epsilon);
     if (const OptionSetting* level = take("importance_sampling_level")) {
       expect_one_of(*level, {"token", "sequence"});
@@ -232,8 +247,7 @@ class Translation {
       replace(*level, "ratio-level", level->value);
     }
     if (const OptionSetting* delta = take("delta"); delta && !is_none(delta->value)) {
-      if (type == "cispo" || type == "sapo" || type == "vespo")
-        unsupported(*delta, "delta is not used by TRL's " + type, "leave it out");
+      if (!loss_.takes_delta) unsupported(*delta, "delta is not used by TRL's " + type, "leave it out");
       replace(*delta, "ratio-cap", delta->value);
     }
     if (type == "cispo") {  // epsilon_high is the cap itself, and there is no lower one
@@ -262,7 +276,7 @@ class Translation {
       replace(*given, "adv-estimator", none ? "dr_grpo" : "grpo");
       if (given->value == "batch") replace(*given, "adv-std", "batch");
     }
-    const bool divides = value_of("loss_type", "dapo") == "dr_grpo";
+    const bool divides = std::string_view(loss_.type) == "dr_grpo";
     if (const OptionSetting* length = take("max_completion_length")) {
       replace(*length, "max-response-length", length->value);
       if (divides) replace(*length, "loss-scale-factor", length->value);
@@ -303,6 +317,7 @@ class Translation {
   }
 
   std::map<std::string, const OptionSetting*> given_;
+  TrlLoss loss_{};
   std::vector<OptionSetting> out_;
   std::vector<std::string>& notes_;
 };
