@@ -138,13 +138,19 @@ def test_fields_that_no_record_takes_are_named_once(tmp_path):
         "fields that no field of a record takes: args, metadata, prompt, response, rollout_topk_token_ids, train_metadata"]
 
 
-def test_a_teachers_log_probs_need_the_advantages_that_hold_them(tmp_path):
-    sample = {**slime_sample(0, SAMPLES[0]), "teacher_log_probs": [0.0] * len(SAMPLES[0]["response_ids"])}
+def test_a_teachers_log_probs_are_a_field_unless_advantages_hold_them(tmp_path):
+    logprobs = [-.5 - i for i in range(len(SAMPLES[0]["response_ids"]))]
+    sample = {**slime_sample(0, SAMPLES[0]), "teacher_log_probs": logprobs}
     torch.save({"rollout_id": 4, "samples": [sample]}, tmp_path / "4.pt")
-    with pytest.raises(UnsupportedRecords, match="teacher_log_probs.*save-debug-train-data"):
-        read(tmp_path / "4.pt")
+    [record], notes = read(tmp_path / "4.pt")
+    assert record["teacher_logprobs"] == logprobs
+    assert any("--opd-kl-coef" in note for note in notes)
     torch.save(second_version([0], samples=[train_sample(0, 0, teacher_log_probs=torch.zeros(2))]), tmp_path / "train_4.pt")
-    assert "teacher_log_probs" in read(tmp_path / "train_4.pt")[1][0]
+    [record, *_], notes = read(tmp_path / "train_4.pt")
+    assert "teacher_logprobs" not in record and "teacher_log_probs" in notes[0]
+    torch.save({"rollout_id": 4, "samples": [{**sample, "opd_reverse_kl": logprobs}]}, tmp_path / "5.pt")
+    with pytest.raises(UnsupportedRecords, match="opd_reverse_kl.*save-debug-train-data"):
+        read(tmp_path / "5.pt")
 
 
 def test_another_version_is_refused_by_its_number(tmp_path):

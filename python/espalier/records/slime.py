@@ -24,7 +24,8 @@ _SERIES = {"old_logprobs": "log_probs", "ref_logprobs": "ref_log_probs", "rollou
 _TAKEN = {*_SERIES.values(), "advantages", "tokens", "response_length", "total_lengths", "loss_mask", "remove_sample", "index", "group_index", "rollout_id",
           "rollout_position", "data_parallel_rank", "rollout_mask_sums", "raw_reward", "reward", "rewards", "rollout_top_p_token_ids", "rollout_top_p_token_offsets",
           "rollout_routed_experts", "status", "weight_versions", "step"}
-_DISTILLED = ("teacher_log_probs", "mopd_teacher_log_probs", "opd_reverse_kl")  # slime adds their KL to the advantages
+_DISTILLED = ("mopd_teacher_log_probs", "opd_reverse_kl")  # slime adds their KL to the advantages
+_TEACHER = "teacher_log_probs"  # the same, but records have a field for it
 
 matches = slime_layouts.matches
 
@@ -133,7 +134,8 @@ def _reward(place, sample, notes):
 
 
 def _record(place, sample, notes):
-    left = {name: value for name, value in sample.items() if name not in _TAKEN}
+    teacher = sample.get(_TEACHER) if sample.get("advantages") is None else None  # else advantages hold its part
+    left = {name: value for name, value in sample.items() if name not in _TAKEN and (teacher is None or name != _TEACHER)}
     refuse_media(f"{place.path}: sample {place.index}", left)
     if sample.get("advantages") is None and any(sample.get(name) is not None for name in _DISTILLED):
         raise UnsupportedRecords(f"{place.path}: sample {place.index}: {next(name for name in _DISTILLED if sample.get(name) is not None)}",
@@ -152,6 +154,9 @@ def _record(place, sample, notes):
         mask = [0] * length
     parts = {name: series(place, field, _whole(place, field, sample, length), mask, sampled=name == "rollout_logprobs")
              for name, field in _SERIES.items()}
+    if teacher is not None:
+        parts["teacher_logprobs"] = series(place, _TEACHER, _whole(place, _TEACHER, sample, length), mask)
+        notes.add(f"{_TEACHER} is teacher_logprobs: --opd-kl-coef, the run's opd_kl_coef, trains with it")
     routes = sample.get("rollout_routed_experts")
     status, versions = sample.get("status"), sample.get("weight_versions")
     if isinstance(status, Inert):
