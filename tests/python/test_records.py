@@ -586,6 +586,14 @@ def test_parquet_with_columns_of_verl_comes_back_as_the_pickle_does(tmp_path):
     assert plain == [{"prompt_ids": [1, 2], "response_ids": [3], "loss_mask": [1], "group": "a", "step": 4}]
 
 
+def test_parquet_columns_of_one_number_a_token_take_the_rule_for_numbers_that_are_not_finite(tmp_path):
+    """Whatever their names are: a series that a later loss brings needs nothing here."""
+    row = {"prompt_ids": [1], "response_ids": [3, 4], "loss_mask": [1, 0], "some_series": [-1.0, float("nan")], "rollout_logprobs": [float("nan"), 0.0]}
+    assert read(parquet_file(tmp_path / "a.parquet", [row])) == [{**row, "some_series": [-1.0, 0.0], "rollout_logprobs": [None, 0.0]}]
+    with pytest.raises(RecordError, match=r"some_series\[0\].*because the token has loss"):
+        read(parquet_file(tmp_path / "b.parquet", [{**row, "some_series": [float("inf"), 0.0]}]))
+
+
 @pytest.mark.parametrize("rows, error, said", [
     ([{"prompt": "text", "response": "text"}], UnsupportedRecords, "columns prompt, response"),
     ([{"prompts": "text", "responses": "text"}], RecordError, "sample 0: prompts"),

@@ -8,6 +8,7 @@ from .tensors import Tensor, as_list
 
 FINITE_REMEDY = ("Repair it where the rollout was made. If that is impossible, leave out its whole group: advantages compare the rollouts of a "
                  "group")
+SAMPLED = ("rollout_logprobs", "full_logprobs")  # the sampler's log-probs, which may be missing at single tokens
 
 
 class Place:
@@ -72,6 +73,11 @@ def series(place, field, values, loss_mask, sampled=False):
             raise place.wrong(f"{field}[{at}]", "a finite number, because the token has loss", repr(value)[:40], FINITE_REMEDY)
         numbers[at] = None if counts else 0.0
     return numbers
+
+
+def all_series(place, fields, values_of, loss_mask):
+    """Returns {name: series} for `fields`, {name in records: field of the dump}. `values_of(field)` gives the field's values, or None."""
+    return {name: series(place, field, values_of(field), loss_mask, sampled=name in SAMPLED) for name, field in fields.items()}
 
 
 def weighted(place, field, weights, advantage, loss_mask, notes):

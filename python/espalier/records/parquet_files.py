@@ -12,12 +12,11 @@ import math
 from . import verl
 from .errors import RecordError, UnsupportedRecords
 from .left_out import refuse_media
-from .neutral import FINITE_REMEDY, Place, series, zero_or_one
+from .neutral import FINITE_REMEDY, SAMPLED, Place, series, zero_or_one
 
 NAME = "Parquet file"
 START = b"PAR1"
 _ROWS = 256  # rows in memory at once
-_SAMPLED = ("rollout_logprobs", "full_logprobs")  # they may be missing at single tokens
 
 
 class Table:
@@ -84,7 +83,7 @@ def _settle(place, row):
         if name == "advantage" and isinstance(value, float) and not math.isfinite(value) and not any(mask):
             row[name] = 0.0
         elif isinstance(value, list) and len(value) == len(mask) and any(isinstance(one, float) and not math.isfinite(one) for one in value):
-            row[name] = series(place, name, value, mask, sampled=name in _SAMPLED)
+            row[name] = series(place, name, value, mask, sampled=name in SAMPLED)
 
 
 def _check(place, name, value):

@@ -17,7 +17,7 @@ import math
 from . import skyrl_batch
 from .errors import RecordError, UnsupportedRecords
 from .left_out import refuse_media
-from .neutral import Place, number, record, series, span_of_ones, zero_or_one
+from .neutral import Place, all_series, number, record, span_of_ones, zero_or_one
 from .pickles import Inert
 from .tensors import as_list
 
@@ -99,7 +99,7 @@ def _record(place, row, step, **fields):
         return values[first:last]
 
     mask = zero_or_one(place, "loss_mask", part("loss_mask")) if "loss_mask" in row else [1] * (end - cut)
-    parts = {name: series(place, field, part(field), mask, sampled=name == "rollout_logprobs") for name, field in _SERIES.items()}
+    parts = all_series(place, _SERIES, part, mask)
     return record(place, sequence[begin:cut], sequence[cut:end], mask, step=step, **fields, **parts, routed_experts=_routes(place, row, begin, end),
                   kept_ids=_kept(place, row.get(_KEPT), end - cut))
 

@@ -15,7 +15,7 @@ import collections
 from . import slime_layouts
 from .errors import UnsupportedRecords
 from .left_out import refuse_media
-from .neutral import is_plain, kept_sets, number, plain_scalars, record, series, zero_or_one
+from .neutral import all_series, is_plain, kept_sets, number, plain_scalars, record, series, zero_or_one
 from .pickles import Inert
 from .tensors import as_list
 
@@ -152,8 +152,7 @@ def _record(place, sample, notes):
         raise place.wrong("loss_mask", f"{length} entries, one per response token", str(len(mask)))
     if sample.get("remove_sample"):
         mask = [0] * length
-    parts = {name: series(place, field, _whole(place, field, sample, length), mask, sampled=name == "rollout_logprobs")
-             for name, field in _SERIES.items()}
+    parts = all_series(place, _SERIES, lambda field: _whole(place, field, sample, length), mask)
     if teacher is not None:
         parts["teacher_logprobs"] = series(place, _TEACHER, _whole(place, _TEACHER, sample, length), mask)
         notes.add(f"{_TEACHER} is teacher_logprobs: --opd-kl-coef, the run's opd_kl_coef, trains with it")

@@ -11,7 +11,7 @@ TRL's dict contains neither temperature nor group: the reader's temperature (--t
 
 from .errors import RecordError
 from .left_out import refuse_media
-from .neutral import Place, number, record, series, span_of_ones, weighted, zero_or_one
+from .neutral import Place, all_series, number, record, series, span_of_ones, weighted, zero_or_one
 from .tensors import Tensor
 
 NAME = "TRL batch"
@@ -85,5 +85,5 @@ def _record(place, row, step, notes):
         advantage = number(place, "advantages", advantage)
     weights = row[_WEIGHTS].tolist() if _WEIGHTS in row and len(row[_WEIGHTS]) == 1 else part(_WEIGHTS)
     advantage = weighted(place, _WEIGHTS, weights, advantage, loss_mask, notes)
-    parts = {name: series(place, field, part(field), loss_mask, sampled=name == "rollout_logprobs") for name, field in _SERIES.items()}
+    parts = all_series(place, _SERIES, part, loss_mask)
     return record(place, prompt[begin:], completion[:end], loss_mask, step=step, advantage=advantage, **parts)

@@ -15,7 +15,7 @@ import binascii
 
 from .errors import UnsupportedRecords
 from .json_files import first_of
-from .neutral import Place, number, record, series
+from .neutral import Place, all_series, number, record
 from .tensors import DTYPES, bytes_per_number, numbers_of
 
 NAME = "verifiers traces"
@@ -116,8 +116,7 @@ def _of_branch(place, path, **fields):
     begin = mask.index(1)
     weights = _weights(place, path, len(ids))
     trained = [int(counts and weight != 0) for counts, weight in zip(mask, weights)]
-    parts = {name: series(place, field, _spread(place, path, field, mask), trained[begin:], sampled=name == "rollout_logprobs")
-             for name, field in _SERIES.items()}
+    parts = all_series(place, _SERIES, lambda field: _spread(place, path, field, mask), trained[begin:])
     if any(weight not in (0, 1) for weight in weights):
         if parts["advantage"] is None:
             raise UnsupportedRecords(f"{place.path}: sample {place.index}: loss_weights.rl", "weights of 0 and 1, or advantages, which take them", "others")

@@ -16,7 +16,7 @@ import re
 from . import tensor_dicts
 from .errors import RecordError, UnsupportedRecords
 from .left_out import refuse_media
-from .neutral import Place, is_plain, number, plain_scalars, record, series, span_of_ones, weighted, zero_or_one
+from .neutral import Place, all_series, is_plain, number, plain_scalars, record, span_of_ones, weighted, zero_or_one
 from .pickles import Inert
 from .tensors import Jagged, Tensor, as_list
 
@@ -114,7 +114,7 @@ def record_of(place, row, extra, temperature, step, notes):
             raise place.wrong(name, f"{len(response)} entries, one per response token with padding", str(len(values)))
         return values[:end]
 
-    parts = {name: series(place, field, part(field), mask, sampled=name == "rollout_logprobs") for name, field in _SERIES.items()}
+    parts = all_series(place, _SERIES, part, mask)
     parts["advantage"] = weighted(place, _WEIGHTS, part(_WEIGHTS), parts["advantage"], mask, notes)
     routes = row.get("routed_experts")
     if routes is not None:

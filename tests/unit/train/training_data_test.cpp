@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <set>
 
+#include "espalier/base/error.h"
+#include "espalier/rollout/record_data.h"
 #include "tests/support/make_rollouts.h"
 
 namespace espalier {
@@ -60,6 +62,34 @@ TEST(TrainingData, FingerprintsTellFilesApart) {
   const TrainingData rewarded(std::move(other_reward), {});
   EXPECT_EQ(rewarded.fingerprint(), of_file) << "tokens and order alone";
   EXPECT_NE(rewarded.field_fingerprints(), TrainingData(drawn(3), {}).field_fingerprints());
+}
+
+// A row of the table of data that an update depends on is compared when a run continues, and between ranks.
+TEST(TrainingData, EveryRowThatAnUpdateDependsOnHasAFingerprint) {
+  const auto plain = TrainingData(drawn(3), {}).field_fingerprints();
+  for (const SeriesRow& row : series_rows()) {
+    std::vector<Rollout> other = drawn(3);
+    for (Rollout& rollout : other) (rollout.*row.values).assign(rollout.response_ids.size(), -1);
+    EXPECT_EQ(TrainingData(std::move(other), {}).field_fingerprints() != plain, row.use == DataUse::update) << row.name;
+  }
+  const std::vector<Rollout> same = drawn(3);
+  for (const ScalarRow& row : scalar_rows()) {
+    std::vector<Rollout> other = same;
+    for (Rollout& rollout : other) {
+      rollout.trajectory = std::to_string(&rollout - other.data());
+      std::visit(
+          [&](auto member) {
+            using Value = std::decay_t<decltype(rollout.*member)>;
+            if constexpr (std::is_same_v<Value, std::string>)
+              rollout.*member = text_of(&rollout - other.data(), 0);
+            else
+              rollout.*member = static_cast<typename Value::value_type>(1);
+          },
+          row.value);
+    }
+    const auto found = TrainingData(std::move(other), {}).field_fingerprints();
+    EXPECT_NE(found.at(std::string(row.name)), plain.at(std::string(row.name))) << row.name;
+  }
 }
 
 }  // namespace
