@@ -111,8 +111,8 @@ void Host::begin_thread() {
 
 void Host::add_run(const std::string& run, HostedBase& base, std::shared_ptr<TunedModel> model) {
   drop(run);
-  const serve::LoraConfig lora = model->lora();
-  runs_.emplace(run, Run{base, lora, std::move(model), ++clock_, {}});
+  const serve::TunedPart part = model->part();
+  runs_.emplace(run, Run{base, part, std::move(model), ++clock_, {}});
 }
 
 void Host::drop(const std::string& name) {
@@ -131,8 +131,8 @@ TunedModel& Host::run_of(const std::string& name, const serve::Pause& pause) {
   Run& run = found->second;
   run.last_used = ++clock_;
   if (run.live) return *run.live;
-  const auto loading = make_room(run.base, run.lora, pause);
-  run.live = std::make_shared<TunedModel>(run.base, *hosting_, run.lora, run.parked, true, pause);
+  const auto loading = make_room(run.base, run.part, pause);
+  run.live = std::make_shared<TunedModel>(run.base, *hosting_, run.part, run.parked, true, pause);
   return *run.live;
 }
 
@@ -169,11 +169,11 @@ bool Host::park_idle_run(const serve::Pause& pause) {
   return true;
 }
 
-void Host::create(const std::string& run, const std::string& base, const serve::LoraConfig& lora,
+void Host::create(const std::string& run, const std::string& base, const serve::TunedPart& part,
                   const serve::Pause& pause) {
   HostedBase& own = *bases_.at(base);
-  const auto loading = make_room(own, lora, pause);
-  add_run(run, own, std::make_shared<TunedModel>(own, *hosting_, lora, pause));
+  const auto loading = make_room(own, part, pause);
+  add_run(run, own, std::make_shared<TunedModel>(own, *hosting_, part, pause));
 }
 
 std::vector<serve::TrainingOutcome> Host::forward_backward(const std::string& run,
@@ -218,16 +218,16 @@ void Host::save(const std::string& run, const fs::path& folder, serve::Checkpoin
   write_state(run_of(run, pause), folder, kind, description, pause);
 }
 
-void Host::load(const std::string& run, const std::string& base, const serve::LoraConfig& lora, const fs::path& folder,
+void Host::load(const std::string& run, const std::string& base, const serve::TunedPart& part, const fs::path& folder,
                 bool optimizer, const serve::Pause& pause) {
   check_checkpoint(base, folder, optimizer);
   drop(run);
   HostedBase& own = *bases_.at(base);
-  const auto loading = make_room(own, lora, pause);
-  add_run(run, own, std::make_shared<TunedModel>(own, *hosting_, lora, folder, optimizer, pause));
+  const auto loading = make_room(own, part, pause);
+  add_run(run, own, std::make_shared<TunedModel>(own, *hosting_, part, folder, optimizer, pause));
 }
 
-std::int64_t Host::adapter_bytes() const {
+std::int64_t Host::tuned_bytes() const {
   std::int64_t sum = loading_bytes_;
   for (const auto& [name, run] : runs_) sum += run.live ? run.live->held_bytes() : 0;
   for (const auto& [name, sampler] : samplers_)
@@ -247,25 +247,25 @@ bool Host::drop_idle_sampler() {
   return true;
 }
 
-std::unique_ptr<Host::Loading> Host::make_room(const HostedBase& base, const serve::LoraConfig& lora,
+std::unique_ptr<Host::Loading> Host::make_room(const HostedBase& base, const serve::TunedPart& part,
                                                const serve::Pause& pause) {
-  const std::int64_t needed = TunedModel::bytes_of(base, lora);
+  const std::int64_t needed = TunedModel::bytes_of(base, part);
   auto loading = std::make_unique<Loading>(loading_bytes_, needed);
-  while (adapter_bytes() > hosting_->adapter_bytes) {
+  while (tuned_bytes() > hosting_->tuned_bytes) {
     if (drop_idle_sampler() || park_idle_run(pause)) continue;
     if (parking_ > 0) {  // by a request that has its turn again after this one's pause
       pause();
       continue;
     }
-    const std::int64_t taken = adapter_bytes() - needed;
+    const std::int64_t taken = tuned_bytes() - needed;
     throw MemoryBudgetError(
-        {"the adapter",
-         text_of("one that fits the ", format_bytes(hosting_->adapter_bytes),
-                 " which this server keeps for adapters, of which ", format_bytes(taken), " are taken"),
-         text_of("one of rank ", lora.rank, " that needs ", format_bytes(needed)),
+        {"the tuned model",
+         text_of("one that fits the ", format_bytes(hosting_->tuned_bytes),
+                 " which this server keeps for tuned models, of which ", format_bytes(taken), " are taken"),
+         text_of("one of rank ", part.rank, " that needs ", format_bytes(needed)),
          text_of(
              "take a smaller rank, end other sessions, or start the server with a --memory-budget that is larger by ",
-             format_bytes(4 * (taken + needed - hosting_->adapter_bytes)))});
+             format_bytes(4 * (taken + needed - hosting_->tuned_bytes)))});
   }
   return loading;
 }
@@ -281,7 +281,7 @@ void Host::open_sampler(const std::string& name, const serve::SamplerSource& sou
   auto weights = snapshot_of(model->model());
   weights->decoder.share_positions(base.decoder());
   sampler.live = std::make_unique<HostedSampler>(base, *hosting_, std::move(weights));
-  while (adapter_bytes() > hosting_->adapter_bytes && drop_idle_sampler()) {
+  while (tuned_bytes() > hosting_->tuned_bytes && drop_idle_sampler()) {
   }
 }
 
@@ -295,10 +295,10 @@ HostedSampler& Host::live(Sampler& sampler, const serve::Pause& pause) {
   HostedBase& base = *found->second;
   std::unique_ptr<ModelState> weights;
   if (sampler.source.folder) {
-    weights = load_adapter(base, sampler.source.lora, *sampler.source.folder, pause);
+    weights = load_tuned(base, sampler.source.part, *sampler.source.folder, pause);
     weights->decoder.share_positions(base.decoder());
   }
-  while (weights && adapter_bytes() + static_cast<std::int64_t>(weights->weights.nbytes()) > hosting_->adapter_bytes &&
+  while (weights && tuned_bytes() + static_cast<std::int64_t>(weights->weights.nbytes()) > hosting_->tuned_bytes &&
          drop_idle_sampler()) {
   }
   sampler.live = std::make_unique<HostedSampler>(base, *hosting_, std::move(weights));

@@ -1,4 +1,4 @@
-// The engine of the service: base models, and the adapters that clients train over them.
+// The engine of the service: base models, and the models that clients tune over them.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ class Host final : public serve::Engine {
   const std::vector<serve::BaseModel>& models() const override { return facts_; }
   void check_checkpoint(const std::string& base, const std::filesystem::path& folder, bool optimizer) const override;
   void begin_thread() override;
-  void create(const std::string& run, const std::string& base, const serve::LoraConfig& lora,
+  void create(const std::string& run, const std::string& base, const serve::TunedPart& part,
               const serve::Pause& pause) override;
   void drop(const std::string& run) override;
   std::vector<serve::TrainingOutcome> forward_backward(const std::string& run,
@@ -41,7 +41,7 @@ class Host final : public serve::Engine {
                                            const serve::Pause& pause) override;
   void save(const std::string& run, const std::filesystem::path& folder, serve::CheckpointKind kind,
             const std::string& description, const serve::Pause& pause) override;
-  void load(const std::string& run, const std::string& base, const serve::LoraConfig& lora,
+  void load(const std::string& run, const std::string& base, const serve::TunedPart& part,
             const std::filesystem::path& folder, bool optimizer, const serve::Pause& pause) override;
   void open_sampler(const std::string& sampler, const serve::SamplerSource& source, const serve::Pause& pause) override;
   void fail_sampler(const std::string& sampler, std::exception_ptr error) override;
@@ -61,7 +61,7 @@ class Host final : public serve::Engine {
 
   struct Run {
     HostedBase& base;
-    serve::LoraConfig lora;
+    serve::TunedPart part;
     std::shared_ptr<TunedModel> live;  // null: its state is in its folder alone; shared with the code that writes it
     std::uint64_t last_used = 0;
     std::filesystem::path parked;  // that folder
@@ -81,13 +81,13 @@ class Host final : public serve::Engine {
   // Writes the state of the run that was used the longest ago and has no gradient, and frees its memory, unless it was
   // used meanwhile. False: there is none.
   bool park_idle_run(const serve::Pause& pause);
-  // For the bytes of an adapter, while it is made. Refuses one for which there is no memory, after idle samplers and
+  // For the bytes of a tuned model, while it is made. Refuses one for which there is no memory, after idle samplers and
   // models have given up theirs.
-  std::unique_ptr<Loading> make_room(const HostedBase& base, const serve::LoraConfig& lora, const serve::Pause& pause);
+  std::unique_ptr<Loading> make_room(const HostedBase& base, const serve::TunedPart& part, const serve::Pause& pause);
   HostedSampler& live(Sampler& sampler, const serve::Pause& pause);
   // The limit of one sampler: what the others have not been promised.
   std::int64_t kv_bytes_of(const HostedSampler& sampler) const;
-  std::int64_t adapter_bytes() const;  // of all models and samplers, and of models that are being loaded
+  std::int64_t tuned_bytes() const;  // of all models and samplers, and of models that are being loaded
   bool drop_idle_sampler();
   bool step_all_samplers();
 

@@ -1,4 +1,4 @@
-// A base model: its frozen weights, loaded once, over which any number of adapters train and sample.
+// A base model: its frozen weights, loaded once, over which any number of tuned models train and sample.
 #pragma once
 
 #include <cstdint>
@@ -22,18 +22,18 @@ struct Hosting {
       : options(run_options),
         machine(machine_profile),
         kv_bytes(left / 4),
-        adapter_bytes(left / 4),
+        tuned_bytes(left / 4),
         check_every(run_options.check_every),
         raw_logprobs(run_options.sampled_logprobs == SampledLogprobs::raw),
         calls(left / 2, run_options.spill_dir.empty() ? run_options.state : run_options.spill_dir) {}
 
   Options options;
   MachineProfile machine;
-  std::int64_t kv_bytes;       // of keys and values of all samplers
-  std::int64_t adapter_bytes;  // of adapters, their gradients and optimizers, and of the weights of samplers
-  std::int64_t check_every;    // calls after which one runs without sharing, too; 0: never
-  bool raw_logprobs;           // of samples: at temperature 1, whatever the temperature is
-  CallMemory calls;            // of activations: the same for every call, whatever else the server holds
+  std::int64_t kv_bytes;     // of keys and values of all samplers
+  std::int64_t tuned_bytes;  // of trained parts, their gradients and optimizers, and of the weights of samplers
+  std::int64_t check_every;  // calls after which one runs without sharing, too; 0: never
+  bool raw_logprobs;         // of samples: at temperature 1, whatever the temperature is
+  CallMemory calls;          // of activations: the same for every call, whatever else the server holds
 };
 
 class HostedBase {
@@ -51,7 +51,7 @@ class HostedBase {
   // Keeps the weights as the kernels of small steps read them, while somebody samples.
   void hold_weights(bool hold);
 
-  // Lets rows of `decoder`, this model's or one of its adapters', have positions below `positions`.
+  // Lets rows of `decoder`, this model's or that of a model tuned over it, have positions below `positions`.
   void reserve_positions(Decoder& decoder, std::int64_t positions);
 
  private:

@@ -18,7 +18,7 @@ namespace espalier {
 
 class HostedSampler {
  public:
-  // `weights`: an adapter's; null: the base model's own. `base` and `hosting` must outlive the object.
+  // `weights`: a tuned model's; null: the base model's own. `base` and `hosting` must outlive the object.
   HostedSampler(HostedBase& base, Hosting& hosting, std::unique_ptr<ModelState> weights);
 
   using Done = std::function<void(const serve::SampleAnswer* answer, std::exception_ptr error)>;

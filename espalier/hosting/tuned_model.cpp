@@ -85,8 +85,8 @@ struct Running {
 
 }  // namespace
 
-AdapterChoice adapter_choice(const serve::LoraConfig& lora, const ModelShape& shape) {
-  const auto has = [](const std::string& module, const char* part) { return module.find(part) != module.npos; };
+AdapterChoice additions_of(const serve::TunedPart& part, const ModelShape& shape) {
+  const auto has = [](const std::string& module, const char* name) { return module.find(name) != module.npos; };
   auto modules = std::make_shared<std::set<std::string>>();
   ModelShape whole = shape;
   whole.trained = {};
@@ -94,10 +94,10 @@ AdapterChoice adapter_choice(const serve::LoraConfig& lora, const ModelShape& sh
     const bool mixer =
         has(module, ".self_attn.") || has(module, ".linear_attn.") || has(module, ".mamba.") || has(module, ".conv.");
     const bool head = module == "lm_head", router = module.ends_with("." + module_name(shape.names.router));
-    if (head ? lora.head : mixer ? lora.attention : lora.mlp && !router) modules->insert(module);
+    if (head ? part.head : mixer ? part.attention : part.mlp && !router) modules->insert(module);
   }
   AdapterChoice choice;
-  choice.rank = lora.rank, choice.alpha = kAlpha, choice.seed = lora.seed;
+  choice.rank = part.rank, choice.alpha = kAlpha, choice.seed = part.seed;
   choice.any_rank = true;
   choice.modules = std::move(modules);
   return choice;
@@ -111,16 +111,16 @@ struct TunedModel::Pass {
   std::optional<double> check;  // difference to a run without sharing
 };
 
-TunedModel::TunedModel(HostedBase& base, Hosting& hosting, const serve::LoraConfig& lora, const serve::Pause& pause)
+TunedModel::TunedModel(HostedBase& base, Hosting& hosting, const serve::TunedPart& part, const serve::Pause& pause)
     : base_(base),
       hosting_(hosting),
-      lora_(lora),
-      model_(adapted_model(base.model(), adapter_choice(lora, base.model().shape), pause)),
+      part_(part),
+      model_(adapted_model(base.model(), additions_of(part, base.model().shape), pause)),
       optimizer_(model_->table, model_->weights, AdamWSettings{}, model_->decoder.device()) {}
 
-std::unique_ptr<ModelState> load_adapter(const HostedBase& base, const serve::LoraConfig& lora,
-                                         const std::filesystem::path& folder, const serve::Pause& pause) {
-  AdapterChoice choice = adapter_choice(lora, base.model().shape);
+std::unique_ptr<ModelState> load_tuned(const HostedBase& base, const serve::TunedPart& part,
+                                       const std::filesystem::path& folder, const serve::Pause& pause) {
+  AdapterChoice choice = additions_of(part, base.model().shape);
   choice.directory = folder;
   return adapted_model(base.model(), choice, pause);
 }
@@ -145,12 +145,12 @@ void check_checkpoint(const HostedBase& base, const std::filesystem::path& folde
   const SafetensorsFile state(folder / "espalier" / "state.safetensors");
 }
 
-TunedModel::TunedModel(HostedBase& base, Hosting& hosting, const serve::LoraConfig& lora,
+TunedModel::TunedModel(HostedBase& base, Hosting& hosting, const serve::TunedPart& part,
                        const std::filesystem::path& folder, bool optimizer, const serve::Pause& pause)
     : base_(base),
       hosting_(hosting),
-      lora_(lora),
-      model_(load_adapter(base, lora, folder, pause)),
+      part_(part),
+      model_(load_tuned(base, part, folder, pause)),
       optimizer_(model_->table, model_->weights, AdamWSettings{}, model_->decoder.device()) {
   if (optimizer) require_state(folder);
   if (optimizer || std::filesystem::exists(folder / "espalier" / "state.json"))
@@ -170,10 +170,10 @@ void TunedModel::write(const std::filesystem::path& directory, bool state, const
     write_trained_weights(directory, *model_, optimizer_, SaveDType::source, base_.name(), pause);
 }
 
-std::int64_t TunedModel::bytes_of(const HostedBase& base, const serve::LoraConfig& lora) {
+std::int64_t TunedModel::bytes_of(const HostedBase& base, const serve::TunedPart& part) {
   ModelShape shape = base.model().shape;
   shape.trained = {};
-  shape = train_only(std::move(shape), TrainedChoice("all", adapter_choice(lora, shape)));
+  shape = train_only(std::move(shape), TrainedChoice("all", additions_of(part, shape)));
   const DType dtype = base.model().dtype;
   // Two gradients, of the calls so far and of the one that runs; two moments; masters of weights in bfloat16.
   const std::int64_t sums = dtype == DType::bfloat16 ? 5 : 4;

@@ -1,4 +1,4 @@
-// One client's model in training: an adapter over a base model, its gradient and its optimizer.
+// One client's model in training: an addition to a base model, their gradient and their optimizer.
 //
 // The gradient lives between calls: each call adds its own, a step uses the sum. A call that fails adds nothing.
 #pragma once
@@ -26,11 +26,11 @@ namespace espalier {
 
 class TunedModel {
  public:
-  // A fresh adapter: A drawn from the seed, B zero. `base` and `hosting` must outlive the object. `pause`, if there is
+  // Fresh additions, drawn from the seed. `base` and `hosting` must outlive the object. `pause`, if there is
   // one, is called between its tensors; here and below. Errors: as adapted_model.
-  TunedModel(HostedBase& base, Hosting& hosting, const serve::LoraConfig& lora, const serve::Pause& pause = {});
-  // The adapter of a checkpoint. Without `optimizer` its moments and its count of steps are left there.
-  TunedModel(HostedBase& base, Hosting& hosting, const serve::LoraConfig& lora, const std::filesystem::path& folder,
+  TunedModel(HostedBase& base, Hosting& hosting, const serve::TunedPart& part, const serve::Pause& pause = {});
+  // The additions of a checkpoint. Without `optimizer` its moments and its count of steps are left there.
+  TunedModel(HostedBase& base, Hosting& hosting, const serve::TunedPart& part, const std::filesystem::path& folder,
              bool optimizer, const serve::Pause& pause = {});
 
   // The answers to calls that run as one: one call, or several that all go backward. `pause` is called between items of
@@ -45,16 +45,17 @@ class TunedModel {
   // Errors: InputError, without a step and with the gradient dropped, if it is broken or not finite.
   AdamW::Update step(const serve::AdamParams& params, const serve::Pause& pause = {});
 
-  // Writes the adapter as peft has it into a directory that exists, with `state` also what exact continuation needs.
+  // Writes the additions as peft has them into a directory that exists, with `state` also what exact continuation
+  // needs.
   void write(const std::filesystem::path& directory, bool state, const serve::Pause& pause = {});
 
-  const serve::LoraConfig& lora() const { return lora_; }
+  const serve::TunedPart& part() const { return part_; }
   HostedBase& base() const { return base_; }
   const ModelState& model() const { return *model_; }
   AdamW& optimizer() { return optimizer_; }
-  // Bytes of the adapter, its gradients and its optimizer.
-  std::int64_t held_bytes() const { return bytes_of(base_, lora_); }
-  static std::int64_t bytes_of(const HostedBase& base, const serve::LoraConfig& lora);
+  // Bytes of the additions, their gradients and their optimizer.
+  std::int64_t held_bytes() const { return bytes_of(base_, part_); }
+  static std::int64_t bytes_of(const HostedBase& base, const serve::TunedPart& part);
 
  private:
   struct Pass;
@@ -70,7 +71,7 @@ class TunedModel {
 
   HostedBase& base_;
   Hosting& hosting_;
-  serve::LoraConfig lora_;
+  serve::TunedPart part_;
   std::unique_ptr<ModelState> model_;
   AdamW optimizer_;
   at::Tensor gradient_;                // undefined: zero
@@ -79,13 +80,13 @@ class TunedModel {
   std::optional<std::string> broken_;  // why a part of the gradient is missing
 };
 
-// Reads the weights of an adapter from a checkpoint.
-std::unique_ptr<ModelState> load_adapter(const HostedBase& base, const serve::LoraConfig& lora,
-                                         const std::filesystem::path& folder, const serve::Pause& pause = {});
-// Errors: what load_adapter, and with `optimizer` TunedModel, would find wrong before they read a value.
+// Reads the weights of a checkpoint.
+std::unique_ptr<ModelState> load_tuned(const HostedBase& base, const serve::TunedPart& part,
+                                       const std::filesystem::path& folder, const serve::Pause& pause = {});
+// Errors: what load_tuned, and with `optimizer` TunedModel, would find wrong before they read a value.
 void check_checkpoint(const HostedBase& base, const std::filesystem::path& folder, bool optimizer);
 
-// The adapter that a client asks for.
-AdapterChoice adapter_choice(const serve::LoraConfig& lora, const ModelShape& shape);
+// The additions that a client asks for.
+AdapterChoice additions_of(const serve::TunedPart& part, const ModelShape& shape);
 
 }  // namespace espalier

@@ -11,12 +11,13 @@
 
 namespace espalier::serve {
 
-struct LoraConfig {
+// What a client trains of a base model.
+struct TunedPart {
   std::int64_t rank = 32;
   std::uint64_t seed = 0;
-  bool attention = true, mlp = true, head = true;  // modules with an adapter
+  bool attention = true, mlp = true, head = true;
 
-  bool operator==(const LoraConfig&) const = default;
+  bool operator==(const TunedPart&) const = default;
 };
 
 // The losses: docs/serve.md has their formulas.

@@ -79,7 +79,7 @@ void Service::save_checkpoint(Call& call, CheckpointKind kind, const char* type)
   } catch (const Error& error) {
     return accept_refused(call, run, number, error.what(), false);
   }
-  made.base = run.base, made.lora = run.lora, made.created = seconds_since_1970();
+  made.base = run.base, made.part = run.part, made.created = seconds_since_1970();
   made.user_metadata = fields.member("user_metadata");
   const bool replaces = fields.flag("overwrite", false) || kind != CheckpointKind::training;
   // Names are compared here, where the list is, although the run may be some requests behind.
@@ -121,14 +121,16 @@ void Service::save_weights_for_sampler(Call& call) {
   if (!again) {
     make_room_for_sampler();
     samplers_.add(id, run.session, run.base, seconds_since_1970());
-    write_down({{"sampler", id}, {"session", run.session}, {"base_model", run.base}, {"lora", lora_json(run.lora)}});
+    Json record{{"sampler", id}, {"session", run.session}, {"base_model", run.base}};
+    write_part(record, run.part);
+    write_down(record);
   }
-  const auto snapshot = [this, run_id = run.id, base = run.base, lora = run.lora, id](std::int64_t) {
+  const auto snapshot = [this, run_id = run.id, base = run.base, part = run.part, id](std::int64_t) {
     // A restarted server finds the weights in the folder.
     timed(WorkKind::saving, [&] {
       const Pause pause = pause_of(WorkKind::saving);
       engine_.save(run_id, folder_of_sampler(id), CheckpointKind::sampler, "{}", pause);
-      engine_.open_sampler(id, {base, run_id, folder_of_sampler(id), lora}, pause);
+      engine_.open_sampler(id, {base, run_id, folder_of_sampler(id), part}, pause);
     });
     server_.post([this, alive = alive_, id] {
       if (*alive && samplers_.find(id) == nullptr) free_sampler(id);  // it was closed before its turn
@@ -153,9 +155,9 @@ void Service::load_weights(Call& call) {
   const bool optimizer = fields.flag("optimizer", false);
   engine_.check_checkpoint(checkpoint->base, checkpoints_.folder(name), optimizer);
   TrainingRun& run =
-      add_run(id, session.id, checkpoint->base, checkpoint->lora, fields.member("user_metadata"), path, optimizer);
+      add_run(id, session.id, checkpoint->base, checkpoint->part, fields.member("user_metadata"), path, optimizer);
   const auto load = [this, id, source = *checkpoint, folder = checkpoints_.folder(name), optimizer] {
-    engine_.load(id, source.base, source.lora, folder, optimizer, pause_of(WorkKind::other));
+    engine_.load(id, source.base, source.part, folder, optimizer, pause_of(WorkKind::other));
     save_state(id, 0);  // the checkpoint may go
   };
   start_creation(run, load, Json{{"type", "load_weights"}, {"path", path}, {"model_id", id}}.dump());
@@ -172,11 +174,7 @@ void Service::load_into(Call& call, const Fields& fields, const std::string& pat
     const CheckpointName name = checkpoint_name(path);
     const Checkpoint* checkpoint = checkpoints_.find(name);
     if (checkpoint == nullptr) throw InputError({"path", "a checkpoint of this server", path, ""});
-    LoraConfig same = checkpoint->lora;
-    same.seed = run.lora.seed;
-    if (checkpoint->base != run.base || !(same == run.lora))
-      throw InputError({path, "a checkpoint of the same base model and lora_config", "another one",
-                        "create a client from it instead"});
+    checkpoint->require(run.base, run.part);
     folder = checkpoints_.folder(name);
     optimizer = fields.flag("optimizer", false);
     engine_.check_checkpoint(run.base, folder, optimizer);
@@ -184,8 +182,8 @@ void Service::load_into(Call& call, const Fields& fields, const std::string& pat
     return accept_refused(call, run, number, error.what(), false);
   }
   accept(call, run, number,
-         [this, id = run.id, base = run.base, lora = run.lora, folder, optimizer, path](std::int64_t taken) {
-           timed(WorkKind::other, [&] { engine_.load(id, base, lora, folder, optimizer, pause_of(WorkKind::other)); });
+         [this, id = run.id, base = run.base, part = run.part, folder, optimizer, path](std::int64_t taken) {
+           timed(WorkKind::other, [&] { engine_.load(id, base, part, folder, optimizer, pause_of(WorkKind::other)); });
            save_state(id, taken);  // the checkpoint may go
            return json_result(Json{{"type", "load_weights"}, {"path", path}, {"model_id", id}}.dump());
          });
@@ -195,13 +193,9 @@ void Service::weights_info(Call& call) {
   const std::string path = call.fields().text("tinker_path");
   const Checkpoint* checkpoint = checkpoints_.find(checkpoint_name(path));
   if (checkpoint == nullptr) throw Refused{404, "there is no checkpoint " + path};
-  call.answer({{"base_model", checkpoint->base},
-               {"is_lora", true},
-               {"lora_rank", checkpoint->lora.rank},
-               {"optimizer_config", {{"type", "adamw"}}},
-               {"train_unembed", checkpoint->lora.head},
-               {"train_mlp", checkpoint->lora.mlp},
-               {"train_attn", checkpoint->lora.attention}});
+  Json answer{{"base_model", checkpoint->base}, {"optimizer_config", {{"type", "adamw"}}}};
+  tell_part(answer, checkpoint->part, true);
+  call.answer(answer);
 }
 
 Json Service::run_json(const TrainingRun& run) const {
@@ -209,16 +203,16 @@ Json Service::run_json(const TrainingRun& run) const {
   for (const Checkpoint& one : checkpoints_.all())
     if (one.name.run == run.id && one.name.kind != CheckpointKind::external)
       last[one.name.kind == CheckpointKind::sampler] = checkpoint_json(one);
-  return {{"training_run_id", run.id},
-          {"base_model", run.base},
-          {"model_owner", "local"},
-          {"is_lora", true},
-          {"corrupted", false},
-          {"lora_rank", run.lora.rank},
-          {"last_request_time", time_text(run.last_request)},
-          {"last_checkpoint", last[0]},
-          {"last_sampler_checkpoint", last[1]},
-          {"user_metadata", run.user_metadata}};
+  Json out{{"training_run_id", run.id},
+           {"base_model", run.base},
+           {"model_owner", "local"},
+           {"corrupted", false},
+           {"last_request_time", time_text(run.last_request)},
+           {"last_checkpoint", last[0]},
+           {"last_sampler_checkpoint", last[1]},
+           {"user_metadata", run.user_metadata}};
+  tell_part(out, run.part);
+  return out;
 }
 
 void Service::list_runs(Call& call) {

@@ -7,13 +7,14 @@
 
 #include "espalier/base/atomic_file.h"
 #include "espalier/base/error.h"
-#include "espalier/serve/fields.h"
 
 namespace espalier::serve {
 
 namespace fs = std::filesystem;
 
 namespace {
+
+constexpr const char* kPart = "lora";
 
 std::int64_t bytes_of_files(const fs::path& folder) {
   std::int64_t bytes = 0;
@@ -32,7 +33,7 @@ std::optional<Checkpoint> read_checkpoint(const CheckpointName& name, const fs::
     Checkpoint out;
     out.name = name;
     out.base = fields.text("base_model");
-    out.lora = lora_of_json(fields.object("lora"));
+    out.part = read_part(fields);
     out.created = fields.number("created", 0);
     if (fields.has("expires")) out.expires = fields.number("expires", 0);
     out.user_metadata = fields.member("user_metadata");
@@ -54,17 +55,19 @@ std::vector<fs::path> folders_in(const fs::path& folder) {
 
 }  // namespace
 
-Json lora_json(const LoraConfig& lora) {
-  return {{"rank", lora.rank},
-          {"seed", lora.seed},
-          {"train_attn", lora.attention},
-          {"train_mlp", lora.mlp},
-          {"train_unembed", lora.head}};
+void write_part(Json& record, const TunedPart& part) {
+  record[kPart] = {{"rank", part.rank},
+                   {"seed", part.seed},
+                   {"train_attn", part.attention},
+                   {"train_mlp", part.mlp},
+                   {"train_unembed", part.head}};
 }
 
-LoraConfig lora_of_json(const Json& json) {
-  const Fields fields(json);
-  LoraConfig out;
+bool has_part(const Fields& record) { return record.has(kPart); }
+
+TunedPart read_part(const Fields& record) {
+  const Fields fields(record.object(kPart));
+  TunedPart out;
   out.rank = fields.integer("rank", 1, INT32_MAX);
   const Json& seed = fields.member("seed");
   out.seed = seed.is_number_unsigned() ? seed.get<std::uint64_t>() : 0;
@@ -74,12 +77,25 @@ LoraConfig lora_of_json(const Json& json) {
   return out;
 }
 
+void tell_part(Json& answer, const TunedPart& part, bool whole) {
+  answer["is_lora"] = true;
+  answer["lora_rank"] = part.rank;
+  if (!whole) return;
+  answer["train_unembed"] = part.head;
+  answer["train_mlp"] = part.mlp;
+  answer["train_attn"] = part.attention;
+}
+
+void Checkpoint::require(const std::string& of_base, TunedPart of_part) const {
+  of_part.seed = part.seed;
+  if (base != of_base || !(part == of_part))
+    throw InputError({name.path(), "a checkpoint of the same base model and lora_config", "another one",
+                      "create a client from it instead"});
+}
+
 std::string Checkpoint::description() const {
-  Json json{{"tinker_path", name.path()},
-            {"base_model", base},
-            {"lora", lora_json(lora)},
-            {"created", created},
-            {"user_metadata", user_metadata}};
+  Json json{{"tinker_path", name.path()}, {"base_model", base}, {"created", created}, {"user_metadata", user_metadata}};
+  write_part(json, part);
   if (expires) json["expires"] = *expires;
   return json.dump(2);
 }

@@ -12,6 +12,7 @@
 
 #include "espalier/base/json.h"
 #include "espalier/serve/calls.h"
+#include "espalier/serve/fields.h"
 #include "espalier/serve/names.h"
 
 namespace espalier::serve {
@@ -19,13 +20,15 @@ namespace espalier::serve {
 struct Checkpoint {
   CheckpointName name;
   std::string base;
-  LoraConfig lora;
+  TunedPart part;
   std::int64_t bytes = 0;
   double created = 0;             // seconds since 1970
   std::optional<double> expires;  // it is removed then
   Json user_metadata;
 
   std::string description() const;  // JSON text
+  // Errors: InputError unless it has this part, whatever the seed, of this base model.
+  void require(const std::string& of_base, TunedPart of_part) const;
 };
 
 class Checkpoints {
@@ -49,7 +52,12 @@ class Checkpoints {
   std::vector<Checkpoint> all_;
 };
 
-Json lora_json(const LoraConfig& lora);
-LoraConfig lora_of_json(const Json& json);
+// The trained part as a member of this server's records.
+void write_part(Json& record, const TunedPart& part);
+bool has_part(const Fields& record);
+TunedPart read_part(const Fields& record);
+
+// Members of the service's answers that tell clients about the trained part; `whole`: all of it.
+void tell_part(Json& answer, const TunedPart& part, bool whole = false);
 
 }  // namespace espalier::serve

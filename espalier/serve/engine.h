@@ -39,7 +39,7 @@ struct SamplerSource {
   std::string base;
   std::optional<std::string> run;
   std::optional<std::filesystem::path> folder;
-  LoraConfig lora;  // of the run or the checkpoint
+  TunedPart part;  // of the run or the checkpoint
 };
 
 // Lets others have their turn on the engine's thread.
@@ -65,7 +65,7 @@ class Engine {
   // has to do may be done in it, except for calls of this run, and what it throws ends the call;
   // nor, in a pause of add_sample, may this sampler be used.
   virtual void begin_thread() = 0;
-  virtual void create(const std::string& run, const std::string& base, const LoraConfig& lora, const Pause& pause) = 0;
+  virtual void create(const std::string& run, const std::string& base, const TunedPart& part, const Pause& pause) = 0;
   virtual void drop(const std::string& run) = 0;
 
   // The answer to each call, in order, or its error. Calls that go backward add the gradients of their summed losses to
@@ -87,7 +87,7 @@ class Engine {
                     const std::string& description, const Pause& pause) = 0;
   // The run becomes, or is created as, what a checkpoint holds; its gradient is zero. Without `optimizer` the moments
   // and the count of steps begin anew. A run stays as it was if check_checkpoint finds an error.
-  virtual void load(const std::string& run, const std::string& base, const LoraConfig& lora,
+  virtual void load(const std::string& run, const std::string& base, const TunedPart& part,
                     const std::filesystem::path& folder, bool optimizer, const Pause& pause) = 0;
 
   // Weights that later steps of their run do not change.

@@ -170,7 +170,7 @@ void Service::lock_folder() {
                        "give this server another one"});
 }
 
-// Adapters and requests in the folder belong to the models that it was made with.
+// Trained parts and requests in the folder belong to the models that it was made with.
 void Service::require_same_models() {
   const fs::path file = settings_.state / "models.json";
   Json known = Json::object();
@@ -226,7 +226,7 @@ void Service::restore() {
     const Fields fields(record);
     TrainingRun& run = runs_.add(id);
     run.session = fields.text("session"), run.base = fields.text("base_model");
-    run.lora = lora_of_json(fields.object("lora"));
+    run.part = read_part(fields);
     run.user_metadata = fields.member("user_metadata");
     run.created = run.last_request = fields.number("created", 0);
     const Session* session = sessions_.find(run.session);
@@ -274,18 +274,18 @@ void Service::restore_run(TrainingRun& run, const std::optional<CheckpointName>&
   std::function<void()> make;
   const Json made{{"type", source ? "load_weights" : "create_model"}, {"model_id", run.id}};
   if (!states.empty())
-    make = [this, id = run.id, base = run.base, lora = run.lora,
+    make = [this, id = run.id, base = run.base, part = run.part,
             at = states_of(folder) / std::to_string(states.back())] {
-      engine_.load(id, base, lora, at, true, pause_of(WorkKind::other));
+      engine_.load(id, base, part, at, true, pause_of(WorkKind::other));
     };
   else if (source)
-    make = [this, id = run.id, base = run.base, lora = run.lora, at = checkpoints_.folder(*source), optimizer] {
-      engine_.load(id, base, lora, at, optimizer, pause_of(WorkKind::other));
+    make = [this, id = run.id, base = run.base, part = run.part, at = checkpoints_.folder(*source), optimizer] {
+      engine_.load(id, base, part, at, optimizer, pause_of(WorkKind::other));
       save_state(id, 0);
     };
   else
-    make = [this, id = run.id, base = run.base, lora = run.lora] {
-      engine_.create(id, base, lora, pause_of(WorkKind::other));
+    make = [this, id = run.id, base = run.base, part = run.part] {
+      engine_.create(id, base, part, pause_of(WorkKind::other));
     };
   start_creation(run, make, made.dump());
   if (!states.empty()) run.next = states.back() + 1;
@@ -300,10 +300,10 @@ void Service::restore_sampler(const Json& record) {
   Sampler& sampler = samplers_.add(id, fields.text("session"), fields.text("base_model"), seconds_since_1970());
   sampler.model_path = path;
   try {
-    if (!fields.has("lora"))
+    if (!has_part(fields))
       start_sampler(id, source_of(sampler.base, path));
     else if (fs::exists(folder_of_sampler(id)))
-      start_sampler(id, {sampler.base, {}, folder_of_sampler(id), lora_of_json(fields.object("lora"))});
+      start_sampler(id, {sampler.base, {}, folder_of_sampler(id), read_part(fields)});
     // Else the request that made it runs again.
   } catch (...) {
     thread_.add(id, [this, id, error = std::current_exception()] { engine_.fail_sampler(id, error); });

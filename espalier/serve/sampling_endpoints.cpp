@@ -44,7 +44,7 @@ SamplerSource Service::source_of(const std::string& base, const std::string& pat
   const CheckpointName name = checkpoint_name(path);
   const Checkpoint* checkpoint = checkpoints_.find(name);
   if (checkpoint == nullptr) throw Refused{404, "there is no checkpoint " + path};
-  return {checkpoint->base, {}, checkpoints_.folder(name), checkpoint->lora};
+  return {checkpoint->base, {}, checkpoints_.folder(name), checkpoint->part};
 }
 
 Sampler& Service::open_sampler(const std::string& id, const std::string& session, const std::string& base,

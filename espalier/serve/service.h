@@ -117,7 +117,7 @@ class Service {
   const BaseModel& base_of(const std::string& name) const;
 
   TrainingRun& add_run(const std::string& id, const std::string& session, const std::string& base,
-                       const LoraConfig& lora, const Json& user_metadata, const std::string& source = "",
+                       const TunedPart& part, const Json& user_metadata, const std::string& source = "",
                        bool optimizer = false);
   void save_checkpoint(Call& call, CheckpointKind kind, const char* type);
   void load_into(Call& call, const Fields& fields, const std::string& path);

@@ -98,7 +98,7 @@ void Service::status(Call& call) {
     for (const RunHistory::Call& one : history.calls) loss.push_back(one.loss);
     runs.push_back({{"id", id},
                     {"base", run.base},
-                    {"rank", run.lora.rank},
+                    {"rank", run.part.rank},
                     {"ended", run.ended},
                     {"idle", now - run.last_request},
                     {"steps", history.steps},

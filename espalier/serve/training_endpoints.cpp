@@ -11,15 +11,15 @@ namespace {
 
 constexpr std::int64_t kMostRank = 512, kMostSequence = INT32_MAX;
 
-// The hash of a name (FNV-1a): the same adapter each time where a client gives no seed.
+// The hash of a name (FNV-1a): the same start values each time where a client gives no seed.
 std::uint64_t seed_of(const std::string& name) {
   std::uint64_t hash = 0xcbf29ce484222325u;
   for (const char c : name) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3u;
   return hash >> 1;
 }
 
-LoraConfig read_lora(const Fields& config, const std::string& model_id) {
-  LoraConfig out;
+TunedPart part_of(const Fields& config, const std::string& model_id) {
+  TunedPart out;
   out.rank = config.integer("rank", 1, kMostRank, out.rank);
   out.seed =
       config.has("seed") ? static_cast<std::uint64_t>(config.integer("seed", INT64_MIN, INT64_MAX)) : seed_of(model_id);
@@ -60,22 +60,18 @@ std::optional<std::int64_t> number_of(const Fields& fields) {
 }
 
 TrainingRun& Service::add_run(const std::string& id, const std::string& session, const std::string& base,
-                              const LoraConfig& lora, const Json& user_metadata, const std::string& source,
+                              const TunedPart& part, const Json& user_metadata, const std::string& source,
                               bool optimizer) {
   const auto live = std::ranges::count_if(runs_.all(), [](const auto& one) { return !one.second.ended; });
   if (live >= settings_.most_models)
     throw Refused{429, text_of("this server trains ", settings_.most_models, " models at a time")};
   const double now = seconds_since_1970();
-  write_down({{"run", id},
-              {"session", session},
-              {"base_model", base},
-              {"lora", lora_json(lora)},
-              {"user_metadata", user_metadata},
-              {"created", now},
-              {"source", source},
-              {"optimizer", optimizer}});
+  Json record{{"run", id},      {"session", session}, {"base_model", base},    {"user_metadata", user_metadata},
+              {"created", now}, {"source", source},   {"optimizer", optimizer}};
+  write_part(record, part);
+  write_down(record);
   TrainingRun& run = runs_.add(id);
-  run.session = session, run.base = base, run.lora = lora;
+  run.session = session, run.base = base, run.part = part;
   run.user_metadata = user_metadata;
   run.created = run.last_request = now;
   return run;
@@ -101,10 +97,10 @@ void Service::create_model(Call& call) {
     throw UnsupportedError({"lora_config", "the settings of an adapter", "none", "this server trains adapters (LoRA)"});
   if (const std::string type = Fields(fields.object("optimizer_config")).text("type", "adamw"); type != "adamw")
     throw UnsupportedError({"optimizer_config", "adamw", '"' + type + '"', "this server's optimizer is AdamW"});
-  const LoraConfig lora = read_lora(Fields(fields.object("lora_config")), id);
-  TrainingRun& run = add_run(id, session.id, base.name, lora, fields.member("user_metadata"));
+  const TunedPart part = part_of(Fields(fields.object("lora_config")), id);
+  TrainingRun& run = add_run(id, session.id, base.name, part, fields.member("user_metadata"));
   start_creation(
-      run, [this, id, name = base.name, lora] { engine_.create(id, name, lora, pause_of(WorkKind::other)); },
+      run, [this, id, name = base.name, part] { engine_.create(id, name, part, pause_of(WorkKind::other)); },
       Json{{"type", "create_model"}, {"model_id", id}}.dump());
   promise();
 }
@@ -112,13 +108,13 @@ void Service::create_model(Call& call) {
 void Service::get_info(Call& call) {
   const TrainingRun& run = run_of(call.fields().text("model_id"));
   const BaseModel& base = base_of(run.base);
-  call.answer({{"type", "get_info"},
-               {"model_id", run.id},
-               {"is_lora", true},
-               {"lora_rank", run.lora.rank},
-               {"model_name", run.base},
-               {"optimizer_config", {{"type", "adamw"}}},
-               {"model_data", {{"arch", base.architecture}, {"model_name", run.base}, {"tokenizer_id", base.folder}}}});
+  Json answer{{"type", "get_info"},
+              {"model_id", run.id},
+              {"model_name", run.base},
+              {"optimizer_config", {{"type", "adamw"}}},
+              {"model_data", {{"arch", base.architecture}, {"model_name", run.base}, {"tokenizer_id", base.folder}}}};
+  tell_part(answer, run.part);
+  call.answer(answer);
 }
 
 void Service::forward_backward(Call& call) {

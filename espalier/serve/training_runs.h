@@ -22,7 +22,7 @@ inline constexpr std::size_t kMostEarly = 4096;
 
 struct TrainingRun {
   std::string id, session, base;
-  LoraConfig lora;
+  TunedPart part;
   Json user_metadata;
   double created = 0, last_request = 0;
   bool ended = false;     // its session has: checkpoints and this entry are left
