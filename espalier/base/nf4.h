@@ -1,4 +1,5 @@
-// NF4 matrices: 4 bits a number, as bitsandbytes quantises and stores them (QLoRA, Dettmers et al. 2023, section 3).
+// NF4 matrices: 4 bits a number, as bitsandbytes quantises and stores them (Dettmers et al. 2023, arXiv 2305.14314,
+// section 3).
 //
 // The rows of a matrix [N, K], end to end, are cut into blocks of 64 numbers; here K is a multiple of 64. With a code
 // c_i of 16 for each number and the largest magnitude a_b of each block

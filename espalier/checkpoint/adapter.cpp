@@ -13,6 +13,7 @@
 #include "espalier/base/error.h"
 #include "espalier/checkpoint/convert.h"
 #include "espalier/checkpoint/json_file.h"
+#include "espalier/shape/additions.h"
 
 namespace espalier {
 namespace fs = std::filesystem;
@@ -111,6 +112,10 @@ bool has_task(const fs::path& directory, const char* task) {
 
 bool is_reward_adapter(const fs::path& directory) { return has_task(directory, "SEQ_CLS"); }
 bool is_critic_adapter(const fs::path& directory) { return has_task(directory, "TOKEN_CLS"); }
+
+std::unique_ptr<const AddedValues> open_added_values(const fs::path& directory, const ModelShape& base) {
+  return std::make_unique<const Adapter>(directory, base);
+}
 
 Adapter::Adapter(const fs::path& directory, const ModelShape& base)
     : file_(file_in(directory, "adapter_model.safetensors")) {
@@ -325,7 +330,7 @@ ModelShape Adapter::joint_shape(const ModelShape& base, std::int64_t rank) const
       for (std::size_t part = 0; part < mlp.products()[product].parts.size() && !is_targeted(experts + name); ++part)
         adapted.mlp &= ~(std::uint32_t{1} << mlp.number(product, part));
   }
-  set_adapters(all, of_layer);
+  set_adapted(all, of_layer);
   return all;
 }
 
@@ -336,7 +341,7 @@ Adapter::Joint Adapter::joint_of(const ModelShape& base, const ParameterTable& t
   const ModelShape all = joint_shape(base, common_.rank);
   out.places = adapter_places(all);
   std::map<std::int64_t, std::map<std::string, FilePlace>> of_rank;  // others than the common one
-  for (const AdapterPart& part : adapter_parts(all)) {
+  for (const AddedPair& part : added_pairs(all)) {
     if (const std::int64_t rank = size_of(part.module).rank; rank != common_.rank) {
       if (!of_rank.contains(rank)) of_rank.emplace(rank, adapter_places(joint_shape(base, rank)));
       for (const std::string& name : {part.a, part.b}) out.places[name] = of_rank.at(rank).at(name);
@@ -359,7 +364,7 @@ void Adapter::place_joint(const ParameterTable& table) {
                         "shape " + shape_text(place.shape), shape_text(entry->shape), kBelongs});
     return Piece{entry, place};
   };
-  for (const AdapterPart& part : joint_.parts) {
+  for (const AddedPair& part : joint_.parts) {
     const Piece a = found(joint_.places.at(part.a)), b = found(joint_.places.at(part.b));
     const bool needed = joint_.needed.contains(a.place.tensor);
     if (a.entry == nullptr && b.entry == nullptr && !needed) continue;
@@ -397,7 +402,7 @@ void Adapter::check_targets(const Json& config, const std::string& where, const 
         throw InputError({file_.path().string(), "lora_A and lora_B of '" + module + "', a target of " + where,
                           "neither", kBelongs});
   }
-  for (const AdapterPart& part : joint_.parts)
+  for (const AddedPair& part : joint_.parts)
     for (const Json& target : targets)
       if (part.expert < 0 && !modules_.contains(part.module) && target.is_string() &&
           is_target(part.module, target.get<std::string>()))

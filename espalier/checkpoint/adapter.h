@@ -21,12 +21,13 @@
 #include "espalier/base/expression.h"
 #include "espalier/base/json.h"
 #include "espalier/checkpoint/adapter_places.h"
+#include "espalier/checkpoint/added_values.h"
 #include "espalier/checkpoint/safetensors.h"
 #include "espalier/model/parameters.h"
 
 namespace espalier {
 
-class Adapter {
+class Adapter final : public AddedValues {
  public:
   // `base`: the shape of the base model. Errors: InputError for a directory without the two files, for damaged files,
   // for a tensor that no parameter of the model belongs to, for shapes that do not fit, for half of a pair and for a
@@ -53,11 +54,9 @@ class Adapter {
   // Modules with lora_A and lora_B, and parameters of modules_to_save.
   std::set<std::string> modules() const;
   std::vector<std::string> whole() const;
-  // True if it has a parameter of an adapter (shape/parameter_shapes.h), or a parameter of the model that is stored
-  // whole; and its values, in the shape that an adapter of common_size() has. Errors: InputError for values that are
-  // not finite.
-  bool has(const std::string& parameter) const;
-  std::vector<std::byte> values(const std::string& parameter, DType dtype) const;
+  // A and B have the shapes that an adapter of common_size() has.
+  bool has(const std::string& parameter) const override;
+  std::vector<std::byte> values(const std::string& parameter, DType dtype) const override;
   // True if it stands beside a tied head. It then changes the logits but not the embedding, so no merged matrix exists.
   bool changes_tied_head() const;
 
@@ -95,7 +94,7 @@ class Adapter {
   void place_whole(const SafetensorsEntry& entry, const std::string& tensor, const ParameterTable& base);
   // Tensors that hold several parameters, or one of another name.
   struct Joint {
-    std::vector<AdapterPart> parts;
+    std::vector<AddedPair> parts;
     std::map<std::string, FilePlace> places;
     std::map<std::string, const SafetensorsEntry*> tensors;  // null: not in the file
     std::set<std::string> needed;                            // of the config's target_parameters
@@ -133,11 +132,5 @@ bool is_critic_adapter(const std::filesystem::path& directory);
 
 // "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight".
 std::string peft_name(const std::string& parameter);
-
-// Fills the directory `target`, created when absent, with the two files of an adapter: the table's parameters, those
-// that are no part of an adapter as modules_to_save. `base`: the model's directory, which the config names. Errors:
-// OptionError for a failing output.
-void write_adapter_directory(const std::filesystem::path& target, const ModelShape& shape, const std::string& base,
-                             const ParameterTable& table, DType from, const ParameterValues& values, DType to);
 
 }  // namespace espalier

@@ -2,14 +2,14 @@
 
 #include <vector>
 
-#include "espalier/shape/parameter_shapes.h"
+#include "espalier/shape/additions.h"
 
 namespace espalier {
 
 std::map<std::string, FilePlace> adapter_places(const ModelShape& shape) {
   std::map<std::string, FilePlace> places;
   for_each_parameter(shape, [&](const ParameterShape& p) {
-    if (!p.low_rank) return;
+    if (!p.added) return;
     FilePlace& place = places.emplace(p.name, p.file).first->second;
     if (place.tensor.empty()) place.tensor = p.name;
     if (place.is_part()) return;
@@ -27,11 +27,11 @@ std::string saved_module(const std::string& tensor) {
 
 ModelShape with_every_adapter(ModelShape shape, std::int64_t rank) {
   shape.trained = {};
-  shape.trained.adapter.rank = rank;
-  shape.trained.adapter.head = !shape.value_head;
+  shape.trained.added.rank = rank;
+  shape.trained.added.head = !shape.value_head;
   constexpr std::uint32_t kAll = ~std::uint32_t{0};
-  const AdaptedLayer every = takes_adapters(shape) ? AdaptedLayer{kAll, kAll} : AdaptedLayer{};
-  set_adapters(shape, std::vector<AdaptedLayer>(shape.layer.size(), every));
+  const AdaptedLayer every = takes_additions(shape) ? AdaptedLayer{kAll, kAll} : AdaptedLayer{};
+  set_adapted(shape, std::vector<AdaptedLayer>(shape.layer.size(), every));
   return shape;
 }
 

@@ -9,11 +9,11 @@
 
 namespace espalier {
 
-std::vector<FileTensor> file_tensors(const ParameterTable& table, AdapterNames adapters) {
+std::vector<FileTensor> file_tensors(const ParameterTable& table, AddedNames added) {
   std::vector<FileTensor> tensors;
   std::unordered_set<std::string> seen;
   for (const Parameter& p : table.parameters()) {
-    const bool own = p.low_rank && adapters == AdapterNames::own;
+    const bool own = p.added && added == AddedNames::own;
     const bool part = !own && p.file.is_part();
     const std::string& name = own ? p.name : p.file_tensor();
     if (!tensors.empty() && tensors.back().name == name && part) {

@@ -1,4 +1,4 @@
-// The tensors of files for users: of saved models, gradients, traces and adapters. A row of the table of parameters
+// The tensors of files for users: of saved models, gradients, traces and additions. A row of the table of parameters
 // knows its place in them (FilePlace).
 #pragma once
 
@@ -29,11 +29,11 @@ struct FileTensor {
   std::int64_t bytes(DType to) const { return count * bytes_of(type(to)); }
 };
 
-// The names of adapters' tensors: peft's, in which parameters may be joined, or the parameters' own.
-enum class AdapterNames : std::uint8_t { peft, own };
+// The names of additions' tensors: the names of files, in which rows may be joined, or the rows' own.
+enum class AddedNames : std::uint8_t { of_files, own };
 
-// The tensors of the table's parameters, in its order. Names of peft are without their prefix.
-std::vector<FileTensor> file_tensors(const ParameterTable& table, AdapterNames adapters = AdapterNames::peft);
+// The tensors of the table's parameters, in its order. Names are without a prefix (checkpoint/added_values.h).
+std::vector<FileTensor> file_tensors(const ParameterTable& table, AddedNames added = AddedNames::of_files);
 
 std::vector<TensorSpec> specs_of(const std::vector<FileTensor>& tensors, DType to, const std::string& prefix = "");
 
@@ -45,7 +45,7 @@ void give_converted(const ValueSink& sink, TensorType from, const void* values, 
 
 // Appends the tensor. Asks for the values of its parts once each, in their order. Where the table lacks a part of the
 // tensor, because it does not train, the numbers are 0. Holds no more than the parts that lie among each other: the
-// rows of an expert, or a tensor of adapters.
+// rows of an expert, or a tensor of additions.
 void append_tensor(SafetensorsWriter& writer, const FileTensor& tensor, DType to, const GiveValues& give);
 
 }  // namespace espalier

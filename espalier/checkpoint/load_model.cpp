@@ -323,7 +323,7 @@ void take_rows_apart(Tensors& tensors, const ParameterTable& table) {
   std::map<std::string, const SafetensorsEntry*> rows;
   std::set<std::string> of_files;
   for (const Parameter& p : table.parameters()) {
-    if (p.file.tensor.empty() || p.low_rank) continue;
+    if (p.file.tensor.empty() || p.added) continue;
     const auto found = tensors.by_name.find(p.file.tensor);
     if (found == tensors.by_name.end() || bytes_of(found->second->type) < 2) continue;
     if (p.file.is_part() && found->second->shape != p.file.shape) continue;  // reported as unexpected
@@ -431,7 +431,7 @@ std::vector<const SafetensorsEntry*> match(const Tensors& tensors, const Paramet
   std::vector<std::string> missing, unexpected;
   for (const Parameter& parameter : table.parameters()) {
     const auto found = names.find(parameter.name);
-    if (found == names.end() && !parameter.low_rank && !may_be_absent(parameter.name, head))
+    if (found == names.end() && !parameter.added && !may_be_absent(parameter.name, head))
       missing.push_back(parameter.name);
     out.push_back(found == names.end() ? nullptr : found->second);
   }

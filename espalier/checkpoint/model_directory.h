@@ -120,7 +120,7 @@ struct NamedTensors {
   std::string prefix;
   const ParameterTable& table;
   ParameterValues values;
-  AdapterNames adapters = AdapterNames::own;
+  AddedNames added = AddedNames::own;
 };
 void write_named_tensors(const std::filesystem::path& file, const std::vector<NamedTensors>& models, DType dtype);
 

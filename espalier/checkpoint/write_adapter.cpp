@@ -12,7 +12,7 @@
 #include "espalier/checkpoint/adapter.h"
 #include "espalier/checkpoint/file_tensors.h"
 #include "espalier/checkpoint/json_file.h"
-#include "espalier/shape/trained_parameters.h"
+#include "espalier/shape/additions.h"
 
 namespace espalier {
 namespace fs = std::filesystem;
@@ -72,25 +72,33 @@ void write_targets(Json& config, const ModelShape& shape, const std::set<std::st
 
 std::string peft_name(const std::string& parameter) { return kPrefix + parameter; }
 
-void write_adapter_directory(const fs::path& target, const ModelShape& shape, const std::string& base,
-                             const ParameterTable& table, DType from, const ParameterValues& values, DType to) {
+std::string prefix_of_files(const ModelShape& shape) { return shape.trained.added.exist() ? kPrefix : ""; }
+
+std::string note_on_files(const ModelShape& shape) {
+  if (!adapts_experts(shape)) return "";
+  return "the adapter of experts is written in peft's form (target_parameters); for vLLM, convert it: "
+         "python -m espalier.vllm_adapter ADAPTER OUT";
+}
+
+void write_added_values(const fs::path& target, const ModelShape& shape, const std::string& base,
+                        const ParameterTable& table, DType from, const ParameterValues& values, DType to) {
   if (::mkdir(target.c_str(), 0777) != 0 && errno != EEXIST) throw_output_error(target, "create this directory", errno);
   std::set<std::string> adapted, whole;
-  for (const AdapterPart& part : adapter_parts(shape)) adapted.insert(part.module);
+  for (const AddedPair& pair : added_pairs(shape)) adapted.insert(pair.module);
   for (const Parameter& p : table.parameters())
-    if (!p.low_rank) whole.insert(saved_module(p.file_tensor()));
-  const AdapterShape& adapter = shape.trained.adapter;
+    if (!p.added) whole.insert(saved_module(p.file_tensor()));
+  const Additions& added = shape.trained.added;
   Json config;
   config["peft_type"] = "LORA";
   config["task_type"] = scores_sequences(shape) ? "SEQ_CLS" : shape.value_head ? "TOKEN_CLS" : "CAUSAL_LM";
   config["base_model_name_or_path"] = base;
   config["inference_mode"] = true;
-  config["r"] = adapter.rank;
-  if (adapter.alpha == std::floor(adapter.alpha) && adapter.alpha < 1e15)
-    config["lora_alpha"] = static_cast<std::int64_t>(adapter.alpha);
+  config["r"] = added.rank;
+  if (added.alpha == std::floor(added.alpha) && added.alpha < 1e15)
+    config["lora_alpha"] = static_cast<std::int64_t>(added.alpha);
   else
-    config["lora_alpha"] = adapter.alpha;
-  config["use_rslora"] = adapter.root_of_rank;
+    config["lora_alpha"] = added.alpha;
+  config["use_rslora"] = added.root_of_rank;
   config["lora_dropout"] = 0.0;
   config["bias"] = "none";
   config["fan_in_fan_out"] = false;

@@ -251,7 +251,7 @@ void write_named_tensors(const fs::path& file, const std::vector<NamedTensors>& 
   std::vector<std::vector<FileTensor>> tensors;
   std::vector<TensorSpec> specs;
   for (const NamedTensors& model : models) {
-    tensors.push_back(file_tensors(model.table, model.adapters));
+    tensors.push_back(file_tensors(model.table, model.added));
     for (TensorSpec& spec : specs_of(tensors.back(), dtype, model.prefix)) specs.push_back(std::move(spec));
   }
   AtomicFile output(file);

@@ -14,8 +14,8 @@ double head_low_rank(const ModelShape& s, const Work& work) {
 }
 
 // How often a pass computes what a forward computes once. A backward's product is one for the gradient of its input,
-// and another one if its weight trains. An adapter's: x A^T again, the gradient of it for A and once more for x, and
-// dA, dB, dx.
+// and another one if its weight trains. An addend of low rank has x A^T again, the gradient of it for A and once more
+// for x, and dA, dB, dx.
 enum class Times { forward, backward };
 
 // The mixer of a layer, with this many FLOPs of rows and pairs.

@@ -7,6 +7,7 @@
 #include "espalier/base/instruction_set.h"
 #include "espalier/model/mlp_buffers.h"
 #include "espalier/program/row_shares.h"
+#include "espalier/shape/parameter_shapes.h"
 #include "espalier/shape/path_leaves.h"
 #include "espalier/shape/units.h"
 
@@ -267,10 +268,9 @@ std::int64_t ActivationBytes::head(const Work& work, bool with_gradient) const {
 
 HeadBuffers ActivationBytes::head_buffers(std::int64_t outputs, bool with_gradient) const {
   const DeviceTraits& device = setting_.device;
-  const AdapterShape& adapter = shape_.trained.adapter;
   const HeadWay way{.ahead = device.cuda || device.queued,
                     .writes_sums = device.cuda || device.writes_sums,
-                    .rank = adapter.head ? adapter.rank : 0};
+                    .rank = adapted_head(shape_).rank};
   return {element_bytes(dtype_), outputs, shape_.vocabulary, shape_.hidden, with_gradient, way};
 }
 

@@ -8,7 +8,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/base/units.h"
-#include "espalier/checkpoint/adapter.h"
+#include "espalier/checkpoint/added_values.h"
 #include "espalier/checkpoint/run_state.h"
 #include "espalier/execute/language_head.h"
 #include "espalier/hosting/datum_rollouts.h"
@@ -85,7 +85,7 @@ struct Running {
 
 }  // namespace
 
-AdapterChoice additions_of(const serve::TunedPart& part, const ModelShape& shape) {
+AdditionChoice additions_of(const serve::TunedPart& part, const ModelShape& shape) {
   const auto has = [](const std::string& module, const char* name) { return module.find(name) != module.npos; };
   auto modules = std::make_shared<std::set<std::string>>();
   ModelShape whole = shape;
@@ -96,7 +96,7 @@ AdapterChoice additions_of(const serve::TunedPart& part, const ModelShape& shape
     const bool head = module == "lm_head", router = module.ends_with("." + module_name(shape.names.router));
     if (head ? part.head : mixer ? part.attention : part.mlp && !router) modules->insert(module);
   }
-  AdapterChoice choice;
+  AdditionChoice choice;
   choice.rank = part.rank, choice.alpha = kAlpha, choice.seed = part.seed;
   choice.any_rank = true;
   choice.modules = std::move(modules);
@@ -120,7 +120,7 @@ TunedModel::TunedModel(HostedBase& base, Hosting& hosting, const serve::TunedPar
 
 std::unique_ptr<ModelState> load_tuned(const HostedBase& base, const serve::TunedPart& part,
                                        const std::filesystem::path& folder, const serve::Pause& pause) {
-  AdapterChoice choice = additions_of(part, base.model().shape);
+  AdditionChoice choice = additions_of(part, base.model().shape);
   choice.directory = folder;
   return adapted_model(base.model(), choice, pause);
 }
@@ -138,7 +138,7 @@ void require_state(const std::filesystem::path& folder) {
 void check_checkpoint(const HostedBase& base, const std::filesystem::path& folder, bool optimizer) {
   ModelShape shape = base.model().shape;
   shape.trained = {};
-  const Adapter adapter(folder, shape);
+  open_added_values(folder, shape);
   if (!optimizer) return;
   require_state(folder);
   read_run_state(folder);

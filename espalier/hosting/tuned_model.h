@@ -1,4 +1,4 @@
-// One client's model in training: an addition to a base model, their gradient and their optimizer.
+// One client's model in training: additions to a base model (shape/additions.h), their gradient and their optimizer.
 //
 // The gradient lives between calls: each call adds its own, a step uses the sum. A call that fails adds nothing.
 #pragma once
@@ -87,6 +87,6 @@ std::unique_ptr<ModelState> load_tuned(const HostedBase& base, const serve::Tune
 void check_checkpoint(const HostedBase& base, const std::filesystem::path& folder, bool optimizer);
 
 // The additions that a client asks for.
-AdapterChoice additions_of(const serve::TunedPart& part, const ModelShape& shape);
+AdditionChoice additions_of(const serve::TunedPart& part, const ModelShape& shape);
 
 }  // namespace espalier

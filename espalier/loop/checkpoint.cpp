@@ -39,7 +39,7 @@ void save_checkpoint(const std::filesystem::path& directory, const LoopState& st
 
 Restored load_checkpoint(const std::filesystem::path& directory, const Options& options, const Mesh& mesh) {
   Restored out;
-  if (const TrainedChoice choice = trained_choice(options); choice.adapter.rank > 0) {
+  if (const TrainedChoice choice = trained_choice(options); choice.added.exist()) {
     NoProgress silent;
     out.model = load_model(options.model, options.dtype, silent, mesh, choice);
   } else if (options.train != "all") {

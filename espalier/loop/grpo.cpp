@@ -108,7 +108,7 @@ class Loop {
   std::int64_t first_step_ = 0, last_step_ = 0;
 
   std::unique_ptr<ModelState> model_, reference_;
-  std::unique_ptr<Decoder> without_adapters_;  // the reference where adapters alone train
+  std::unique_ptr<Decoder> own_parameters_;  // the reference where the model's own parameters do not train
   std::unique_ptr<AdamW> optimizer_;
   std::unique_ptr<RunMetrics> metrics_;  // on rank 0
   LoopState state_;
@@ -149,9 +149,8 @@ void Loop::begin(const MetricLine& on_line) {
     model_ = load_model(source, dtype, progress_, mesh_, trained_choice(options_));
     open_metrics(0, 0, on_line);
   } else {
-    if (options_.lora_rank > 0)
-      throw OptionError({"--lora-rank", "0 where --model has no weights: a fresh model trains everything",
-                         text_of(options_.lora_rank), "give a model with weights, or leave --lora-rank out"});
+    require_no_additions(options_, "where --model has no weights: a fresh model trains everything",
+                         "give a model with weights");
     if (options_.train != "all")
       throw OptionError({"--train", "all where --model has no weights: a fresh model trains everything",
                          "'" + options_.train + "'", "give a model with weights, or leave --train out"});
@@ -228,9 +227,9 @@ void Loop::prepare() {
     evaluate();
     save();
   }
-  if (options_.kl_loss_coef > 0 && trains_adapters_alone(model_->shape)) {
-    without_adapters_ = decoder_without_adapters(*model_);
-    without_adapters_->reserve_positions(sampling_->longest_rollout());
+  if (options_.kl_loss_coef > 0 && keeps_own_parameters(model_->shape)) {
+    own_parameters_ = decoder_without_additions(*model_);
+    own_parameters_->reserve_positions(sampling_->longest_rollout());
   } else if (options_.kl_loss_coef > 0) {
     reference_ = load_checkpoint(folder_.checkpoint(0), options_, mesh_).model;
     reference_->decoder.reserve_positions(sampling_->longest_rollout());
@@ -344,7 +343,7 @@ void Loop::add_logprobs(std::vector<Rollout>& rollouts, std::int64_t steps, std:
     score(model_->decoder, &Rollout::old_logprobs, count ? &scored_choices_->counts : nullptr);
   }
   actor_->scored = scored_choices_ ? &*scored_choices_ : nullptr;
-  if (without_adapters_) score(*without_adapters_, &Rollout::ref_logprobs, nullptr);
+  if (own_parameters_) score(*own_parameters_, &Rollout::ref_logprobs, nullptr);
   if (reference_) score(reference_->decoder, &Rollout::ref_logprobs, nullptr);
 }
 

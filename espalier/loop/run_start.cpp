@@ -31,18 +31,15 @@ std::filesystem::path root_of(const Options& options) {
   return options.resume;
 }
 
-bool has_adapters(const Options& options) { return options.lora_rank > 0 || !options.adapter.empty(); }
-
 // The directory with config and tokenizer: the newest checkpoint's, or that of the run's first model.
 std::filesystem::path source_of(const RunFolder& folder, const Options& options) {
   const auto step = folder.newest_checkpoint();
-  return step && !has_adapters(options) ? folder.checkpoint(*step) : std::filesystem::path(options.model);
+  return step && !asks_for_additions(options) ? folder.checkpoint(*step) : std::filesystem::path(options.model);
 }
 
 ModelShape shape_of(const Options& options, const BuiltInTasks& tasks) {
-  if (options.model.empty() && has_adapters(options))
-    throw OptionError({"--lora-rank", "0 without --model, because a fresh model trains all parameters",
-                       text_of(options.lora_rank), "give --model, or leave --lora-rank out"});
+  if (options.model.empty())
+    require_no_additions(options, "without --model, because a fresh model trains all parameters", "give --model");
   if (options.model.empty() && options.train != "all")
     throw OptionError({"--train", "all without --model, because a fresh model trains all parameters",
                        "'" + options.train + "'", "give --model, or leave --train out"});
@@ -114,7 +111,7 @@ RunStart new_run(const std::filesystem::path& root, const Options& given, const 
 std::vector<HeldModel> models_of_loop(const ModelShape& shape, const Options& options, const Mesh& mesh) {
   const LocalShape local = local_shape(shape, mesh);
   std::vector<HeldModel> held{{local, {}}};
-  if (options.kl_loss_coef > 0 && !trains_adapters_alone(shape)) held.push_back({local});
+  if (options.kl_loss_coef > 0 && !keeps_own_parameters(shape)) held.push_back({local});
   if (const auto critic = trained_critic(options)) held.push_back({local_shape(read_critic_shape(*critic), mesh), {}});
   return held;
 }

@@ -17,8 +17,9 @@ bool adapts_output(const BlockShape& b) { return b.layer.adapted_alike.of_mixer(
 
 }  // namespace
 
+std::int64_t low_rank_width(const ModelShape& shape) { return shape.trained.added.rank; }
 std::int64_t low_rank_bytes(const BufferSizes& sizes, std::int64_t rows) {
-  return arena_bytes(rows * sizes.shape.trained.adapter.rank * sizes.bytes.activation);
+  return arena_bytes(rows * low_rank_width(sizes.shape) * sizes.bytes.activation);
 }
 
 StateBuffers::StateBuffers(const BufferSizes& sizes, bool with_gradients) : BufferList(sizes.bytes) {

@@ -50,7 +50,9 @@ BufferList::Place add_product(BufferList& list, const BufferSizes& sizes, std::s
   return sizes.rounds_weight_gradients ? list.add(name, outputs, inputs, Element::activation, stage)
                                        : BufferList::Place{};
 }
-// Bytes of x A^T, or of the gradient of it: one at a time (model/products.h).
+// The scratch of an adapted product (ops/low_rank.h): x A^T, or the gradient of it, one at a time (model/products.h).
+// The width of its rows, and its bytes.
+std::int64_t low_rank_width(const ModelShape& shape);
 std::int64_t low_rank_bytes(const BufferSizes& sizes, std::int64_t rows);
 
 // The states that a trunk leaves for everything below it, of all recurrent layers end to end, and the sums of their

@@ -42,8 +42,8 @@ struct WideRouter {
   }
 };
 
-// The router's adapters in the dtype of wide logits: visit(i, adapter, room of low rank).
-void for_each_wide_adapter(const LayerContext& c, const WideRouter& wide, auto&& visit) {
+// The router's pairs in the dtype of wide logits: visit(i, pair, room of low rank).
+void for_each_wide_pair(const LayerContext& c, const WideRouter& wide, auto&& visit) {
   for (std::size_t i = 0; i < c.weights.router.low_rank.size(); ++i) {
     const LowRank& narrow = c.weights.router.low_rank[i];
     const ArenaScope scope(c.arena);
@@ -52,8 +52,8 @@ void for_each_wide_adapter(const LayerContext& c, const WideRouter& wide, auto&&
       c.ops.convert(x, out);
       return out;
     };
-    const LowRank adapter{widened(narrow.a_rK), widened(narrow.b_Nr), narrow.first, narrow.scale};
-    visit(i, adapter, c.arena.take({wide.normed_RM.size(0), adapter.a_rK.size(0)}, wide.normed_RM.scalar_type()));
+    const LowRank pair{widened(narrow.a_rK), widened(narrow.b_Nr), narrow.first, narrow.scale};
+    visit(i, pair, c.arena.take({wide.normed_RM.size(0), pair.a_rK.size(0)}, wide.normed_RM.scalar_type()));
   }
 }
 
@@ -63,8 +63,8 @@ void router_logits(const LayerContext& c, const at::Tensor& normed_RM, const Wid
   wide.fill(c, normed_RM);
   const TimedPart timed(c.timer, part::kProducts);
   c.ops.linear(logits_RE, wide.normed_RM, wide.weight_EM, at::Tensor());
-  for_each_wide_adapter(c, wide, [&](std::size_t, const LowRank& adapter, const at::Tensor& room) {
-    LowRankProducts(c.ops, c.ops.scale).add(logits_RE, wide.normed_RM, adapter, room);
+  for_each_wide_pair(c, wide, [&](std::size_t, const LowRank& pair, const at::Tensor& room) {
+    LowRankProducts(c.ops, c.ops.scale).add(logits_RE, wide.normed_RM, pair, room);
   });
 }
 
@@ -76,10 +76,10 @@ void add_wide_router_backward(const LayerContext& c, const at::Tensor& grad_logi
   if (grads.weight.defined())
     c.ops.add_linear_grad_weight(grads.weight, at::Tensor(), grad_logits_RE, wide.normed_RM, at::Tensor());
   c.ops.add_linear_grad_input(grad_normed_sum_RM, grad_logits_RE, wide.weight_EM);
-  for_each_wide_adapter(c, wide, [&](std::size_t i, const LowRank& adapter, const at::Tensor& room) {
+  for_each_wide_pair(c, wide, [&](std::size_t i, const LowRank& pair, const at::Tensor& room) {
     const LowRankProducts products(c.ops, c.ops.scale);
-    products.add_grad_weight(grads.low_rank[i], grad_logits_RE, wide.normed_RM, adapter, room, at::Tensor());
-    products.add_grad_input(grad_normed_sum_RM, grad_logits_RE, adapter, room);
+    products.add_grad_weight(grads.low_rank[i], grad_logits_RE, wide.normed_RM, pair, room, at::Tensor());
+    products.add_grad_input(grad_normed_sum_RM, grad_logits_RE, pair, room);
   });
 }
 

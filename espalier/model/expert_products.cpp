@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include "espalier/device/scalar_type.h"
+#include "espalier/model/block_buffers.h"
 #include "espalier/model/expert_exchange.h"
 
 namespace espalier {
@@ -27,7 +28,7 @@ ExpertScratch take_scratch(const LayerContext& c, const at::Tensor& stream_RM, b
   scratch.rows_RM = c.arena.take(stream_RM.sizes(), dtype);
   if (with_act) scratch.act_RF = c.arena.take({R, F}, dtype);
   if (c.weights.expert_gate_up_low_rank.size() + c.weights.expert_down_low_rank.size() > 0)
-    scratch.low_rank_Rr = c.arena.take({R, c.shape.trained.adapter.rank}, dtype);
+    scratch.low_rank_Rr = c.arena.take({R, low_rank_width(c.shape)}, dtype);
   if (!with_gradient) return scratch;
   scratch.grad_gate_up_RW = c.arena.take({R, W}, dtype);
   if (c.ops.rounds_weight_gradients(dtype)) scratch.product = c.arena.take({W * c.shape.hidden}, dtype);

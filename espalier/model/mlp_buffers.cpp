@@ -23,7 +23,7 @@ bool wide_router(const BlockShape& b) { return b.shape.router.wide && b.bytes.ac
 // Beside wide logits A and B are widened, too.
 std::int64_t router_low_rank_bytes(const BlockShape& b, std::int64_t rows) {
   if (!wide_router(b)) return low_rank_bytes(b, rows);
-  const std::int64_t r = b.shape.trained.adapter.rank, bytes = b.bytes.accumulator;
+  const std::int64_t r = low_rank_width(b.shape), bytes = b.bytes.accumulator;
   return arena_bytes(r * b.shape.hidden * bytes) + arena_bytes(b.shape.experts * r * bytes) +
          arena_bytes(rows * r * bytes);
 }
@@ -33,7 +33,7 @@ template <class Stage>
 BufferList::Place add_expert_low_rank(BufferList& list, const BlockShape& b, std::int64_t rows, Stage first,
                                       Stage last) {
   if (!adapts_experts(b) && !adapts_shared(b)) return {};
-  return list.add("rows of low rank", rows, b.shape.trained.adapter.rank, kActivation, first, last);
+  return list.add("rows of low rank", rows, low_rank_width(b.shape), kActivation, first, last);
 }
 
 }  // namespace
@@ -189,7 +189,7 @@ ExpertBackwardBuffers::ExpertBackwardBuffers(const BlockShape& b, std::int64_t r
   grad_shared_logit_R1 = add("gradient of logits of the shared expert's gate", rows, 1, kActivation, Stage::router);
   shared_gate_product =
       add_product(*this, b, "product for the shared expert's gate",
-                  adapts(b, ExpertProductNumbers::shared_gate) ? b.shape.trained.adapter.rank : 1, M, Stage::router);
+                  adapts(b, ExpertProductNumbers::shared_gate) ? low_rank_width(b.shape) : 1, M, Stage::router);
 }
 
 }  // namespace espalier

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "espalier/base/error.h"
+#include "espalier/shape/additions.h"
 
 namespace espalier {
 namespace {
@@ -13,8 +14,7 @@ namespace {
 // undefined, and so are parameters that no buffer has.
 class Viewer {
  public:
-  Viewer(std::span<const FlatParameters> buffers, double scale_of_adapters)
-      : buffers_(buffers), scale_(scale_of_adapters) {}
+  Viewer(std::span<const FlatParameters> buffers, double scale_of_pairs) : buffers_(buffers), scale_(scale_of_pairs) {}
 
   at::Tensor one(const std::string& name) const {
     const FlatParameters* const buffer = holder_of(name);
@@ -47,15 +47,15 @@ class Viewer {
     out.low_rank = low_rank(prefix, joined);
     return out;
   }
-  // The adapters of projections whose outputs stand end to end; those with one A are one.
+  // The pairs of projections whose outputs stand end to end; those with one A are one.
   std::vector<LowRank> low_rank(const std::string& prefix, const std::vector<ProjectionShape>& joined) const {
     std::vector<LowRank> out;
     std::int64_t first = 0;
     for (const ProjectionShape& p : joined) {
       const bool joins = !out.empty() && p.shares_a;
-      const LowRank pair = p.rank > 0 ? adapter(prefix, p) : LowRank();
+      const LowRank pair = p.rank > 0 ? pair_of(prefix, p) : LowRank();
       if (pair.defined() && joins) {
-        out.back().b_Nr = range(b_name(prefix, joined.front()), b_name(prefix, p),
+        out.back().b_Nr = range(pair_names(prefix, joined.front()).b, pair_names(prefix, p).b,
                                 {out.back().b_Nr.size(0) + pair.b_Nr.size(0), p.rank});
       } else if (pair.defined()) {
         out.push_back({pair.a_rK, pair.b_Nr, first, scale_});
@@ -64,10 +64,11 @@ class Viewer {
     }
     return out;
   }
-  // The adapter of the head, whose rows are sharded over tp; undefined where it has none.
+  // The pair of the head, whose rows are sharded over tp; undefined where it has none.
   LowRank low_rank_of_head(const ProjectionShape& head) const {
-    if (head.rank == 0 || holder_of(b_name("", head)) == nullptr) return {};
-    return {one(a_name("", head)), rows(b_name("", head)), 0, scale_};
+    const PairNames names = pair_names("", head);
+    if (head.rank == 0 || holder_of(names.b) == nullptr) return {};
+    return {one(names.a), rows(names.b), 0, scale_};
   }
   // The same for all experts of a layer, from the first to the last one's.
   std::vector<LowRank> low_rank(const std::string& first, const std::string& last,
@@ -76,8 +77,8 @@ class Viewer {
     const ProjectionShape &begin = joined.front(), &end = joined.back();
     for (LowRank& pair : out) {
       const std::int64_t r = pair.a_rK.size(0), K = pair.a_rK.size(1), N = pair.b_Nr.size(0);
-      pair.a_rK = range(a_name(first, begin), a_name(last, begin), {experts, r, K});
-      pair.b_Nr = range(b_name(first, begin), b_name(last, end), {experts, N, r});
+      pair.a_rK = range(pair_names(first, begin).a, pair_names(last, begin).a, {experts, r, K});
+      pair.b_Nr = range(pair_names(first, begin).b, pair_names(last, end).b, {experts, N, r});
     }
     return out;
   }
@@ -104,20 +105,15 @@ class Viewer {
   }
 
  private:
-  static std::string a_name(const std::string& prefix, const ProjectionShape& p) {
-    return prefix + (p.joint[0] == '\0' ? p.name : p.joint) + ".lora_A.weight";
-  }
-  static std::string b_name(const std::string& prefix, const ProjectionShape& p) {
-    return prefix + p.name + ".lora_B.weight";
-  }
-  LowRank adapter(const std::string& prefix, const ProjectionShape& p) const {
-    return {one(a_name(prefix, p)), one(b_name(prefix, p))};
+  LowRank pair_of(const std::string& prefix, const ProjectionShape& p) const {
+    const PairNames names = pair_names(prefix, p);
+    return {one(names.a), one(names.b)};
   }
   // This rank's outputs of a projection, whichever buffer holds it; 0 where another stage has it.
   std::int64_t outputs_of(const std::string& prefix, const ProjectionShape& p) const {
-    for (const char* kind : {".weight", ".lora_B.weight"})
+    for (const std::string& name : {prefix + p.name + ".weight", pair_names(prefix, p).b})
       for (const FlatParameters& buffer : buffers_)
-        if (const Parameter* const found = buffer.table.find(prefix + p.name + kind)) return found->shape[0];
+        if (const Parameter* const found = buffer.table.find(name)) return found->shape[0];
     return 0;
   }
 
@@ -245,10 +241,19 @@ LayerViews view_layer(const Viewer& viewer, const LocalShape& shape, std::int64_
 
 }  // namespace
 
+ModelViews without_additions(ModelViews views) {
+  for (LayerViews& layer : views.layers) {
+    for_each_projection(layer, [](Projection& projection) { projection.low_rank.clear(); });
+    layer.expert_gate_up_low_rank.clear(), layer.expert_down_low_rank.clear();
+  }
+  views.head_low_rank = {};
+  return views;
+}
+
 ModelViews view_model(std::span<const FlatParameters> buffers, const LocalShape& shape) {
   for (const FlatParameters& buffer : buffers)
     if (!buffer.values) ESPALIER_INTERNAL_EQ(buffer.flat.numel(), buffer.table.kept_size());
-  const Viewer viewer(buffers, shape.whole().trained.adapter.scale());
+  const Viewer viewer(buffers, shape.whole().trained.added.scale());
   const OuterParameters outer = outer_parameters(shape.whole());
   const std::string embedding = std::string(outer.embedding.name) + ".weight";
   ModelViews views;

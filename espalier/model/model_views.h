@@ -17,7 +17,7 @@
 
 namespace espalier {
 
-// y = x weight^T + bias, and the adapters of its parts.
+// y = x weight^T + bias, and the addends of low rank of its parts.
 struct Projection {
   at::Tensor weight, bias;  // [out, in], [out]
   std::vector<LowRank> low_rank;
@@ -48,7 +48,7 @@ struct LayerViews {
   Projection shared_expert_gate;            // [1, M]
   Projection input_gate, input_projection;  // of the layer's input, [P, M] and [M, P]
   at::Tensor input_norm_M;
-  // Adapters of all experts, A [E, r, M] and B [E, 2*F, r]; [E, r, F] and [E, M, r].
+  // Pairs of all experts, A [E, r, M] and B [E, 2*F, r]; [E, r, F] and [E, M, r].
   std::vector<LowRank> expert_gate_up_low_rank, expert_down_low_rank;
 };
 
@@ -70,7 +70,7 @@ struct ModelViews {
   std::vector<LayerViews> layers;  // this rank's layers
   at::Tensor final_norm_M, final_norm_bias_M;
   at::Tensor head_VM;                // the embedding itself if the head is tied; undefined in a critic
-  LowRank head_low_rank;             // undefined where the head has no adapter
+  LowRank head_low_rank;             // undefined where the head is not adapted
   at::Tensor value_M, value_bias_1;  // a critic's head; undefined elsewhere
 };
 
@@ -83,6 +83,9 @@ struct FlatParameters {
   // which the other parameters of the same product follow.
   std::function<const std::byte*(const std::string& name)> values = {};
 };
+
+// The same weights without what a run adds to them.
+ModelViews without_additions(ModelViews views);
 
 // Views into the buffers. Each parameter occurs in at most one buffer; a parameter in none is undefined. Rows have the
 // dtype of the first buffer.

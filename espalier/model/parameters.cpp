@@ -82,7 +82,7 @@ const Parameter& ParameterTable::at(const std::string& name) const {
 }
 
 void ParameterTable::add(const ParameterShape& whole, const Shard& shard, const quantised::Form& form) {
-  Parameter parameter{whole.name, {}, size_, 1, shard, whole.file, whole.low_rank};
+  Parameter parameter{whole.name, {}, size_, 1, shard, whole.file, whole.added, whole.start};
   for (const Side& side : whole.sides) parameter.shape.push_back(side.size);
   if (shard.dim >= 0) parameter.shape[static_cast<std::size_t>(shard.dim)] = shard.local;
   if (form.kind != quantised::Kind::none) parameter.quantised_row = quantised::row_bytes(form, parameter.shape[1]);

@@ -27,9 +27,10 @@ struct Parameter {
   std::vector<std::int64_t> shape;  // on this rank, padding included; the whole shape with one rank
   std::int64_t offset = 0;          // in elements; in bytes for quantised ones
   std::int64_t count = 0;
-  Shard shard;                     // which part of the whole parameter this is
-  FilePlace file;                  // where files hold the whole parameter
-  bool low_rank = false;           // of an adapter, so absent from model directories
+  Shard shard;         // which part of the whole parameter this is
+  FilePlace file;      // where files hold the whole parameter
+  bool added = false;  // of an addition, so absent from model directories
+  Start start = Start::own;
   std::int64_t quantised_row = 0;  // bytes of a row (base/quantised_rows.h); 0: of elements
 
   std::vector<std::int64_t> whole_shape() const;

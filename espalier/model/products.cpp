@@ -1,22 +1,22 @@
 #include "espalier/model/products.h"
 
 namespace espalier {
-at::Tensor Products::low_rank_room(const at::Tensor& rows, const LowRank& adapter) const {
-  return arena_.take({rows.size(0), adapter.a_rK.size(0)}, rows.scalar_type());
+at::Tensor Products::low_rank_room(const at::Tensor& rows, const LowRank& pair) const {
+  return arena_.take({rows.size(0), pair.a_rK.size(0)}, rows.scalar_type());
 }
 
 void Products::add_low_rank(const at::Tensor& out_RN, const at::Tensor& x_RK, const Projection& projection) const {
-  for (const LowRank& adapter : projection.low_rank) {
+  for (const LowRank& pair : projection.low_rank) {
     const ArenaScope scope(arena_);
-    low_rank().add(out_RN, x_RK, adapter, low_rank_room(x_RK, adapter));
+    low_rank().add(out_RN, x_RK, pair, low_rank_room(x_RK, pair));
   }
 }
 
 void Products::add_low_rank_grad_input(const at::Tensor& grad_x_RK, const at::Tensor& grad_RN,
                                        const Projection& projection) const {
-  for (const LowRank& adapter : projection.low_rank) {
+  for (const LowRank& pair : projection.low_rank) {
     const ArenaScope scope(arena_);
-    low_rank().add_grad_input(grad_x_RK, grad_RN, adapter, low_rank_room(grad_RN, adapter));
+    low_rank().add_grad_input(grad_x_RK, grad_RN, pair, low_rank_room(grad_RN, pair));
   }
 }
 
@@ -69,8 +69,8 @@ void Products::add_linear_grad_weight(const Projection& grads, const Projection&
   operations_.add_linear_grad_weight(grads.weight, grads.bias, grad_RN, x_RK, product_NK);
   for (std::size_t i = 0; i < grads.low_rank.size(); ++i) {
     const ArenaScope scope(arena_);
-    const LowRank& adapter = projection.low_rank[i];
-    low_rank().add_grad_weight(grads.low_rank[i], grad_RN, x_RK, adapter, low_rank_room(x_RK, adapter), product_NK);
+    const LowRank& pair = projection.low_rank[i];
+    low_rank().add_grad_weight(grads.low_rank[i], grad_RN, x_RK, pair, low_rank_room(x_RK, pair), product_NK);
   }
 }
 

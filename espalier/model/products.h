@@ -12,7 +12,7 @@
 namespace espalier {
 
 // Time goes to part::kProducts of `timer`, if there is one. Names, arguments and results: ops/products.h; weight and
-// bias are a projection's, whose adapters are included (ops/low_rank.h): h and u [R, r] are computed in the
+// bias are a projection's, whose pairs are included (ops/low_rank.h): h and u [R, r] are computed in the
 // arena when needed, one at a time.
 class Products {
  public:
@@ -35,7 +35,7 @@ class Products {
  private:
   LowRankProducts low_rank() const { return {operations_, operations_.scale}; }
   // Room for h or u of these rows.
-  at::Tensor low_rank_room(const at::Tensor& rows, const LowRank& adapter) const;
+  at::Tensor low_rank_room(const at::Tensor& rows, const LowRank& pair) const;
   void add_low_rank(const at::Tensor& out_RN, const at::Tensor& x_RK, const Projection& projection) const;
   void add_low_rank_grad_input(const at::Tensor& grad_x_RK, const at::Tensor& grad_RN,
                                const Projection& projection) const;

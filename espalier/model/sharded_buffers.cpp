@@ -9,7 +9,7 @@ constexpr Element kActivation = Element::activation, kAccumulator = Element::acc
 
 std::int64_t whole_shares(const RowShares& shares) { return shares.ranks() * shares.most(); }
 
-// The scratch of an adapter of what expands latents.
+// The scratch of an addition to what expands latents.
 void nest_expansion(BufferList& list, const BlockShape& b, std::int64_t block, auto stage) {
   if (b.layer.mixer->adapts_expansion(b.layer.adapted_alike)) list.nest(stage, low_rank_bytes(b, block));
 }

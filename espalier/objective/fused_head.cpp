@@ -54,7 +54,7 @@ class HeadPass {
   at::Tensor rows_of(BufferList::Place buffer_BV, std::int64_t rows) {
     return held_[buffer_BV].view({-1}).narrow(0, 0, rows * vocabulary_).view({rows, vocabulary_});
   }
-  // The adapter's products of a block, whose logits hold the result of the product or its gradient.
+  // The products of low rank of a block, whose logits hold the result of the product or its gradient.
   void add_low_rank(const Block& block);
   void add_low_rank_gradients(const Block& block, const at::Tensor& grad_hidden_BM);
   at::Tensor low_rank_rows(const Block& block);

@@ -6,7 +6,7 @@
 // rows at a time, or for two ([block, V], in the arena), in the accumulator type (float32; float64 in float64 runs);
 // HeadBuffers (objective/head_buffers.h) declares all buffers. If the vocabulary is sharded over tp, each rank has the
 // logits of its own V tokens: maxima, sums and the logits of targets are exchanged, and the gradients of the hidden
-// rows are summed. With an adapter (ops/low_rank.h) its A and B add to the product, in the accumulator type.
+// rows are summed. With an addend of low rank (ops/low_rank.h) its A and B add to the product, in the accumulator type.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -69,7 +69,7 @@ struct VocabularyPart {
   std::int64_t largest = 0;  // rows of the largest part, so that all ranks cut equal blocks; 0: this part
   Group& tp = mesh_of_one().tp;
   LogitShape logits = {};  // changes of the product
-  LowRank low_rank = {};   // the head's adapter, whose B has the rows of the weight; undefined: none
+  LowRank low_rank = {};   // added to the product, B with the rows of the weight; undefined: nothing is
 };
 
 struct HeadProblem {
@@ -82,7 +82,7 @@ struct HeadProblem {
 struct HeadGradients {
   at::Tensor grad_hidden_OM;  // same dtype as hidden, overwritten
   at::Tensor grad_weight_VM;  // accumulator dtype, added to; undefined: the weight has no gradient
-  LowRank low_rank = {};      // the same of the adapter
+  LowRank low_rank = {};      // the same of A and B
 };
 
 // Called once per block of rows, in order: given the log-probs and entropies of edges [first, first + n), overwrites

@@ -33,7 +33,7 @@ HeadBuffers::HeadBuffers(ElementBytes bytes, std::int64_t outputs, std::int64_t 
   if (way.rank > 0) {
     low_rank_Br = add("hidden rows of low rank", block_rows, way.rank, kAccumulator);
     if (bytes.activation != bytes.accumulator) {
-      low_rank_hidden_BM = add("widened hidden rows for the adapter", block_rows, width, kAccumulator);
+      low_rank_hidden_BM = add("widened hidden rows for the low rank", block_rows, width, kAccumulator);
       low_rank_a_rM = add("widened A", way.rank, width, kAccumulator);
       low_rank_b_Vr = add("widened B", vocabulary, way.rank, kAccumulator);
     }

@@ -1,6 +1,6 @@
 // Buffers of the head (device/buffers.h).
 //
-// B rows with logits at once, M width, V vocabulary, r rank of the adapter.
+// B rows with logits at once, M width, V vocabulary, r the rank of what is added.
 #pragma once
 
 #include <array>
@@ -14,7 +14,7 @@ namespace espalier {
 struct HeadWay {
   bool ahead = false;        // the next block computes while the host reads this block's log-probs
   bool writes_sums = false;  // its products write sums (ops/products.h)
-  std::int64_t rank = 0;     // of the head's adapter; 0: none
+  std::int64_t rank = 0;     // of what is added to the product; 0: nothing is
 };
 
 // The head's block of logits. If the run's dtype is narrower than its sums, hidden rows and a run of the vocabulary's
@@ -32,7 +32,7 @@ struct HeadBuffers : BufferList {
   std::int64_t block_rows, vocabulary_run;  // rows with logits at once; rows of the vocabulary widened at once
   std::array<Room, 2> rooms;
   Place weight_run_NM, grad_logits_BV, grad_hidden_BM;
-  // The adapter's products are in the accumulator type: rows, A and B are widened where they are narrower.
+  // Products of low rank are in the accumulator type: rows, A and B are widened where they are narrower.
   Place low_rank_Br, low_rank_hidden_BM, low_rank_a_rM, low_rank_b_Vr;
 };
 

@@ -46,7 +46,7 @@ struct ExpertWeights {
   at::Tensor gate_up_EWM, down_EMF;                    // [E, 2 F, M], [E, M, F]
   at::Tensor gate_up_bias_EW = {}, down_bias_EM = {};  // or undefined
   ActivationRule activation = {};
-  // Adapters of all experts (ops/low_rank.h), their A [E, r, K], B [E, N, r]; on a CPU only.
+  // Pairs of all experts (ops/low_rank.h), their A [E, r, K], B [E, N, r]; on a CPU only.
   std::vector<LowRank> gate_up_low_rank = {}, down_low_rank = {};
 
   bool adapted() const { return !gate_up_low_rank.empty() || !down_low_rank.empty(); }
@@ -57,7 +57,7 @@ struct ExpertScratch {
   at::Tensor rows_RM, act_RF;
   at::Tensor grad_gate_up_RW;  // backward only
   at::Tensor product;  // backward only, if gradients are rounded before they are added: the largest weight's size
-  at::Tensor low_rank_Rr = {};  // with adapters only
+  at::Tensor low_rank_Rr = {};  // with pairs only
 };
 
 struct ExpertOperations {

@@ -155,12 +155,12 @@ std::vector<Variant> variants_of(const Options& options, std::int32_t longest) {
 // A B of 0 would hide the gradient of A.
 TrainedChoice checked_choice(const Options& options) {
   TrainedChoice choice = trained_choice(options);
-  choice.adapter.draws_b = true;
+  choice.added.draws_all = true;
   return choice;
 }
 std::optional<CriticChoice> checked_critic(const Options& options) {
   std::optional<CriticChoice> critic = trained_critic(options);
-  if (critic) critic->train.adapter.draws_b = true;
+  if (critic) critic->train.added.draws_all = true;
   return critic;
 }
 

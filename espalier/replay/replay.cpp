@@ -27,7 +27,7 @@ Options replay_options(const Trace& trace, const Options& given) {
   options.threads = given.threads, options.device = given.device;
   options.schedule = given.schedule, options.share = given.share, options.trunk_state = given.trunk_state;
   options.wave_state = given.wave_state, options.path_state = given.path_state, options.spill_dir = given.spill_dir;
-  options.model = trace.model, options.adapter = trace.adapter, options.resume.clear();
+  trace.start(options);
   options.token_budget = given.token_budget, options.memory_budget = given.memory_budget;
   if (given.dtype != Options().dtype) options.dtype = given.dtype;
   if (given.products != ProductsOf::automatic) options.products = given.products;

@@ -11,7 +11,7 @@
 
 namespace espalier::serve {
 
-// What a client trains of a base model.
+// The part of a base model that a client trains.
 struct TunedPart {
   std::int64_t rank = 32;
   std::uint64_t seed = 0;

@@ -1,4 +1,4 @@
-// Where the files of a model, or of an adapter, hold a parameter.
+// Where the files of a model, or of what a run adds to it, hold a parameter.
 #pragma once
 
 #include <algorithm>

@@ -25,7 +25,7 @@ struct ProductBits {
 };
 inline constexpr ProductBits kEveryProduct{~std::uint32_t{0}, ~std::uint32_t{0}};
 
-// The projections of a layer that have a LoRA adapter, a bit each by PartParameters::number.
+// The projections of a layer that have an addition (shape/additions.h), a bit each by PartParameters::number.
 struct AdaptedLayer {
   std::uint32_t mixer = 0, mlp = 0;
 
@@ -50,7 +50,7 @@ struct LayerShape {
   bool is_read_later = false;  // layers above it read its rows of the path, too (Mixer::source): these stay in memory
   ProductBits trains = kEveryProduct;  // products whose weights or biases have gradients
   AdaptedLayer adapted = {};
-  // Products with an adapter in any layer whose mixer, or MLP, is of the same kind: buffers have room for those.
+  // Adapted products in any layer whose mixer, or MLP, is of the same kind: buffers have room for those.
   ProductBits adapted_alike = {};
 
   bool has_experts() const { return mlp == MlpKind::experts; }  // in place of a dense MLP

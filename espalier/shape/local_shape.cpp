@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "espalier/base/error.h"
+#include "espalier/shape/additions.h"
 
 namespace espalier {
 namespace {
@@ -57,9 +58,7 @@ void check(const ModelShape& s, const Degrees& d) {
            (!split_experts || all_get_some(s.expert_inner, d.tp)) &&
            (s.shared_expert.inner == 0 || all_get_some(s.shared_expert.inner, d.tp)),
        "--tp", "so few ranks that each has a part of the vocabulary and of the inner width", d.tp);
-  if (d.full && s.tied_head && s.trained.adapter.head)
-    throw OptionError(
-        {"--shard", "none or optimizer, because the head is tied to the embedding and has an adapter", "full", ""});
+  if (d.full) require_shards_add(s);
   need(d.pp <= s.layers(), "--pp", text_of("at most ", s.layers(), " layers"), d.pp);
   if (d.ep == 1) return;
   need(s.experts > 0, "--ep", "1, because the model has no experts", d.ep);

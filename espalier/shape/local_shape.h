@@ -47,7 +47,7 @@ class LocalShape {
   // Errors: OptionError if the model cannot be split this way. tp must divide the query heads and the key heads of
   // recurrent layers, divide or be a multiple of the key/value heads, be 1 with QK-norms over all heads, and cut NF4
   // between blocks; ep must divide the experts and be a multiple of tp, or 1; cp must be 1 with recurrent layers; an
-  // adapter of a tied head excludes --shard full; and no rank may be empty.
+  // addition to a tied head excludes --shard full; and no rank may be empty.
   LocalShape(const ModelShape& whole, const Degrees& degrees, const Place& place);
 
   const ModelShape& whole() const { return whole_; }

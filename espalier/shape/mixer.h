@@ -112,7 +112,7 @@ class Mixer {
   // none.
   virtual std::int64_t source() const { return -1; }
   // Columns of the product that expands latents to keys and values, 0 without latents; and whether any of these
-  // products has an adapter.
+  // products is adapted.
   virtual std::int64_t expanded_width() const { return 0; }
   virtual bool adapts_expansion(const ProductBits& /*adapted*/) const { return false; }
   // The most rows that a row sees, itself included; 0: all above it.

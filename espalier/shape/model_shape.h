@@ -83,13 +83,15 @@ struct ParameterNames {
   bool dense_below_experts = false;   // dense MLPs stand below the module of experts (Kimi Linear)
 };
 
-// y = x W^T + b + s (x A^T) B^T with A [r, in], B [out, r]; s = alpha / r, or alpha / sqrt(r).
-struct AdapterShape {
-  std::int64_t rank = 0;  // r; 0: there are no adapters
+// The additions to held matrices (shape/additions.h): y = x W^T + b + s (x A^T) B^T with A [r, in], B [out, r];
+// s = alpha / r, or alpha / sqrt(r).
+struct Additions {
+  std::int64_t rank = 0;  // r; 0: there are none
   double alpha = 16;
-  bool root_of_rank = false;  // rslora
-  bool head = false;          // the language-model head has one; of a tied head the look-up has none
+  bool root_of_rank = false;
+  bool head = false;  // the language-model head has one; of a tied head the look-up has none
 
+  bool exist() const { return rank > 0; }
   double scale() const;
 };
 
@@ -101,7 +103,7 @@ struct TrainedParameters {
   bool head = true;                                       // the matrix of the head
   std::int64_t first_layer = 0;                           // layers before it have no backward
   bool input = true;  // the embedding, or the previous stage of pp, uses the gradient of the first layer's input
-  AdapterShape adapter;
+  Additions added;
   bool narrow = false;  // held matrices stay in bfloat16, even in a float32 run
   // Narrow matrices that are read from a mapped file (checkpoint/mapped_weights.h); null: none.
   std::shared_ptr<const std::vector<bool>> mapped_parameters;

@@ -11,15 +11,16 @@
 #include <utility>
 
 #include "espalier/base/error.h"
+#include "espalier/shape/additions.h"
 #include "espalier/shape/file_names.h"
 
 namespace espalier {
 namespace {
 
-// Functions called with every parameter, and with every part of an adapter.
+// Functions called with every parameter, and with every pair of an addition.
 struct Visits {
   std::function<void(const ParameterShape&)> parameter = [](const ParameterShape&) {};
-  std::function<void(const AdapterPart&)> part = [](const AdapterPart&) {};
+  std::function<void(const AddedPair&)> pair = [](const AddedPair&) {};
 };
 
 using Of = ReadTogether::Of;
@@ -54,11 +55,11 @@ class Walk {
     if (p.weights() > 0) visits_.parameter(weight({.prefix = prefix_}, p, {}));
     if (p.bias) visits_.parameter(bias({.prefix = prefix_}, p, {}));
   }
-  void adapter(const ProjectionShape& p) const {
+  void addition(const ProjectionShape& p) const {
     Rows own;
-    adapter(p, own);
+    addition(p, own);
   }
-  // Weights, biases and adapters of neighbours: A and B of each; the Bs of joint ones stand behind their A, one behind
+  // Weights, biases and additions of neighbours: A and B of each; the Bs of joint ones stand behind their A, one behind
   // the other.
   void products(const PartParameters& of, const PartParameters::Entry& entry) const {
     const Owner owner{.prefix = prefix_};
@@ -86,10 +87,10 @@ class Walk {
       return p.bias ? std::optional(bias(owner, p, {layer_, its_bias, i})) : std::nullopt;
     });
     Rows joint{.tensor = "", .outputs = outputs};
-    each([&](const ProjectionShape& p, std::size_t) { adapter(p, joint); });
+    each([&](const ProjectionShape& p, std::size_t) { addition(p, joint); });
   }
   // The products of experts, from the first one on: gate and up of all experts, then down of all of them, then their
-  // biases, and their adapters likewise.
+  // biases, and their additions likewise.
   void of_experts(const PartParameters& of, const PartParameters::Entry& entry) const {
     if (entry.first != ExpertProductNumbers::gate_up) return;  // down was visited with it
     const ProductShape &gate_up = of.products()[ExpertProductNumbers::gate_up],
@@ -134,7 +135,7 @@ class Walk {
     }
     for (const ProductShape* const product : {&gate_up, &down})
       for (const ProjectionShape& p : product->parts)
-        for (std::int64_t e = 0; e < shape_.experts; ++e) part({expert_prefix(shape_, layer_, e), e}, p);
+        for (std::int64_t e = 0; e < shape_.experts; ++e) pair({expert_prefix(shape_, layer_, e), e}, p);
   }
 
  private:
@@ -201,29 +202,28 @@ class Walk {
     return out;
   }
   // `joint`: the rows of the B of joint projections, so far.
-  void adapter(const ProjectionShape& p, Rows& joint) const {
+  void addition(const ProjectionShape& p, Rows& joint) const {
     if (p.rank == 0) return;
     const Owner owner{.prefix = prefix_};
-    const std::string module = module_name(prefix_ + (p.joint[0] == '\0' ? p.name : p.joint));
+    const PairNames tensors = pair_of_module(module_name(prefix_ + (p.joint[0] == '\0' ? p.name : p.joint)));
     if (!p.shares_a) {
-      ParameterShape a = low_rank(a_name(owner, p), {{p.rank}, p.in}, owner, p);
-      if (std::string tensor = module + ".lora_A.weight"; tensor != a.name) a.file.tensor = std::move(tensor);
+      ParameterShape a = row_a(owner, p);
+      if (tensors.a != a.name) a.file.tensor = tensors.a;
       visits_.parameter(a);
     }
-    ParameterShape b = low_rank(owner.prefix + p.name + ".lora_B.weight", {p.out, {p.rank}}, owner, p);
-    const std::string tensor = module + ".lora_B.weight";
+    ParameterShape b = row_b(owner, p);
     if (p.joint[0] != '\0')
-      joint.tensor = tensor, joint.place(b);
-    else if (tensor != b.name)
-      b.file.tensor = tensor;
+      joint.tensor = tensors.b, joint.place(b);
+    else if (tensors.b != b.name)
+      b.file.tensor = tensors.b;
     visits_.parameter(b);
-    part(owner, p);
+    pair(owner, p);
   }
   // Rows of each expert in turn.
   void a_of_expert(const Owner& owner, const ProjectionShape& p, const std::string& module) const {
     if (p.rank == 0 || p.shares_a) return;
-    ParameterShape a = low_rank(a_name(owner, p), {{p.rank}, p.in}, owner, p);
-    Rows whole{module + ".lora_A.weight", shape_.experts * p.rank, owner.expert * p.rank};
+    ParameterShape a = row_a(owner, p);
+    Rows whole{pair_of_module(module).a, shape_.experts * p.rank, owner.expert * p.rank};
     whole.place(a);
     visits_.parameter(a);
   }
@@ -231,32 +231,36 @@ class Walk {
   void b_of_expert(const Owner& owner, const ProjectionShape& p, const std::string& module, std::int64_t number,
                    std::int64_t parts) const {
     if (p.rank == 0) return;
-    ParameterShape b = low_rank(owner.prefix + p.name + ".lora_B.weight", {p.out, {p.rank}}, owner, p);
+    ParameterShape b = row_b(owner, p);
     const std::int64_t E = shape_.experts, rows = p.out.size, columns = E * p.rank;
     const bool interleaved = shape_.names.expert_files == ExpertFiles::interleaved;
-    b.file = {module + ".lora_B.weight", {parts * rows, columns}, rows, p.rank};
+    b.file = {pair_of_module(module).b, {parts * rows, columns}, rows, p.rank};
     b.file.first = number * (interleaved ? 1 : rows) * columns + owner.expert;
     b.file.row_step = (interleaved ? parts : 1) * columns, b.file.column_step = E;
     visits_.parameter(b);
   }
-  void part(const Owner& owner, const ProjectionShape& p) const {
+  void pair(const Owner& owner, const ProjectionShape& p) const {
     if (p.rank == 0) return;
     std::string module = p.joint[0] == '\0' ? p.name : p.joint, prefix = owner.prefix;
     if (owner.expert >= 0) {  // "mlp.experts.3." and "w2"
       prefix.erase(prefix.rfind('.', prefix.size() - 2) + 1);
       if (p.joint[0] == '\0') module = "down_proj";
     }
-    visits_.part({a_name(owner, p), owner.prefix + p.name + ".lora_B.weight", owner.prefix + p.name + ".weight",
-                  module_name(prefix + module), layer_, owner.expert});
+    auto [a, b] = pair_names(owner.prefix, p);
+    visits_.pair({std::move(a), std::move(b), owner.prefix + p.name + ".weight", module_name(prefix + module), layer_,
+                  owner.expert});
   }
-  std::string a_name(const Owner& owner, const ProjectionShape& p) const {
-    return owner.prefix + (p.joint[0] == '\0' ? p.name : p.joint) + ".lora_A.weight";
+  ParameterShape row_a(const Owner& owner, const ProjectionShape& p) const {
+    return added(pair_names(owner.prefix, p).a, {{p.rank}, p.in}, Start::uniform, owner, p);
   }
-  ParameterShape low_rank(std::string name, std::vector<Side> sides, const Owner& owner,
-                          const ProjectionShape& p) const {
+  ParameterShape row_b(const Owner& owner, const ProjectionShape& p) const {
+    return added(pair_names(owner.prefix, p).b, {p.out, {p.rank}}, Start::zero, owner, p);
+  }
+  ParameterShape added(std::string name, std::vector<Side> sides, Start start, const Owner& owner,
+                       const ProjectionShape& p) const {
     ParameterShape out;
     out.name = std::move(name), out.sides = std::move(sides), out.layer = layer_, out.expert = owner.expert;
-    out.low_rank = true;
+    out.added = true, out.start = start;
     out.in_parts = p.out.cut != Cut::none || p.in.cut != Cut::none || p.of_heads;
     return out;
   }
@@ -376,7 +380,7 @@ LayerParameters layer_parameters(const ModelShape& shape, const LayerShape& laye
   p.mixer = layer.mixer->parameters(shape.hidden);
   p.mlp = mlp_parameters(shape, layer);
   p.experts = layer.has_experts() ? shape.experts : 0;
-  const std::int64_t rank = shape.trained.adapter.rank;
+  const std::int64_t rank = shape.trained.added.rank;
   for_each_projection(p, layer.adapted,
                       [&](ProjectionShape& projection, const ProductShape&, std::uint32_t bits, std::uint32_t bit) {
                         projection.rank = (bits & bit) != 0 ? rank : 0;
@@ -402,25 +406,6 @@ std::int64_t LayerParameters::low_rank() const {
 }
 std::int64_t LayerParameters::expert_low_rank() const {
   return mlp.sum(ProductRows::chosen, [](const ProductShape& product) { return product.low_rank(); });
-}
-
-void set_adapters(ModelShape& shape, const std::vector<AdaptedLayer>& of_layer) {
-  ESPALIER_INTERNAL_EQ(of_layer.size(), shape.layer.size());
-  std::map<MixerKind, std::uint32_t> of_mixer;
-  std::map<MlpKind, std::uint32_t> of_mlp;
-  for (std::size_t i = 0; i < of_layer.size(); ++i) {
-    LayerShape& layer = shape.layer[i];
-    layer.adapted = of_layer[i];
-    const LayerParameters p = layer_parameters(shape, layer);
-    const auto add = [](const PartParameters& part, std::uint32_t projections, std::uint32_t& products) {
-      for (std::size_t product = 0; product < part.products().size(); ++product)
-        for (std::size_t j = 0; j < part.products()[product].parts.size(); ++j)
-          products |= (projections >> part.number(product, j) & 1) << product;
-    };
-    add(p.mixer, layer.adapted.mixer, of_mixer[layer.mixer->kind()]);
-    add(p.mlp, layer.adapted.mlp, of_mlp[layer.mlp]);
-  }
-  for (LayerShape& layer : shape.layer) layer.adapted_alike = {of_mixer[layer.mixer->kind()], of_mlp[layer.mlp]};
 }
 
 std::string layer_prefix(std::int64_t layer) { return "model.layers." + std::to_string(layer) + "."; }
@@ -462,14 +447,8 @@ bool of_layer_inputs(const OuterParameters& outer, const std::string& parameter)
 }
 
 ProjectionShape adapted_head(const ModelShape& shape) {
-  const AdapterShape& adapter = shape.trained.adapter;
-  return {"lm_head", {shape.vocabulary, Cut::tp}, {shape.hidden}, false, adapter.head ? adapter.rank : 0};
-}
-
-bool takes_adapters(const ModelShape& shape) {
-  const ParameterNames& names = shape.names;
-  return !names.half_blocks && names.fused_shared[0] == '\0' && names.stacked_gate_up[0] == '\0' &&
-         names.stacked_down[0] == '\0';
+  const Additions& added = shape.trained.added;
+  return {"lm_head", {shape.vocabulary, Cut::tp}, {shape.hidden}, false, added.head ? added.rank : 0};
 }
 
 TrainedWeights trained_weights(const ModelShape& shape) {
@@ -505,13 +484,13 @@ void for_each_shape(const ModelShape& shape, const Visits& visits) {
     visit_layer(shape, layer_parameters(shape, shape.at(layer)), layer, files, visits);
   walk.norm(outer.final_norm);
   walk.outer(outer.head);
-  walk.adapter(adapted_head(shape));
+  walk.addition(adapted_head(shape));
 }
 
 }  // namespace
 
 bool is_read_by_products(const ModelShape& shape, const ParameterShape& p) {
-  return p.sides.size() == 2 && p.name.ends_with(".weight") && !p.low_rank &&
+  return p.sides.size() == 2 && p.name.ends_with(".weight") && !p.added &&
          (p.expert >= 0 || p.name.find(text_of(".", shape.names.router, ".")) == p.name.npos);
 }
 
@@ -530,15 +509,10 @@ void for_each_parameter(const ModelShape& shape, const std::function<void(const 
   for_each_shape(shape, {.parameter = named_visit});
 }
 
-std::vector<AdapterPart> adapter_parts(const ModelShape& shape) {
-  std::vector<AdapterPart> out;
-  for_each_shape(shape, {.part = [&](const AdapterPart& part) { out.push_back(part); }});
+std::vector<AddedPair> added_pairs(const ModelShape& shape) {
+  std::vector<AddedPair> out;
+  for_each_shape(shape, {.pair = [&](const AddedPair& pair) { out.push_back(pair); }});
   return out;
-}
-
-double AdapterShape::scale() const {
-  const auto r = static_cast<double>(rank);
-  return rank == 0 ? 0 : alpha / (root_of_rank ? std::sqrt(r) : r);
 }
 
 std::int64_t ModelShape::parameters() const {

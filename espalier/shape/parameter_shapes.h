@@ -32,16 +32,16 @@ struct LayerParameters {
   PartParameters mixer, mlp;
   std::int64_t experts = 0;  // of which each has the MLP's `chosen` products; 0: there are none
 
-  std::int64_t parameters() const;       // without adapters
-  std::int64_t low_rank() const;         // elements of adapters, without the experts'
+  std::int64_t parameters() const;       // without additions
+  std::int64_t low_rank() const;         // elements of additions, without the experts'
   std::int64_t expert_low_rank() const;  // of one expert
 };
 
-// With the ranks of the layer's adapters.
+// With the ranks of the layer's additions.
 LayerParameters layer_parameters(const ModelShape& shape, const LayerShape& layer);
 
 // Calls visit(projection, its product, the bit that AdaptedLayer has of it) for every projection of a layer. Each of
-// them can have an adapter; gate and up of experts are joint.
+// them can be adapted; gate and up of experts are joint.
 template <class Parameters, class Adapted, class Visit>
 void for_each_projection(Parameters& p, Adapted& adapted, Visit visit) {
   const auto of_part = [&](auto& part, auto& bits) {
@@ -55,13 +55,6 @@ void for_each_projection(Parameters& p, Adapted& adapted, Visit visit) {
   of_part(p.mixer, adapted.mixer);
   of_part(p.mlp, adapted.mlp);
 }
-
-// True if the model can have adapters: its parameters must be modules of transformers, or parts of joined ones. Models
-// whose blocks may be halves (Nemotron-H), or whose files stack the matrices of modules (Granite 4), take none.
-bool takes_adapters(const ModelShape& shape);
-
-// The same layer with adapters of these projections (AdaptedLayer).
-void set_adapters(ModelShape& shape, const std::vector<AdaptedLayer>& of_layer);
 
 std::string layer_prefix(std::int64_t layer);  // "model.layers.3."
 // The name of a module in transformers from that in files: block_sparse_moe is mlp there, and f_a_proj and f_b_proj of
@@ -82,7 +75,7 @@ struct OuterParameters {
 OuterParameters outer_parameters(const ModelShape& shape);
 // True for the parameters of LayerInputs among these.
 bool of_layer_inputs(const OuterParameters& outer, const std::string& parameter);
-// The head with its adapter, also where it is tied: the adapter then changes the logits alone.
+// The head with its addition, also where it is tied: the addition then changes the logits alone.
 ProjectionShape adapted_head(const ModelShape& shape);
 
 // The parameters that are read as one: the matrices of a product, their biases, or the tensors of a row. The parameters
@@ -99,6 +92,10 @@ struct ReadTogether {
   auto operator<=>(const ReadTogether&) const = default;
 };
 
+// The first values of a row: as a parameter of the model starts (state/model_state.h); or, of an addition, uniform
+// within 1 / sqrt(inputs), or 0, so that it adds nothing at first.
+enum class Start : std::uint8_t { own, uniform, zero };
+
 // A row of the table of parameters.
 struct ParameterShape {
   std::string name;
@@ -106,23 +103,24 @@ struct ParameterShape {
   std::int64_t layer = -1, expert = -1;  // -1: of none
   bool of_mixer = false;                 // of the layer's mixer
   bool of_heads = false;                 // read by heads: a rank with some of the heads has a part of its gradient
-  FilePlace file = {};                   // in the model's files; of an adapter, in peft's
+  FilePlace file = {};                   // in the model's files; of an added row, in peft's
   bool trains = true;                    // false: the parameter is held and never changes
-  bool low_rank = false;                 // of an adapter
-  bool narrow = false;                   // held, in bfloat16 beside float32 (TrainedParameters::narrow)
-  bool mapped = false;                   // narrow, and read in a file (TrainedParameters::mapped_parameters)
-  bool quantised = false;                // held, in few bits (TrainedParameters::quantised_parameters)
-  bool in_parts = false;                 // where it is whole, a rank of tp has a part of its gradient
-  ReadTogether read = {};                // none: of no part, or read alone
+  bool added = false;                    // of an addition: absent from the model's files (shape/additions.h)
+  Start start = Start::own;
+  bool narrow = false;     // held, in bfloat16 beside float32 (TrainedParameters::narrow)
+  bool mapped = false;     // narrow, and read in a file (TrainedParameters::mapped_parameters)
+  bool quantised = false;  // held, in few bits (TrainedParameters::quantised_parameters)
+  bool in_parts = false;   // where it is whole, a rank of tp has a part of its gradient
+  ReadTogether read = {};  // none: of no part, or read alone
 };
 
 // weight += s b a: names of parameters. Several may have the same a.
-struct AdapterPart {
+struct AddedPair {
   std::string a, b, weight;
   std::string module;  // of transformers: "model.layers.0.self_attn.q_proj"; "model.layers.0.mlp.experts.down_proj"
   std::int64_t layer = -1, expert = -1;
 };
-std::vector<AdapterPart> adapter_parts(const ModelShape& shape);
+std::vector<AddedPair> added_pairs(const ModelShape& shape);
 
 // The parameters of a table, or of a list of units. Held parameters are narrow (in memory or mapped), quantised,
 // or neither.
@@ -145,7 +143,7 @@ inline bool belongs(const ParameterShape& parameter, Parameters which) {
   return false;
 }
 
-// Elements of trained matrices and adapters in layers: the experts', and all others.
+// Elements of trained matrices and additions in layers: the experts', and all others.
 struct TrainedWeights {
   std::int64_t layers = 0, experts = 0;
 };
@@ -156,7 +154,7 @@ inline bool keeps_its_dtype(const std::string& name) {
   return name.ends_with("e_score_correction_bias") || name.ends_with(".expert_bias");
 }
 
-// True for matrices that only products and look-ups read, without adapters and routers, which are small.
+// True for matrices that only products and look-ups read, without additions and routers, which are small.
 bool is_read_by_products(const ModelShape& shape, const ParameterShape& p);
 
 // In the order of the flat buffer. Matrices that one product reads together (q, k, v; gate, up) are neighbours, and

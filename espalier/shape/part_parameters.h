@@ -1,5 +1,5 @@
 // The parameters of a part of a layer, a mixer or an MLP, as the part lists them. Files, flat buffers, views, FLOPs,
-// adapters, shards and --train are loops over these lists.
+// additions, shards and --train are loops over these lists.
 #pragma once
 
 #include <array>
@@ -30,14 +30,14 @@ struct ProjectionShape {
   const char* name = "";
   Side out, in;
   bool bias = false;
-  std::int64_t rank = 0;  // of its adapter (AdapterShape): <name>.lora_A.weight, <name>.lora_B.weight; 0: none
+  std::int64_t rank = 0;  // of its addition (Additions), whose rows are pair_names; 0: none
   bool of_heads = false;  // every head reads all of its outputs
-  // The module of transformers that is this projection with its neighbours: they have one A, <joint>.lora_A.weight,
-  // which stands before the first of them, and a B each. "": an A of its own.
+  // The module of transformers that is this projection with its neighbours: they have one A, which stands before the
+  // first of them, and a B each. "": an A of its own.
   const char* joint = "";
   bool shares_a = false;  // not the first of them
 
-  std::int64_t low_rank() const { return rank * (out.size + (shares_a ? 0 : in.size)); }  // elements of the adapter
+  std::int64_t low_rank() const { return rank * (out.size + (shares_a ? 0 : in.size)); }  // elements of A and B
   std::int64_t weights() const { return out.size * in.size; }
   std::int64_t parameters() const { return weights() + (bias ? out.size : 0); }
 };
@@ -81,7 +81,7 @@ struct ProductShape {
     for (const ProjectionShape& part : parts) total += part.out.size;
     return total;
   }
-  // Elements of adapters that a row meets: an A as often as it is read, also where another product has it.
+  // Elements of additions that a row meets: an A as often as it is read, also where another product has it.
   std::int64_t low_rank_work() const {
     std::int64_t total = 0;
     for (std::size_t i = 0; i < parts.size(); ++i) {
@@ -112,8 +112,9 @@ struct TensorRow {
 // so that its own code finds each by its number; those that a layer lacks are added without parts.
 class PartParameters {
  public:
-  // Products whose matrices are neighbours in flat buffers: all weights, then all biases, then their adapters. `fused`:
-  // the tensor of files that holds them all; `joint`: the module of transformers that is all of them; "": each its own.
+  // Products whose matrices are neighbours in flat buffers: all weights, then all biases, then their additions.
+  // `fused`: the tensor of files that holds them all; `joint`: the module of transformers that is all of them; "": each
+  // its own.
   void add(std::vector<ProductShape> neighbours, const char* fused = "", const char* joint = "");
   void add(TensorRow tensor);
 

@@ -15,7 +15,7 @@
 #include "espalier/base/instruction_set.h"
 #include "espalier/base/quantised_rows.h"
 #include "espalier/base/random.h"
-#include "espalier/checkpoint/adapter.h"
+#include "espalier/checkpoint/added_values.h"
 #include "espalier/checkpoint/convert.h"
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/config/model_config.h"
@@ -29,16 +29,12 @@ namespace {
 
 bool is_norm(const std::string& name) { return name.find("norm") != std::string::npos; }
 bool is_bias(const std::string& name) { return name.ends_with(".bias"); }
-bool is_low_b(const Parameter& p) { return p.low_rank && p.name.ends_with(".lora_B.weight"); }
 
 // Draws the values of a parameter, in order.
 class StartValues {
  public:
   StartValues(const Parameter& whole, double deviation, Random random)
-      : kind_(is_norm(whole.name)                      ? Kind::one
-              : is_bias(whole.name) || is_low_b(whole) ? Kind::zero
-              : whole.low_rank                         ? Kind::uniform
-                                                       : Kind::normal),
+      : kind_(kind_of(whole)),
         width_(kind_ == Kind::uniform ? 1 / std::sqrt(static_cast<double>(whole.shape[1])) : deviation),
         random_(random) {}
 
@@ -67,6 +63,10 @@ class StartValues {
   }
 
   enum class Kind { one, zero, uniform, normal };
+  static Kind kind_of(const Parameter& p) {
+    if (p.start != Start::own) return p.start == Start::zero ? Kind::zero : Kind::uniform;
+    return is_norm(p.name) ? Kind::one : is_bias(p.name) ? Kind::zero : Kind::normal;
+  }
   Kind kind_;
   double width_;
   Random random_;
@@ -153,8 +153,8 @@ at::Tensor room_for_weights(const ModelState& state, const ParameterTable& table
   return has_padding(table) ? device.to_host(weights) : device.host_room(weights);
 }
 
-constexpr std::uint64_t kAdapterStream = std::uint64_t{1} << 40;  // beyond a model's own parameters
-Random adapter_numbers(std::uint64_t seed) { return Random(seed).fork(kAdapterStream); }
+constexpr std::uint64_t kAddedStream = std::uint64_t{1} << 40;  // beyond a model's own parameters
+Random added_numbers(std::uint64_t seed) { return Random(seed).fork(kAddedStream); }
 
 // Overwrites what is kept here of a whole parameter's values.
 void take(const std::vector<std::byte>& values, const Parameter& here, const Kept& kept, DType dtype,
@@ -165,20 +165,20 @@ void take(const std::vector<std::byte>& values, const Parameter& here, const Kep
                    static_cast<std::byte*>(host_bytes(flat)) + run.local * bytes, run.count);
 }
 
-// Start values of adapters, or values of a directory, whose modules_to_save take the place of the model's. `between`:
-// before each parameter.
-void fill_adapters(const ModelState& state, const AdapterChoice& choice, const at::Tensor& host, const at::Tensor& held,
-                   const std::function<void()>& between = {}) {
-  if (choice.rank == 0) return;
+// Start values of added rows, or values of a directory, which also take the place of the model's. `between`: before
+// each parameter.
+void fill_added(const ModelState& state, const AdditionChoice& choice, const at::Tensor& host, const at::Tensor& held,
+                const std::function<void()>& between = {}) {
+  if (!choice.exist()) return;
   if (!choice.directory.empty()) {
     ModelShape base = state.shape;
     base.trained = {};
-    const Adapter adapter(choice.directory, base);
+    const auto stored = open_added_values(choice.directory, base);
     const auto of = [&](const ParameterTable& table, const at::Tensor& flat) {
       for (const Parameter& p : table.parameters()) {
-        if (!adapter.has(p.name)) continue;
+        if (!stored->has(p.name)) continue;
         if (between) between();
-        take(adapter.values(p.name, state.dtype), p, table.kept(p), state.dtype, flat);
+        take(stored->values(p.name, state.dtype), p, table.kept(p), state.dtype, flat);
       }
     };
     of(state.table, host);
@@ -188,20 +188,20 @@ void fill_adapters(const ModelState& state, const AdapterChoice& choice, const a
   std::uint64_t stream = 0;
   const ParameterTable all(state.shape);
   for (const Parameter& whole : all.parameters()) {
-    if (!whole.low_rank) continue;
-    const Random own = adapter_numbers(choice.seed).fork(stream++);
+    if (!whole.added) continue;
+    const Random own = added_numbers(choice.seed).fork(stream++);
     const Parameter* const here = state.table.find(whole.name);
     if (here == nullptr) continue;
     if (between) between();
     Parameter drawn = whole;
-    if (choice.draws_b && is_low_b(whole)) drawn.name = "drawn";
+    if (choice.draws_all && whole.start == Start::zero) drawn.start = Start::uniform;
     fill(whole, *here, state.table.kept(*here), {drawn, state.shape.initializer_range, own}, host);
   }
 }
 
 // A critic's head that is not stored is drawn from `seed`.
 void load_weights(ModelState& state, const std::filesystem::path& directory, ValueHead head, std::uint64_t seed,
-                  const AdapterChoice& adapter, Progress& progress) {
+                  const AdditionChoice& added, Progress& progress) {
   state.source = directory;
   state.shape.stored_dtype = stored_dtype(directory).value_or(state.shape.stored_dtype);
   Device& device = state.decoder.device();
@@ -249,7 +249,7 @@ void load_weights(ModelState& state, const std::filesystem::path& directory, Val
         directory, state.quantised_table, state.shape.trained.quantised_form, host_bytes(state.quantised_weights),
         [&](std::int64_t done, std::int64_t) { progress.advance_to(wide + done); }, head);
   load_corrections(state, directory);
-  fill_adapters(state, adapter, host, held);
+  fill_added(state, added, host, held);
   device.to_device(host, state.weights);
   if (held.defined()) device.to_device(held, state.held_weights);
   if (narrow.defined()) device.to_device(narrow, state.narrow_weights);
@@ -291,7 +291,7 @@ namespace {
 
 // Held matrices stay in bfloat16 where all of them are stored so, and not in float64.
 void settle_narrow(ModelShape& shape, const std::filesystem::path& directory, DType dtype,
-                   const AdapterChoice& adapter) {
+                   const AdditionChoice& added) {
   if (!shape.trained.narrow || dtype == DType::float64) {
     shape.trained.narrow = false;
     return;
@@ -299,34 +299,18 @@ void settle_narrow(ModelShape& shape, const std::filesystem::path& directory, DT
   ModelShape base = shape;
   base.trained = {};
   const StoredTensors stored(directory);
-  std::optional<Adapter> changes;
-  if (!adapter.directory.empty()) changes.emplace(adapter.directory, base);
+  const auto changes = added.directory.empty() ? nullptr : open_added_values(added.directory, base);
   const ParameterTable table(shape, Parameters::narrow);
   shape.trained.narrow = std::ranges::all_of(table.parameters(), [&](const Parameter& p) {
     return stored.has(p.name) && stored.at(p.name).type == TensorType::BF16 && !(changes && changes->has(p.name));
   });
 }
 
-// "adapters of experts" or of shared experts, where some layer has such; null: none has.
-const char* adapted_experts(const ModelShape& shape) {
-  const char* found = nullptr;
-  for (const LayerShape& layer : shape.layer) {
-    if (!layer.has_experts()) continue;
-    const auto adapts = [&](std::size_t product) { return layer.adapted_alike.of_mlp(product); };
-    if (adapts(ExpertProductNumbers::gate_up) || adapts(ExpertProductNumbers::down)) return "adapters of experts";
-    if (adapts(ExpertProductNumbers::shared_gate_up) || adapts(ExpertProductNumbers::shared_down))
-      found = "adapters of shared experts";
-  }
-  return found;
-}
-
 // The model, without the weights that are not in files.
 std::unique_ptr<ModelState> made_model(ModelShape shape, const std::filesystem::path& directory, DType dtype,
-                                       const Mesh& mesh, const AdapterChoice& adapter, ValueHead head) {
-  settle_narrow(shape, directory, dtype, adapter);
-  if (const char* const experts = adapted_experts(shape); experts != nullptr && !bound_device().in_host_memory())
-    throw UnsupportedError({"--lora-target", "modules other than experts and shared experts on a GPU", experts,
-                            "use --device cpu, or leave them out of --lora-target"});
+                                       const Mesh& mesh, const AdditionChoice& added, ValueHead head) {
+  settle_narrow(shape, directory, dtype, added);
+  require_device_adds(shape, bound_device().in_host_memory());
   std::unique_ptr<const MappedWeights> mapped;
   if (shape.trained.narrow) {
     mapped = std::make_unique<const MappedWeights>(directory, local_shape(shape, mesh), head);
@@ -340,10 +324,10 @@ std::unique_ptr<ModelState> load_with_value_head(const std::filesystem::path& di
                                                  const TrainedChoice& train, const char* what) {
   model.shape = train_only(std::move(model.shape), train);
   const ValueHead head = model.head_is_stored ? ValueHead::stored : ValueHead::fresh;
-  auto state = made_model(model.shape, directory, dtype, mesh, train.adapter, head);
-  if (!model.head_is_stored && !train.adapter.value_head)
+  auto state = made_model(model.shape, directory, dtype, mesh, train.added, head);
+  if (!model.head_is_stored && !train.added.value_head)
     progress.note(text_of(directory.string(), " is a language model: ", what));
-  load_weights(*state, directory, head, seed, train.adapter, progress);
+  load_weights(*state, directory, head, seed, train.added, progress);
   return state;
 }
 
@@ -352,11 +336,11 @@ std::unique_ptr<ModelState> load_with_value_head(const std::filesystem::path& di
 std::unique_ptr<ModelState> load_model(const std::filesystem::path& directory, DType dtype, Progress& progress,
                                        const Mesh& mesh, const TrainedChoice& train) {
   if (train.scores)
-    return load_with_value_head(directory, read_reward_shape(directory), dtype, train.adapter.seed, progress, mesh,
-                                train, "the reward model gets a new head, drawn from --seed");
-  auto state = made_model(train_only(read_model_shape(directory), train), directory, dtype, mesh, train.adapter,
+    return load_with_value_head(directory, read_reward_shape(directory), dtype, train.added.seed, progress, mesh, train,
+                                "the reward model gets a new head, drawn from --seed");
+  auto state = made_model(train_only(read_model_shape(directory), train), directory, dtype, mesh, train.added,
                           ValueHead::stored);
-  load_weights(*state, directory, ValueHead::stored, 0, train.adapter, progress);
+  load_weights(*state, directory, ValueHead::stored, 0, train.added, progress);
   return state;
 }
 
@@ -380,7 +364,7 @@ void require_same_layout(const ParameterTable& a, const ParameterTable& b) {
 
 std::unique_ptr<ModelState> model_beside(const ModelState& base, const ModelShape& given) {
   ModelShape shape = given;
-  ESPALIER_INTERNAL_EQ(base.mesh.world.size(), 1, "adapters beside each other");
+  ESPALIER_INTERNAL_EQ(base.mesh.world.size(), 1, "additions beside each other");
   std::unique_ptr<const MappedWeights> mapped;
   if (shape.trained.narrow) {
     mapped = std::make_unique<const MappedWeights>(base.source, local_shape(shape, base.mesh), ValueHead::stored);
@@ -397,16 +381,16 @@ std::unique_ptr<ModelState> model_beside(const ModelState& base, const ModelShap
 
 }  // namespace
 
-std::unique_ptr<ModelState> adapted_model(const ModelState& base, const AdapterChoice& adapter,
+std::unique_ptr<ModelState> adapted_model(const ModelState& base, const AdditionChoice& added,
                                           const std::function<void()>& between) {
-  TrainedChoice choice("all", adapter);
+  TrainedChoice choice("all", added);
   choice.narrow = base.shape.trained.narrow;
   choice.held = base.shape.trained.quantised_form.kind;
   ModelShape shape = base.shape;
   shape.trained = {};
   auto model = model_beside(base, train_only(std::move(shape), choice));
   const at::Tensor host = room_for_weights(*model, model->table, model->weights);
-  fill_adapters(*model, adapter, host, {}, between);
+  fill_added(*model, added, host, {}, between);
   base.decoder.device().to_device(host, model->weights);
   return model;
 }
@@ -418,15 +402,9 @@ std::unique_ptr<ModelState> snapshot_of(const ModelState& model) {
   return copy;
 }
 
-std::unique_ptr<Decoder> decoder_without_adapters(const ModelState& model) {
-  ModelViews views = model.decoder.weights();
-  for (LayerViews& layer : views.layers) {
-    for_each_projection(layer, [](Projection& projection) { projection.low_rank.clear(); });
-    layer.expert_gate_up_low_rank.clear(), layer.expert_down_low_rank.clear();
-  }
-  views.head_low_rank = {};
-  return std::make_unique<Decoder>(model.decoder.local(), std::move(views), model.decoder.device(), model.mesh,
-                                   model.decoder.gathering());
+std::unique_ptr<Decoder> decoder_without_additions(const ModelState& model) {
+  return std::make_unique<Decoder>(model.decoder.local(), without_additions(model.decoder.weights()),
+                                   model.decoder.device(), model.mesh, model.decoder.gathering());
 }
 
 std::unique_ptr<ModelState> random_model(const ModelShape& given, DType dtype, std::uint64_t seed, const Mesh& mesh) {
@@ -440,12 +418,12 @@ std::unique_ptr<ModelState> random_model(const ModelShape& given, DType dtype, s
   const at::Tensor host = room_for_weights(*state, state->table, state->weights),
                    held = room_for_weights(*state, state->held_table, state->held_weights),
                    narrow = room_for_weights(*state, state->narrow_table, state->narrow_weights);
-  const Random adapters = adapter_numbers(seed);  // the model's own numbers are the same without adapters
-  std::uint64_t stream = 0, adapter_stream = 0;
+  const Random added = added_numbers(seed);  // the model's own numbers are the same without additions
+  std::uint64_t stream = 0, added_stream = 0;
   const ParameterTable all(shape);
   std::vector<Random> of_parameter;
   for (const Parameter& whole : all.parameters())
-    of_parameter.push_back(whole.low_rank ? adapters.fork(adapter_stream++) : random.fork(stream++));
+    of_parameter.push_back(whole.added ? added.fork(added_stream++) : random.fork(stream++));
   const auto draw = [&](std::size_t i) {
     const Parameter& whole = all.parameters()[i];
     const StartValues start(whole, shape.initializer_range, of_parameter[i]);

@@ -51,10 +51,9 @@ struct ModelState {
 // This rank's part of a model. Errors: as LocalShape.
 LocalShape local_shape(const ModelShape& shape, const Mesh& mesh);
 
-// Weights of a Hugging Face directory, converted to dtype, and adapters. `train`: the parameters that train; with
+// Weights of a Hugging Face directory, converted to dtype, and additions. `train`: the parameters that train; with
 // train.scores the model is a reward model, or a language model with a new head, reported in a note. Errors: as
-// read_model_shape, train_only, load_parameters and Adapter; UnsupportedError for adapters of experts or shared experts
-// on a GPU.
+// read_model_shape, train_only, load_parameters, open_added_values and require_device_adds.
 std::unique_ptr<ModelState> load_model(const std::filesystem::path& directory, DType dtype, Progress& progress,
                                        const Mesh& mesh = mesh_of_one(), const TrainedChoice& train = {});
 
@@ -65,20 +64,19 @@ std::unique_ptr<ModelState> load_value_model(const std::filesystem::path& direct
                                              Progress& progress, const Mesh& mesh = mesh_of_one(),
                                              const TrainedChoice& train = {});
 
-// A model with an adapter of its own over the held weights of `base`, a frozen model (TrainedChoice::frozen) on one
-// rank, whose tensors it shares. Many such models train beside each other. `between`, if there is one, is called before
-// each parameter of the adapter. Errors: as train_only and Adapter.
-std::unique_ptr<ModelState> adapted_model(const ModelState& base, const AdapterChoice& adapter,
+// A model with additions of its own to the held weights of `base`, a frozen model (TrainedChoice::frozen) on one rank,
+// whose tensors it shares. Many such models train beside each other. `between`, if there is one, is called before each
+// added parameter. Errors: as train_only and open_added_values.
+std::unique_ptr<ModelState> adapted_model(const ModelState& base, const AdditionChoice& added,
                                           const std::function<void()>& between = {});
-// The same with the values that the adapter has now, which later updates of `model` do not change.
+// The same with the values that the additions have now, which later updates of `model` do not change.
 std::unique_ptr<ModelState> snapshot_of(const ModelState& model);
 
-// A decoder with the same weights and without the adapters. The model must outlive it.
-std::unique_ptr<Decoder> decoder_without_adapters(const ModelState& model);
+// A decoder with the model's own parameters and without additions. The model must outlive it.
+std::unique_ptr<Decoder> decoder_without_additions(const ModelState& model);
 
 // Random weights, for most families as in Hugging Face: parameters of norms 1, biases 0, all others normal(0,
-// initializer_range); adapters as in peft: A uniform within 1 / sqrt(inputs), B 0. The same numbers on every machine
-// and under every layout.
+// initializer_range); added rows as they say (Start). The same numbers on every machine and under every layout.
 std::unique_ptr<ModelState> random_model(const ModelShape& shape, DType dtype, std::uint64_t seed,
                                          const Mesh& mesh = mesh_of_one());
 

@@ -23,7 +23,7 @@ std::string literal(const std::string& name) {
 // head trains whatever the words are.
 TrainedChoice stored_choice(const Options& options, const std::string& words, const std::string& directory,
                             const ModelShape& base, bool trains) {
-  AdapterChoice adapter;
+  AdditionChoice adapter;
   adapter.seed = static_cast<std::uint64_t>(options.seed);
   const Adapter stored(directory, base);
   if (trains && stored.dropout() > 0)
@@ -73,7 +73,7 @@ TrainedChoice choice_of(const Options& options, const std::string& words, const 
                         bool scores) {
   TrainedChoice choice(words);
   if (directory.empty()) {
-    AdapterChoice& adapter = choice.adapter;
+    AdditionChoice& adapter = choice.added;
     adapter.seed = static_cast<std::uint64_t>(options.seed);
     adapter.rank = options.lora_rank, adapter.alpha = options.lora_alpha, adapter.root_of_rank = options.use_rslora;
     adapter.target = options.lora_target;
@@ -81,9 +81,9 @@ TrainedChoice choice_of(const Options& options, const std::string& words, const 
     const std::string model = model_source(options);
     choice = stored_choice(options, words, directory, scores ? read_reward_shape(model).shape : read_model_shape(model),
                            trains);
-    if (options.lora_rank > 0 && options.lora_rank != choice.adapter.rank)
-      throw OptionError({"--lora-rank", text_of(choice.adapter.rank, ", that of ", directory),
-                         text_of(options.lora_rank), "leave --lora-rank out: the adapter has its own"});
+    if (options.lora_rank > 0 && options.lora_rank != choice.added.rank)
+      throw OptionError({"--lora-rank", text_of(choice.added.rank, ", that of ", directory), text_of(options.lora_rank),
+                         "leave --lora-rank out: the adapter has its own"});
   }
   choice.scores = scores;
   set_held(options, choice);
@@ -122,7 +122,7 @@ std::string kinds_of(const std::set<std::string>& modules) {
 constexpr std::uint64_t kCriticStream = std::uint64_t{1} << 41;  // of --seed: beyond the actor's adapter
 
 // A fresh adapter like the actor's.
-AdapterChoice like_actor(AdapterChoice adapter) {
+AdditionChoice like_actor(AdditionChoice adapter) {
   if (adapter.modules) adapter.target = kinds_of(*adapter.modules);
   adapter.modules = nullptr, adapter.directory.clear(), adapter.value_head = false;
   adapter.seed = Random(adapter.seed).fork(kCriticStream).key();
@@ -141,6 +141,15 @@ TrainedChoice trained_choice(const Options& options) {
   const bool resumes = options.adapter.empty() && !options.resume.empty() && is_adapter(options.resume);
   return choice_of(options, options.train, resumes ? options.resume : options.adapter, true,
                    options.objective == ObjectiveKind::reward);
+}
+
+bool asks_for_additions(const Options& options) { return options.lora_rank > 0 || !options.adapter.empty(); }
+
+void require_no_additions(const Options& options, const std::string& when, const std::string& remedy) {
+  if (options.lora_rank > 0)
+    throw OptionError({"--lora-rank", "0 " + when, text_of(options.lora_rank), remedy + ", or leave --lora-rank out"});
+  if (!options.adapter.empty())
+    throw OptionError({"--adapter", "none " + when, options.adapter, remedy + ", or leave --adapter out"});
 }
 
 bool scores_answers(const Options& options) {
@@ -170,7 +179,7 @@ std::optional<CriticChoice> trained_critic(const Options& options) {
     adapter = std::exchange(source, base_of(source, kCriticRemedy));
   else if (!former.empty() && is_adapter(former))
     adapter = former;
-  CriticChoice critic{source, {options.train, like_actor(trained_choice(options).adapter)}};
+  CriticChoice critic{source, {options.train, like_actor(trained_choice(options).added)}};
   if (!adapter.empty())
     critic.train = stored_choice(options, options.train, adapter, read_critic_shape(source).shape, true);
   set_held(options, critic.train);

@@ -21,6 +21,10 @@ std::string model_source(const Options& options);
 // rank.
 TrainedChoice trained_choice(const Options& options);
 
+// True if the options ask for additions; and the refusal of these: `when` says where there can be none.
+bool asks_for_additions(const Options& options);
+void require_no_additions(const Options& options, const std::string& when, const std::string& remedy);
+
 // True if the model gives every answer one score: a ...ForSequenceClassification, or a language model with an adapter
 // of such a model.
 bool scores_answers(const Options& options);

@@ -5,7 +5,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/base/json.h"
-#include "espalier/checkpoint/adapter.h"
+#include "espalier/checkpoint/added_values.h"
 #include "espalier/checkpoint/json_file.h"
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/options/options_json.h"
@@ -60,7 +60,7 @@ Trace read_trace(const std::filesystem::path& directory) {
   trace.rollouts = path_member(directory, json, "rollouts", where);
   if (json.contains("positions") && json["positions"].is_number_integer())
     trace.positions = json["positions"].get<std::int64_t>();
-  if (json.contains("adapter")) trace.adapter = path_member(directory, json, "adapter", where);
+  if (json.contains(kAdapter)) trace.adapter = path_member(directory, json, kAdapter, where);
   try {
     trace.options = options_from_json(json.value("options", Json::object()), where);
     const Json dtype = json.value("dtype", Json("float32"));
@@ -77,6 +77,8 @@ Trace read_trace(const std::filesystem::path& directory) {
   std::ranges::sort(trace.checkpoints, {}, &Trace::Checkpoint::step);
   return trace;
 }
+
+void Trace::start(Options& given) const { given.model = model, given.adapter = adapter, given.resume.clear(); }
 
 TraceRecorder::Files::Files(const std::filesystem::path& target)
     : directory(target), rollouts((directory.path() / "rollouts.jsonl.gz").string()) {}
@@ -108,10 +110,10 @@ TraceRecorder::TraceRecorder(const std::filesystem::path& directory, std::int64_
   files_.emplace(directory);
   const std::filesystem::path folder = files_->directory.path();
   const DType accumulator = accumulator_of(model.dtype);
-  if (model.shape.trained.adapter.rank > 0) {
-    write_model_without_adapters(folder / "model", model);
-    write_adapter_directory(folder / kAdapter, model.shape, model.source.string(), whole_.table(), accumulator, masters,
-                            accumulator);
+  if (model.shape.trained.added.exist()) {
+    write_own_parameters(folder / "model", model);
+    write_added_values(folder / kAdapter, model.shape, model.source.string(), whole_.table(), accumulator, masters,
+                       accumulator);
   } else {
     write_changed_model(folder / "model", model, whole_, masters, accumulator);
   }
@@ -148,7 +150,7 @@ void TraceRecorder::finish() {
   json["dtype"] = name_of(model_.dtype);
   json["positions"] = model_.decoder.positions();  // decides the factors of longrope
   json["model"] = "model";
-  if (model_.shape.trained.adapter.rank > 0) json["adapter"] = kAdapter;
+  if (model_.shape.trained.added.exist()) json["adapter"] = kAdapter;
   json["rollouts"] = "rollouts.jsonl.gz";
   json["options"] = options_to_json(options_, 't');
   json["steps"] = steps_;

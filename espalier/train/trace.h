@@ -2,7 +2,7 @@
 //
 //   trace.json        versions, options, dtype, the steps and the checkpoints that were recorded
 //   rollouts.jsonl.gz records with `step` (other names as trace.json says)
-//   model/            the initial weights; with adapters, the weights below them as the model's files store them
+//   model/            the initial weights; with an adapter, the weights below it as the model's files store them
 //   adapter/          the initial adapter, of a run that has one, as peft stores it
 //   checkpoints/      step-000010.safetensors: the trained parameters after step 10, Hugging Face names
 #pragma once
@@ -36,6 +36,9 @@ struct Trace {
   Options options;                      // of the recorded run
   std::vector<Step> steps;              // ascending
   std::vector<Checkpoint> checkpoints;  // ascending
+
+  // Names the run's start in options of another run.
+  void start(Options& given) const;
 };
 
 // Errors: InputError with the file and the member that is missing or wrong.

@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "espalier/base/error.h"
-#include "espalier/checkpoint/adapter.h"
+#include "espalier/checkpoint/added_values.h"
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/device/host_values.h"
 #include "espalier/train/whole_values.h"
@@ -22,8 +22,8 @@ DType saved_dtype(SaveDType asked, const ModelShape& shape) {
 
 namespace {
 
-// Adapters of a source in fewer bits are kept as their masters are.
-ModelShape adapter_shape(ModelShape shape, DType accumulator) {
+// Additions to a source in fewer bits are kept as their masters are.
+ModelShape shape_as_masters(ModelShape shape, DType accumulator) {
   shape.stored_dtype = accumulator;
   return shape;
 }
@@ -32,11 +32,11 @@ void write_weights(const std::filesystem::path& directory, const ModelState& mod
                    const WholeValues& whole, SaveDType save_dtype, const std::string& base) {
   const ParameterValues masters = whole.of(optimizer.masters(), optimizer);
   if (!model.mesh.writes()) return whole.give(masters);
-  if (model.shape.trained.adapter.rank > 0) {
+  if (model.shape.trained.added.exist()) {
     const DType accumulator = accumulator_of(model.dtype);
-    return write_adapter_directory(directory, model.shape, base.empty() ? model.source.string() : base, whole.table(),
-                                   accumulator, masters,
-                                   saved_dtype(save_dtype, adapter_shape(model.shape, accumulator)));
+    return write_added_values(directory, model.shape, base.empty() ? model.source.string() : base, whole.table(),
+                              accumulator, masters,
+                              saved_dtype(save_dtype, shape_as_masters(model.shape, accumulator)));
   }
   write_changed_model(directory, model, whole, masters, saved_dtype(save_dtype, model.shape));
 }
@@ -54,7 +54,7 @@ void write_changed_model(const std::filesystem::path& directory, const ModelStat
                          .progress = {}});
 }
 
-void write_model_without_adapters(const std::filesystem::path& directory, const ModelState& model) {
+void write_own_parameters(const std::filesystem::path& directory, const ModelState& model) {
   ModelShape shape = model.shape;
   shape.trained = {};
   const ParameterTable table(shape);
@@ -104,7 +104,7 @@ void note_changed_files(const ModelState& model, Progress& progress) {
 
 std::int64_t bytes_of_saved_model(ModelShape shape, const std::filesystem::path& source, const Options& options) {
   const DType accumulator = accumulator_of(options.dtype);
-  const bool adapted = shape.trained.adapter.rank > 0;
+  const bool adapted = shape.trained.added.exist();
   shape.stored_dtype = adapted ? accumulator : stored_dtype(source).value_or(shape.stored_dtype);
   constexpr std::int64_t kParts = 3;  // masters and both moments
   const DType weights = saved_dtype(options.save_dtype, shape);

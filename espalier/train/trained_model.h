@@ -1,4 +1,4 @@
-// A model in training on disk: a Hugging Face directory (with adapters a directory as peft writes it), and beside its
+// A model in training on disk: a Hugging Face directory (with additions a directory of these), and beside its
 // weights, in espalier/, masters, moments and position.
 #pragma once
 
@@ -24,14 +24,14 @@ DType saved_dtype(SaveDType asked, const ModelShape& shape);
 void write_changed_model(const std::filesystem::path& directory, const ModelState& model, const WholeValues& whole,
                          const ParameterValues& masters, DType to);
 
-// On rank 0: fills a directory with the model below the adapters, every number as its source has it.
-void write_model_without_adapters(const std::filesystem::path& directory, const ModelState& model);
+// On rank 0: fills a directory with the model's own parameters, every number as its source has it.
+void write_own_parameters(const std::filesystem::path& directory, const ModelState& model);
 
 // Every rank calls the functions that write; rank 0 does, the others give it their share of each tensor.
 
 // Fills a directory, usually AtomicDirectory::path(), with the weights that the masters round to, and the other files
 // of the model's source. `save_dtype`: of the weights; source: that of most numbers in the source's files. `base`: the
-// model that an adapter's config names; empty: the model's source. `between`, if there is one, is called before each
+// model that files of additions name; empty: the model's source. `between`, if there is one, is called before each
 // tensor.
 void write_trained_weights(const std::filesystem::path& directory, const ModelState& model, const AdamW& optimizer,
                            SaveDType save_dtype, const std::string& base = "",

@@ -10,7 +10,7 @@
 #include "espalier/base/atomic_file.h"
 #include "espalier/base/error.h"
 #include "espalier/base/json.h"
-#include "espalier/checkpoint/adapter.h"
+#include "espalier/checkpoint/added_values.h"
 #include "espalier/checkpoint/atomic_output.h"
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/config/model_config.h"
@@ -109,10 +109,8 @@ class Training {
         actor_(*model_, options, machine_, &optimizer_) {
     model_->decoder.reserve_positions(data_.longest());
     for (const std::string& note : data_.notes()) progress.note("note: " + note);
-    if (adapts_experts(model_->shape) && !options.out.empty())
-      progress.note(
-          "the adapter of experts is written in peft's form (target_parameters); for vLLM, convert it: "
-          "python -m espalier.vllm_adapter ADAPTER OUT");
+    if (const std::string note = note_on_files(model_->shape); !note.empty() && !options.out.empty())
+      progress.note(note);
     if (options.objective == ObjectiveKind::reward && !options.out.empty())
       if (const std::string note = padding_note(source_of(options)); !note.empty()) progress.note(note);
     if (const auto critic = trained_critic(options)) load_critic_of(*critic);
@@ -396,14 +394,12 @@ class Training {
 
   void write_gradients() {
     const WholeValues actor(*model_), critic(critic_ ? critic_->model() : *model_);
-    const auto prefix = [](const ModelState& model) {
-      return model.shape.trained.adapter.rank > 0 ? peft_name("") : std::string();
-    };
+    constexpr AddedNames kNames = AddedNames::of_files;
     std::vector<NamedTensors> models{
-        {prefix(*model_), actor.table(), actor.of(actor_.gradients.flat()), AdapterNames::peft}};
+        {prefix_of_files(model_->shape), actor.table(), actor.of(actor_.gradients.flat()), kNames}};
     if (critic_)
-      models.push_back({"critic." + prefix(critic_->model()), critic.table(), critic.of(critic_->gradients().flat()),
-                        AdapterNames::peft});
+      models.push_back({"critic." + prefix_of_files(critic_->model().shape), critic.table(),
+                        critic.of(critic_->gradients().flat()), kNames});
     if (mesh_.writes()) return write_named_tensors(options_.gradients, models, accumulator_of(model_->dtype));
     for (const NamedTensors& model : models)
       for (const Parameter& parameter : model.table.parameters()) model.values(parameter);

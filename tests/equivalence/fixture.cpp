@@ -379,12 +379,12 @@ ModelShape with_head(ModelShape shape, bool critic) {
 }  // namespace
 
 TrainedChoice choice_of(const Options& o) {
-  return {o.train, AdapterChoice{.rank = o.lora_rank,
-                                 .alpha = o.lora_alpha,
-                                 .root_of_rank = o.use_rslora,
-                                 .target = o.lora_target,
-                                 .modules = {},
-                                 .directory = {}}};
+  return {o.train, AdditionChoice{.rank = o.lora_rank,
+                                  .alpha = o.lora_alpha,
+                                  .root_of_rank = o.use_rslora,
+                                  .target = o.lora_target,
+                                  .modules = {},
+                                  .directory = {}}};
 }
 
 ModelShape shape_of(const Case& c) {
@@ -529,7 +529,7 @@ std::unique_ptr<ModelState> tiny_model(const std::string& family, DType dtype, s
     const at::Tensor own = at::zeros({table.size()}, scalar_type(dtype));
     for (const Parameter& p : table.parameters())
       without_padding(parameter_in(own, p), p.shard)
-          .copy_(part_of(p.low_rank ? adapter_values(p, seed) : parameter_in(exact->weights, exact->table.at(p.name)),
+          .copy_(part_of(p.added ? adapter_values(p, seed) : parameter_in(exact->weights, exact->table.at(p.name)),
                          p.shard));
     bound_device().to_device(kept_of(own, table), weights);
   };
@@ -659,15 +659,15 @@ Merged merged(const ModelState& model) {
   out.weights = at::zeros({out.table.size()}, model.weights.options());
   const auto copy = [&](const ParameterTable& table, const at::Tensor& flat) {
     for (const Parameter& p : table.parameters())
-      if (!p.low_rank) parameter_in(out.weights, out.table.at(p.name)).copy_(parameter_in(flat, p));
+      if (!p.added) parameter_in(out.weights, out.table.at(p.name)).copy_(parameter_in(flat, p));
   };
   const at::Tensor trained = on_host(model.weights);
   copy(model.table, trained);
   copy(model.held_table, on_host(model.held_weights));
-  for (const AdapterPart& part : adapter_parts(model.shape))
-    parameter_in(out.weights, out.table.at(part.weight))
-        .addmm_(parameter_in(trained, model.table.at(part.b)), parameter_in(trained, model.table.at(part.a)), 1,
-                model.shape.trained.adapter.scale());
+  for (const AddedPair& pair : added_pairs(model.shape))
+    parameter_in(out.weights, out.table.at(pair.weight))
+        .addmm_(parameter_in(trained, model.table.at(pair.b)), parameter_in(trained, model.table.at(pair.a)), 1,
+                model.shape.trained.added.scale());
   return out;
 }
 
@@ -677,17 +677,17 @@ namespace {
 at::Tensor of_what_trains(const ModelState& model, const Merged& whole, const at::Tensor& gradient) {
   const at::Tensor out = at::empty({model.table.size()}, gradient.options()),
                    weights = on_host(model.weights).to(gradient.scalar_type());
-  const double scale = model.shape.trained.adapter.scale();
+  const double scale = model.shape.trained.added.scale();
   for (const Parameter& p : model.table.parameters()) {
     const at::Tensor own = parameter_in(out, p);
-    p.low_rank ? own.zero_() : own.copy_(parameter_in(gradient, whole.table.at(p.name)));
+    p.added ? own.zero_() : own.copy_(parameter_in(gradient, whole.table.at(p.name)));
   }
   const auto own = [&](const std::string& name) { return parameter_in(out, model.table.at(name)); };
   const auto value = [&](const std::string& name) { return parameter_in(weights, model.table.at(name)); };
-  for (const AdapterPart& part : adapter_parts(model.shape)) {  // several may have the same A
-    const at::Tensor grad = parameter_in(gradient, whole.table.at(part.weight));
-    own(part.a).addmm_(value(part.b).t(), grad, 1, scale);
-    own(part.b).addmm_(grad, value(part.a).t(), 1, scale);
+  for (const AddedPair& pair : added_pairs(model.shape)) {  // several may have the same A
+    const at::Tensor grad = parameter_in(gradient, whole.table.at(pair.weight));
+    own(pair.a).addmm_(value(pair.b).t(), grad, 1, scale);
+    own(pair.b).addmm_(grad, value(pair.a).t(), 1, scale);
   }
   return out;
 }

@@ -119,8 +119,8 @@ TEST_P(Adapters, NeitherGradientNorMomentIsHeldOfTheWeightsBesideThem) {
   const auto model = tiny_model(GetParam(), DType::float32, 1, false, mesh_of_one(), choice_of(c.options));
   AdamW optimizer(model->table, model->weights, {});
   std::int64_t expected = 0;
-  for (const AdapterPart& part : adapter_parts(model->shape)) {
-    const Parameter& weight = model->held_table.at(part.weight);
+  for (const AddedPair& pair : added_pairs(model->shape)) {
+    const Parameter& weight = model->held_table.at(pair.weight);
     expected += 3 * (weight.shape[0] + weight.shape[1]);
   }
   EXPECT_EQ(model->table.size(), expected);
@@ -178,7 +178,7 @@ std::vector<std::string> rows_and_variants() {
   std::vector<std::string> out = {"qwen3-next", "qwen3-next-plain", "qwen3-next-last", "qwen3-next-moe",
                                   "qwen3-moe-late"};
   for (const Family& row : model_families())
-    if (takes_adapters(tiny_shape(row.name))) out.push_back(row.name);
+    if (takes_additions(tiny_shape(row.name))) out.push_back(row.name);
   return out;
 }
 INSTANTIATE_TEST_SUITE_P(Families, AdaptersOfRows, ::testing::ValuesIn(rows_and_variants()),
@@ -196,7 +196,7 @@ TEST(AdapterFlops, AreTwoThirdsOfAFullUpdateAndTheAdaptersOwn) {
     return flops.layers;
   };
   const ModelShape adapted =
-      train_only(shape, TrainedChoice("all", AdapterChoice{.rank = 16, .modules = {}, .directory = {}}));
+      train_only(shape, TrainedChoice("all", AdditionChoice{.rank = 16, .modules = {}, .directory = {}}));
   std::int64_t low_rank = 0;
   for (const LayerShape& layer : adapted.layer) low_rank += layer_parameters(adapted, layer).low_rank();
   EXPECT_NEAR(both(adapted), 2.0 / 3 * both(shape) + 8.0 * 1000 * static_cast<double>(low_rank), 1e-9 * both(shape));
@@ -204,7 +204,7 @@ TEST(AdapterFlops, AreTwoThirdsOfAFullUpdateAndTheAdaptersOwn) {
 
 TEST(AdapterTargets, OfNothingOrOfWhatCannotHaveOneAreRefused) {
   const auto choice = [](const std::string& target, std::int64_t rank = 3, const std::string& words = "all") {
-    return TrainedChoice(words, AdapterChoice{.rank = rank, .target = target, .modules = {}, .directory = {}});
+    return TrainedChoice(words, AdditionChoice{.rank = rank, .target = target, .modules = {}, .directory = {}});
   };
   for (const char* target :
        {"", "nothing", "q_proj,", "embed_tokens", "(", "model[.]embed_tokens", "experts", "model.*"})

@@ -130,7 +130,7 @@ TEST_P(PathLatents, LogProbsHaveTheBitsOfADensePlan) {
 TEST_P(PathLatents, AdaptersHaveTheGradientOfTheChainRule) {
   Case c = latents_of(GetParam());
   c.options.lora_rank = 3, c.options.lora_alpha = 7, c.options.lora_target = "all-linear";
-  if (!takes_adapters(tiny_shape(GetParam()))) {
+  if (!takes_additions(tiny_shape(GetParam()))) {
     EXPECT_THROW(run_case(c), UnsupportedError);
     return;
   }
@@ -146,7 +146,7 @@ TEST_P(PathLatents, TakeTheBytesThatWerePredicted) {
     for (std::uint64_t seed = 1; seed <= 3; ++seed)
       for (const Plan& plan : all_plans({0, 17}))
         for (const DType dtype : {DType::float32, DType::float64, DType::bfloat16}) {
-          if (adapters && !takes_adapters(tiny_shape(GetParam()))) continue;
+          if (adapters && !takes_additions(tiny_shape(GetParam()))) continue;
           SCOPED_TRACE(text_of("seed ", seed, ", ", plan.name, ", ", name_of(dtype), adapters ? ", adapters" : ""));
           Case c = with(latents_of(GetParam()), plan);
           c.seed = seed;

@@ -89,7 +89,7 @@ std::vector<PathKind> LatentAttention::path_kinds(bool latents) const {
           {"values", "gradients of values", shape.value_width(), shape.heads}};
 }
 
-// Keys, values and their latents have adapters together: rows of the path are expanded by all of them.
+// Keys, values and their latents are adapted together: rows of the path are expanded by all of them.
 bool LatentAttention::adapts_expansion(const ProductBits& adapted) const {
   return adapted.of_mixer(key_value_latent) || adapted.of_mixer(key_value);
 }

@@ -5,7 +5,7 @@ namespace {
 
 constexpr Element kActivation = Element::activation, kAccumulator = Element::accumulator;
 
-// True if any product before the output's has an adapter.
+// True if any product before the output's is adapted.
 bool adapts_rows(const StateMixer& mixer, const BlockShape& b) {
   const std::uint32_t rest = ~(std::uint32_t{1} << mixer.output_product());
   return (b.layer.adapted_alike.mixer & rest) != 0;

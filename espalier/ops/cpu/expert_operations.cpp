@@ -47,27 +47,27 @@ void sort_by_expert(const at::Tensor& choice_RK, const SortedSlots& sorted) {
 // The row of one expert; undefined where there is none.
 at::Tensor row_of(const at::Tensor& x_E, std::int64_t e) { return x_E.defined() ? x_E.select(0, e) : at::Tensor(); }
 
-// An adapter of one expert.
+// A pair of one expert.
 LowRank one_of(const LowRank& of_all, std::int64_t e) {
   return {of_all.a_rK.select(0, e), of_all.b_Nr.select(0, e), of_all.first, of_all.scale};
 }
 
-// The adapters' products of one expert's rows, whose h and u stand in the first rows of the scratch.
-class ExpertAdapters {
+// The pairs' products of one expert's rows, whose h and u stand in the first rows of the scratch.
+class ExpertPairs {
  public:
-  ExpertAdapters(const ProductOperations& products, const ExpertScratch& scratch, std::int64_t e, std::int64_t rows)
+  ExpertPairs(const ProductOperations& products, const ExpertScratch& scratch, std::int64_t e, std::int64_t rows)
       : products_(products, moving_operations().scale), scratch_(scratch), e_(e), rows_(rows) {}
 
-  void add(const std::vector<LowRank>& adapters, const at::Tensor& out, const at::Tensor& x) const {
-    for (const LowRank& adapter : adapters) products_.add(out, x, one_of(adapter, e_), room());
+  void add(const std::vector<LowRank>& pairs, const at::Tensor& out, const at::Tensor& x) const {
+    for (const LowRank& pair : pairs) products_.add(out, x, one_of(pair, e_), room());
   }
-  void add_grad_input(const std::vector<LowRank>& adapters, const at::Tensor& grad_x, const at::Tensor& grad) const {
-    for (const LowRank& adapter : adapters) products_.add_grad_input(grad_x, grad, one_of(adapter, e_), room());
+  void add_grad_input(const std::vector<LowRank>& pairs, const at::Tensor& grad_x, const at::Tensor& grad) const {
+    for (const LowRank& pair : pairs) products_.add_grad_input(grad_x, grad, one_of(pair, e_), room());
   }
-  void add_grad_weight(const std::vector<LowRank>& grads, const std::vector<LowRank>& adapters, const at::Tensor& grad,
+  void add_grad_weight(const std::vector<LowRank>& grads, const std::vector<LowRank>& pairs, const at::Tensor& grad,
                        const at::Tensor& x) const {
     for (std::size_t i = 0; i < grads.size(); ++i)
-      products_.add_grad_weight(one_of(grads[i], e_), grad, x, one_of(adapters[i], e_), room(), scratch_.product);
+      products_.add_grad_weight(one_of(grads[i], e_), grad, x, one_of(pairs[i], e_), room(), scratch_.product);
   }
 
  private:
@@ -117,13 +117,13 @@ void add_experts(const SortedSlots& sorted, const ExpertWeights& weights, const 
     const at::Tensor rows_NM = scratch.rows_RM.narrow(0, 0, N);  // x, then the result
     expert.gather(x_RM, rows_NM);
     products.linear(expert.sorted_NW, rows_NM, weights.gate_up_EWM.select(0, e), row_of(weights.gate_up_bias_EW, e));
-    const ExpertAdapters adapters(products, scratch, e, N);
-    adapters.add(weights.gate_up_low_rank, expert.sorted_NW, rows_NM);
+    const ExpertPairs pairs(products, scratch, e, N);
+    pairs.add(weights.gate_up_low_rank, expert.sorted_NW, rows_NM);
     if (!sum_RM.defined()) continue;
     const at::Tensor act_NF = scratch.act_RF.narrow(0, 0, N);
     activation.swiglu(weights.activation, expert.sorted_NW, act_NF);
     products.linear(rows_NM, act_NF, weights.down_EMF.select(0, e), row_of(weights.down_bias_EM, e));
-    adapters.add(weights.down_low_rank, rows_NM, act_NF);
+    pairs.add(weights.down_low_rank, rows_NM, act_NF);
     expert.add_rows(rows_NM, weight_RK, sum_RM);
   }
 }
@@ -150,8 +150,8 @@ void add_experts_backward(const SortedSlots& sorted, const ExpertWeights& weight
     const at::Tensor grad_gate_up_NW = scratch.grad_gate_up_RW.narrow(0, 0, N);
     expert.gather(grad_sum_RM, rows_NM);
     products.linear_grad_input(act_NF, rows_NM, weights.down_EMF.select(0, e));
-    const ExpertAdapters adapters(products, scratch, e, N);
-    adapters.add_grad_input(weights.down_low_rank, act_NF, rows_NM);
+    const ExpertPairs pairs(products, scratch, e, N);
+    pairs.add_grad_input(weights.down_low_rank, act_NF, rows_NM);
     if (weight_RK.defined()) {
       const at::Tensor again_NF = grad_gate_up_NW.view({-1}).narrow(0, 0, act_NF.numel()).view(act_NF.sizes());
       activation.swiglu(weights.activation, expert.sorted_NW, again_NF);
@@ -165,14 +165,14 @@ void add_experts_backward(const SortedSlots& sorted, const ExpertWeights& weight
     activation.swiglu_backward(weights.activation, expert.sorted_NW, act_NF, grad_gate_up_NW, act_NF);
     if (grads.down_EMF.defined() || grads.down_bias_EM.defined())
       add_grad_weight(row_of(grads.down_EMF, e), row_of(grads.down_bias_EM, e), rows_NM, act_NF);
-    adapters.add_grad_weight(grads.down_low_rank, weights.down_low_rank, rows_NM, act_NF);
+    pairs.add_grad_weight(grads.down_low_rank, weights.down_low_rank, rows_NM, act_NF);
     if (grads.gate_up_EWM.defined() || grads.gate_up_bias_EW.defined() || !grads.gate_up_low_rank.empty()) {
       expert.gather(x_RM, rows_NM);
       add_grad_weight(row_of(grads.gate_up_EWM, e), row_of(grads.gate_up_bias_EW, e), grad_gate_up_NW, rows_NM);
-      adapters.add_grad_weight(grads.gate_up_low_rank, weights.gate_up_low_rank, grad_gate_up_NW, rows_NM);
+      pairs.add_grad_weight(grads.gate_up_low_rank, weights.gate_up_low_rank, grad_gate_up_NW, rows_NM);
     }
     products.linear_grad_input(rows_NM, grad_gate_up_NW, weights.gate_up_EWM.select(0, e));
-    adapters.add_grad_input(weights.gate_up_low_rank, rows_NM, grad_gate_up_NW);
+    pairs.add_grad_input(weights.gate_up_low_rank, rows_NM, grad_gate_up_NW);
     expert.add_rows(rows_NM, at::Tensor(), grad_x_sum_RM);
   }
 }

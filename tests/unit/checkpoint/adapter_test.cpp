@@ -234,13 +234,13 @@ TEST_F(AdapterTest, WrittenAndReadAgainItHasTheSameNumbers) {
   for (const ModelShape& base : {llama_shape(), moe_shape()}) {
     const ModelShape shape = train_only(
         base,
-        {"all", AdapterChoice{
+        {"all", AdditionChoice{
                     .rank = 2, .alpha = 6, .target = "q_proj,v_proj,o_proj,lm_head", .modules = {}, .directory = {}}});
     const ParameterTable table(shape, Parameters::trained);
     const std::vector<float> values = test::exact_values(table.size(), 11);
     const fs::path target = directory_ / "written";
-    write_adapter_directory(target, shape, "the/base", table, DType::float32, values_of(values.data(), sizeof(float)),
-                            DType::float32);
+    write_added_values(target, shape, "the/base", table, DType::float32, values_of(values.data(), sizeof(float)),
+                       DType::float32);
     const Adapter again(target, base);
     EXPECT_EQ(again.rank(), 2);
     EXPECT_EQ(again.scale(), 3);

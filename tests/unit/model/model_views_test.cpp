@@ -135,7 +135,7 @@ TEST(ModelViews, TakeEachParameterFromTheBufferThatHasIt) {
 TEST(ModelViews, AdaptersOfJoinedProjectionsStandAtTheirOutputs) {
   const LocalShape shape(train_only(
       small_shape(),
-      {"all", AdapterChoice{.rank = 2, .alpha = 8, .target = "v_proj,up_proj", .modules = {}, .directory = {}}}));
+      {"all", AdditionChoice{.rank = 2, .alpha = 8, .target = "v_proj,up_proj", .modules = {}, .directory = {}}}));
   const ParameterTable trained(shape, Parameters::trained), held(shape, Parameters::held);
   const std::vector<FlatParameters> both{numbered(trained), numbered(held, 1000)};
   const LayerViews layer = view_model(both, shape).layers[1];

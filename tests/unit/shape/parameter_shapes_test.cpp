@@ -150,27 +150,27 @@ TEST(ParameterShapes, ProjectionsHaveABitEach) {
 TEST(ParameterShapes, AdaptersStandBehindTheirProductAndAreCounted) {
   const ModelShape shape = train_only(
       dense_shape(),
-      {"all", AdapterChoice{.rank = 2, .target = "v_proj,down_proj,lm_head", .modules = {}, .directory = {}}});
+      {"all", AdditionChoice{.rank = 2, .target = "v_proj,down_proj,lm_head", .modules = {}, .directory = {}}});
   const auto parameters = listed(shape);
   EXPECT_EQ(names_of(parameters, "model.layers.1.self_attn.v_proj.lora"),
             (std::vector<std::string>{"_A.weight", "_B.weight"}));
   const ParameterShape& a = one(parameters, "model.layers.1.mlp.down_proj.lora_A.weight");
-  EXPECT_TRUE(a.low_rank && a.trains);
+  EXPECT_TRUE(a.added && a.trains);
   EXPECT_EQ(a.sides[0].size, 2);
   EXPECT_EQ(a.sides[1].size, 7);
   EXPECT_FALSE(one(parameters, "model.layers.1.mlp.down_proj.weight").trains);
   EXPECT_EQ(layer_parameters(shape, shape.at(0)).low_rank(), 2 * (4 + 6) + 2 * (6 + 7));
   EXPECT_EQ(trained_weights(shape).layers, 2 * (2 * (4 + 6) + 2 * (6 + 7)));
-  const std::vector<AdapterPart> parts = adapter_parts(shape);
-  ASSERT_EQ(parts.size(), 5u);
-  EXPECT_EQ(parts[0].module, "model.layers.0.self_attn.v_proj");
-  EXPECT_EQ(parts[0].weight, "model.layers.0.self_attn.v_proj.weight");
-  EXPECT_EQ(parts[4].b, "lm_head.lora_B.weight");
-  std::set<std::string> low_rank;
+  const std::vector<AddedPair> pairs = added_pairs(shape);
+  ASSERT_EQ(pairs.size(), 5u);
+  EXPECT_EQ(pairs[0].module, "model.layers.0.self_attn.v_proj");
+  EXPECT_EQ(pairs[0].weight, "model.layers.0.self_attn.v_proj.weight");
+  EXPECT_EQ(pairs[4].b, "lm_head.lora_B.weight");
+  std::set<std::string> added;
   for (const ParameterShape& p : parameters)
-    if (p.low_rank) low_rank.insert(p.name);
-  for (const AdapterPart& part : parts) EXPECT_TRUE(low_rank.contains(part.a) && low_rank.contains(part.b));
-  EXPECT_EQ(low_rank.size(), 10u);
+    if (p.added) added.insert(p.name);
+  for (const AddedPair& pair : pairs) EXPECT_TRUE(added.contains(pair.a) && added.contains(pair.b));
+  EXPECT_EQ(added.size(), 10u);
 }
 
 TEST(ParameterShapes, EachKindOfStorageHasItsOwn) {
