@@ -318,7 +318,7 @@ void Adapter::check(const std::string& parameter, Change& change, const Paramete
 
 // The model with an adapter of every module that can have one; of experts, only of the modules in target_parameters.
 ModelShape Adapter::joint_shape(const ModelShape& base, std::int64_t rank) const {
-  ModelShape all = with_every_adapter(base, rank);
+  ModelShape all = with_every_addition(base, rank);
   std::vector<AdaptedLayer> of_layer;
   for (std::int64_t layer = 0; layer < all.layers(); ++layer) {
     AdaptedLayer& adapted = of_layer.emplace_back(all.at(layer).adapted);

@@ -1,8 +1,6 @@
 #include "espalier/checkpoint/adapter_places.h"
 
-#include <vector>
-
-#include "espalier/shape/additions.h"
+#include "espalier/shape/parameter_shapes.h"
 
 namespace espalier {
 
@@ -23,16 +21,6 @@ std::string saved_module(const std::string& tensor) {
   const bool of_module =
       tensor.ends_with(".weight") || tensor.ends_with(".bias") || tensor.find(".experts.") != tensor.npos;
   return of_module ? tensor.substr(0, tensor.rfind('.')) : tensor;
-}
-
-ModelShape with_every_adapter(ModelShape shape, std::int64_t rank) {
-  shape.trained = {};
-  shape.trained.added.rank = rank;
-  shape.trained.added.head = !shape.value_head;
-  constexpr std::uint32_t kAll = ~std::uint32_t{0};
-  const AdaptedLayer every = takes_additions(shape) ? AdaptedLayer{kAll, kAll} : AdaptedLayer{};
-  set_adapted(shape, std::vector<AdaptedLayer>(shape.layer.size(), every));
-  return shape;
 }
 
 }  // namespace espalier

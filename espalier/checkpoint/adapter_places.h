@@ -30,7 +30,4 @@ std::map<std::string, FilePlace> adapter_places(const ModelShape& shape);
 // The module of modules_to_save that a tensor of a model's files belongs to; the experts of a layer are one.
 std::string saved_module(const std::string& tensor);
 
-// The model with an adapter of every module that can have one.
-ModelShape with_every_adapter(ModelShape shape, std::int64_t rank);
-
 }  // namespace espalier

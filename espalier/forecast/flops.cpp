@@ -93,9 +93,10 @@ Flops flops_of_layers(const ModelShape& s, std::int64_t first, const Work& work,
                        });
 }
 
-// The product of embedded rows for the inputs of all layers.
-double input_flops(const ModelShape& s, const Work& work) {
-  return 2 * static_cast<double>(work.rows) * static_cast<double>(outer_parameters(s).layer_projection.weights());
+// The product of embedded rows for the inputs of all layers. An adapted one does not train.
+double input_flops(const ModelShape& s, const Work& work, Times times) {
+  const ProjectionShape p = outer_parameters(s).layer_projection;
+  return product_flops({.parts = {p}}, p.rank == 0, static_cast<double>(work.rows), times);
 }
 
 double head_flops(const ModelShape& s, const Work& work) {
@@ -106,14 +107,15 @@ double head_flops(const ModelShape& s, const Work& work) {
 
 Flops forward_flops(const ModelShape& s, const Work& work, bool all_rows_choose) {
   Flops flops = flops_of_layers(s, 0, work, all_rows_choose, Times::forward);
-  flops.layers += input_flops(s, work);
+  flops.layers += input_flops(s, work, Times::forward);
   flops.head = head_flops(s, work) + head_low_rank(s, work);
   return flops;
 }
 
 Flops backward_flops(const ModelShape& s, const Work& work, bool all_rows_choose) {
   Flops flops = flops_of_layers(s, s.trained.first_layer, work, all_rows_choose, Times::backward);
-  if (s.trained.input) flops.layers += 3 * input_flops(s, work);  // the product again, and two of its backward
+  if (s.trained.input)  // the product again, and its backward
+    flops.layers += input_flops(s, work, Times::forward) + input_flops(s, work, Times::backward);
   flops.head = (s.trained.head ? 2 : 1) * head_flops(s, work) + 3 * head_low_rank(s, work);
   return flops;
 }

@@ -91,6 +91,7 @@ LookUpBuffers::LookUpBuffers(const BufferSizes& sizes, std::int64_t rows, bool b
   context_TW = add("product of embedded rows", rows, W);
   looked_up_TW = add("rows of the table of layers", rows, W);
   rstd_N = add("1/rms of layers' parts", rows * sizes.shape.layers(), Buffer::kVector, kAccumulator);
+  if (sizes.shape.trained.added.layer_inputs) nest(0, low_rank_bytes(sizes, rows));
   if (!backward) return;
   normed_TW = add("normalised product", rows, W);
   grad_context_TW = add("gradient of the product", rows, W);

@@ -51,6 +51,21 @@ void for_each_slot(const ModelShape& shape, std::int64_t number, Adapted& adapte
 
 constexpr const char* kHead = "lm_head";
 
+// A projection outside of layers that can be adapted, and the member that says so.
+struct OuterSlot {
+  Adaptable adaptable;
+  ProjectionShape projection;
+  bool Additions::*adapted;
+};
+std::vector<OuterSlot> outer_slots(const ModelShape& shape) {
+  std::vector<OuterSlot> out;
+  const OuterParameters outer = outer_parameters(shape);
+  if (!shape.value_head) out.push_back({{kHead, false}, adapted_head(shape), &Additions::head});
+  if (const ProjectionShape& p = outer.layer_projection; p.weights() > 0)
+    out.push_back({{p.name}, p, &Additions::layer_inputs});
+  return out;
+}
+
 std::vector<Adaptable> all_adaptable(const ModelShape& shape) {
   std::vector<Adaptable> out;
   std::set<std::string> seen;
@@ -60,7 +75,7 @@ std::vector<Adaptable> all_adaptable(const ModelShape& shape) {
       if (seen.insert(one.module).second) out.push_back(one);
     });
   }
-  if (!shape.value_head) out.push_back({kHead, false});
+  for (const OuterSlot& slot : outer_slots(shape)) out.push_back(slot.adaptable);
   return out;
 }
 
@@ -88,9 +103,8 @@ std::function<bool(const Adaptable&)> target_of(const std::string& item) {
 // A matrix of the model that the item names and that cannot be adapted here; empty: there is none.
 std::string named_beside(const ModelShape& shape, const std::string& item) {
   const OuterParameters outer = outer_parameters(shape);
-  if (item == "all-linear") return outer.layer_projection.name;
-  for (const char* const name : {outer.embedding.name, outer.layer_embedding.name, outer.layer_projection.name})
-    if (name[0] != '\0' && target_of(item)({name})) return name;
+  for (const char* const name : {outer.embedding.name, outer.layer_embedding.name})
+    if (name[0] != '\0' && item != "all-linear" && target_of(item)({name})) return name;
   return {};
 }
 
@@ -139,9 +153,12 @@ void add_additions(ModelShape& shape, const AdditionChoice& choice) {
                     bits |= bit;
                     if (p.out.size > 1) check_rank(p, one.module);  // a gate has one output
                   });
-  const bool head = chosen.contains(kHead);
-  if (head) check_rank({kHead, {shape.vocabulary}, {shape.hidden}}, kHead);
-  shape.trained.added = {choice.rank, choice.alpha, choice.root_of_rank, head};
+  shape.trained.added = {choice.rank, choice.alpha, choice.root_of_rank};
+  for (const OuterSlot& slot : outer_slots(shape)) {
+    if (!chosen.contains(slot.adaptable.module)) continue;
+    check_rank(slot.projection, slot.adaptable.module);
+    shape.trained.added.*slot.adapted = true;
+  }
   set_adapted(shape, of_layer);
 }
 
@@ -164,7 +181,8 @@ std::string words_with_additions(const ModelShape& shape, const std::string& wor
                     if ((bits & bit) == 0 || p.shares_a) return;
                     layers_of[one.module.substr(layer_prefix(layer).size())] += text_of(" ", layer);
                   });
-  if (added.head) layers_of[kHead] = "";
+  for (const OuterSlot& slot : outer_slots(shape))
+    if (added.*slot.adapted) layers_of[slot.adaptable.module] = "";
   std::string out = text_of(words == "all" ? "" : words + " ", "lora(r=", added.rank, ", alpha=", added.alpha,
                             added.root_of_rank ? ", rslora)" : ")");
   for (const auto& [name, layers] : layers_of) out += " " + name + layers;
@@ -207,6 +225,16 @@ bool takes_additions(const ModelShape& shape) {
   const ParameterNames& names = shape.names;
   return !names.half_blocks && names.fused_shared[0] == '\0' && names.stacked_gate_up[0] == '\0' &&
          names.stacked_down[0] == '\0';
+}
+
+ModelShape with_every_addition(ModelShape shape, std::int64_t rank) {
+  shape.trained = {};
+  shape.trained.added.rank = rank;
+  for (const OuterSlot& slot : outer_slots(shape)) shape.trained.added.*slot.adapted = true;
+  constexpr std::uint32_t kAll = ~std::uint32_t{0};
+  const AdaptedLayer every = takes_additions(shape) ? AdaptedLayer{kAll, kAll} : AdaptedLayer{};
+  set_adapted(shape, std::vector<AdaptedLayer>(shape.layer.size(), every));
+  return shape;
 }
 
 double Additions::scale() const {

@@ -65,6 +65,9 @@ bool takes_additions(const ModelShape& shape);
 // Sets which projections of each layer are adapted, and what follows from it.
 void set_adapted(ModelShape& shape, const std::vector<AdaptedLayer>& of_layer);
 
+// The model with an addition of every module that can have one.
+ModelShape with_every_addition(ModelShape shape, std::int64_t rank);
+
 // Modules that can be adapted, as transformers calls them: "model.layers.0.self_attn.q_proj", "lm_head";
 // "model.layers.0.mlp.experts.gate_up_proj", the parameter of all experts of a layer.
 std::vector<std::string> adaptable_modules(const ModelShape& shape);

@@ -89,7 +89,8 @@ struct Additions {
   std::int64_t rank = 0;  // r; 0: there are none
   double alpha = 16;
   bool root_of_rank = false;
-  bool head = false;  // the language-model head has one; of a tied head the look-up has none
+  bool head = false;          // the language-model head has one; of a tied head the look-up has none
+  bool layer_inputs = false;  // the product of embedded rows for layers' inputs has one
 
   bool exist() const { return rank > 0; }
   double scale() const;

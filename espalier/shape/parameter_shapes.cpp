@@ -432,7 +432,8 @@ OuterParameters outer_parameters(const ModelShape& shape) {
   if (const LayerInputs& inputs = shape.layer_inputs; inputs.width > 0) {
     const Side W{inputs.width * shape.layers()};
     p.layer_embedding = {"model.embed_tokens_per_layer", {inputs.vocabulary}, W};
-    p.layer_projection = {"model.per_layer_model_projection", W, M};
+    const Additions& added = shape.trained.added;
+    p.layer_projection = {"model.per_layer_model_projection", W, M, false, added.layer_inputs ? added.rank : 0};
     p.layer_projection_norm = {"model.per_layer_projection_norm", inputs.width};
   }
   if (shape.tied_head) p.head = {"lm_head", {}, M};
@@ -479,6 +480,7 @@ void for_each_shape(const ModelShape& shape, const Visits& visits) {
   walk.outer(outer.embedding);
   walk.outer(outer.layer_embedding);
   walk.outer(outer.layer_projection);
+  walk.addition(outer.layer_projection);
   walk.norm(outer.layer_projection_norm);
   for (std::int64_t layer = 0; layer < shape.layers(); ++layer)
     visit_layer(shape, layer_parameters(shape, shape.at(layer)), layer, files, visits);
@@ -518,8 +520,9 @@ std::vector<AddedPair> added_pairs(const ModelShape& shape) {
 std::int64_t ModelShape::parameters() const {
   const OuterParameters outer = outer_parameters(*this);
   std::int64_t total = outer.embedding.parameters() + outer.layer_embedding.parameters() +
-                       outer.layer_projection.parameters() + outer.layer_projection_norm.parameters() +
-                       outer.final_norm.parameters() + outer.head.parameters() + adapted_head(*this).low_rank();
+                       outer.layer_projection.parameters() + outer.layer_projection.low_rank() +
+                       outer.layer_projection_norm.parameters() + outer.final_norm.parameters() +
+                       outer.head.parameters() + adapted_head(*this).low_rank();
   for (const LayerShape& one : layer) {
     const LayerParameters p = layer_parameters(*this, one);
     total += p.parameters() + p.low_rank() + p.experts * p.expert_low_rank();

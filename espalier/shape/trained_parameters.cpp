@@ -214,6 +214,7 @@ void derive(ModelShape& shape, const std::vector<bool>& trains) {
     if (!trains[index++]) return;
     if (p.added) {  // the weights that it stands beside do not train
       if (p.layer >= 0) trained.first_layer = std::min(trained.first_layer, p.layer);
+      trained.input = trained.input || of_layer_inputs(outer, p.name);
       return;
     }
     if (p.layer < 0) {

@@ -125,14 +125,6 @@ def test_what_cannot_be_had_is_refused_by_name(changes, word, espalier, tmp_path
     assert word in espalier("plan", "--model", model, "--rollouts", file, expect=4).stderr
 
 
-def test_the_product_for_inputs_of_layers_takes_no_adapter(espalier, tmp_path):
-    model = make_model("gemma4_reads", tmp_path / "model", seed=SEED)
-    file = write_records(make_rollouts(SEED), tmp_path / "rollouts.jsonl")
-    words = ("train", "--model", model, "--rollouts", file, "--out", tmp_path / "out", "--lora-rank", 2, "--lora-target")
-    assert "per_layer_model_projection" in espalier(*words, "all-linear", expect=2).stderr
-    espalier(*words, "q_proj,k_proj,down_proj,per_layer_input_gate,per_layer_projection")
-
-
 @pytest.mark.parametrize("option", ["--cp", "--pp", "--tp"])
 def test_layouts_of_models_whose_layers_read_others_are_refused(option, espalier, tmp_path):
     model = make_model("gemma4_reads", tmp_path / "model", seed=SEED)

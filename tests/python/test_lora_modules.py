@@ -20,8 +20,7 @@ peft = pytest.importorskip("peft")
 TAKEN_FOR_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj"}
 # Halves of blocks, and matrices that files stack.
 WITHOUT_ADAPTERS = ["granite_hybrid", "granite_hybrid_moe", "granite_moe", "granite_moe_shared", "nemotron_h", "nemotron_h_moe"]
-# One module of gemma4_reads takes no adapter (test_gemma4.py).
-ADAPTED = [family for family in FAMILIES if family not in [*WITHOUT_ADAPTERS, "gemma4_reads"]]
+ADAPTED = [family for family in FAMILIES if family not in WITHOUT_ADAPTERS]
 UNTIED = [family for family in FAMILIES if not FAMILIES[family]["tied"]]
 
 
