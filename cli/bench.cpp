@@ -21,10 +21,12 @@ constexpr BenchColumn kColumns[] = {{"dense", &BenchCell::dense},
                                     {"phased", &BenchCell::phased},
                                     {"auto", &BenchCell::automatic}};
 
+// A schedule that did not run (--schedule) has null.
 template <class Member>
 Json by_schedule(const BenchCell& cell, Member member) {
   Json out;
-  for (const BenchColumn& column : kColumns) out[column.name] = cell.*column.measure.*member;
+  for (const BenchColumn& column : kColumns)
+    out[column.name] = (cell.*column.measure).runs.empty() ? Json(nullptr) : Json(cell.*column.measure.*member);
   return out;
 }
 
@@ -73,7 +75,11 @@ void print_cell(std::ostream& out, const BenchCell& cell) {
   const auto mebibytes = [](std::int64_t bytes) { return static_cast<double>(bytes) / (1 << 20); };
   out << std::setw(15) << text_of(cell.prefix, "/", cell.suffix) << std::setw(4) << cell.n << " |" << std::fixed
       << std::setprecision(3);
-  for (const BenchColumn& column : kColumns) out << std::setw(7) << (cell.*column.measure).seconds;
+  for (const BenchColumn& column : kColumns) {
+    const BenchMeasure& measure = cell.*column.measure;
+    out << std::setw(7);
+    measure.runs.empty() ? out << '-' : out << measure.seconds;
+  }
   out << " |" << std::setprecision(2) << std::setw(9) << cell.speedup() << std::setw(8) << cell.ceiling
       << std::setprecision(0) << std::setw(4) << 100 * cell.fraction() << " % |" << std::setprecision(3) << std::setw(8)
       << automatic.predicted_seconds << " s |" << std::setprecision(0) << std::setw(6)

@@ -134,6 +134,15 @@ constexpr Entrant kEntrants[] = {{"dense", &BenchCell::dense},
                                  {"phased", &BenchCell::phased},
                                  {"auto", &BenchCell::automatic}};
 
+// All of them, or dense and the schedule that is asked for.
+std::vector<Entrant> entrants_of(const Options& options) {
+  std::vector<Entrant> out;
+  for (const Entrant& entrant : kEntrants)
+    if (options.schedule == "auto" || options.schedule == entrant.schedule || entrant.measure == &BenchCell::dense)
+      out.push_back(entrant);
+  return out;
+}
+
 // The work of a cell.
 struct Task {
   TrainingData data;
@@ -176,7 +185,7 @@ std::vector<Task> tasks_of(const Options& options, const ModelShape& shape, Prog
 void require_fits(const Task& task, std::span<const HeldModel> held, Options options, const MachineProfile& machine,
                   const Mesh& mesh) {
   StepsFit fit;
-  for (const Entrant& entrant : kEntrants) {
+  for (const Entrant& entrant : entrants_of(options)) {
     options.schedule = entrant.schedule;
     fit.add(held, options, machine, task.data.mini_batch(0).rollouts, false, mesh);
   }
@@ -185,6 +194,9 @@ void require_fits(const Task& task, std::span<const HeldModel> held, Options opt
 
 BenchCell measure_cell(Actor& actor, const Options& options, const TrainingData& data, const CostModel& unfitted,
                        CostFit& fit, Progress& progress) {
+  constexpr double kTold = 10;  // seconds of a run that a note tells at once, in case that the others do not end
+  const std::vector<Entrant> entrants = entrants_of(options);
+  const bool all = options.schedule == "auto";
   const MiniBatch mini_batch = data.mini_batch(0);
   BenchCell cell;
   std::vector<double> product_rates;
@@ -192,8 +204,9 @@ BenchCell measure_cell(Actor& actor, const Options& options, const TrainingData&
   // Runs that are not timed: memory is touched for the first time, and on a GPU libraries choose and build their
   // kernels by the shapes of each schedule. The gradient of the last one, dense, is what the others are held to.
   if (!device.in_host_memory())
-    for (const char* schedule : {"packed", "phased"}) {
-      actor.options.schedule = schedule;
+    for (const Entrant& entrant : entrants) {
+      if (entrant.measure == &BenchCell::dense || entrant.measure == &BenchCell::automatic) continue;
+      actor.options.schedule = entrant.schedule;
       compute_gradient(actor, mini_batch, false);
     }
   actor.options.schedule = "dense";
@@ -210,9 +223,9 @@ BenchCell measure_cell(Actor& actor, const Options& options, const TrainingData&
                                    : product_flops_per_second(device, actor.model.dtype, kProductRows);
   };
   double before = product_rate();
-  progress.begin("measuring", options.repetitions * static_cast<std::int64_t>(std::size(kEntrants)), "runs");
+  progress.begin("measuring", options.repetitions * static_cast<std::int64_t>(entrants.size()), "runs");
   for (std::int64_t run = 0; run < options.repetitions; ++run)
-    for (const Entrant& entrant : kEntrants) {
+    for (const Entrant& entrant : entrants) {
       actor.options.schedule = entrant.schedule;
       GradientReport report = compute_gradient(actor, mini_batch, false);
       const double after = product_rate(), rate = (before + after) / 2;
@@ -231,14 +244,17 @@ BenchCell measure_cell(Actor& actor, const Options& options, const TrainingData&
       measure.flops = report.plan.chosen.flops;
       if (options.profile) measure.profile = report.profile;
       cell.ceiling = report.plan.ceiling;
-      if (entrant.measure == &BenchCell::automatic) cell.chosen = name_of(report.schedules.front());
+      if (&entrant == &entrants.back()) cell.chosen = name_of(report.schedules.front());
       measure.gradient_error = std::max(measure.gradient_error, distance(actor, dense, dense_norm));
-      plans[&entrant - kEntrants] = std::move(report.plan.items);
+      plans[&entrant - entrants.data()] = std::move(report.plan.items);
+      if (report.seconds.total >= kTold)
+        progress.note(text_of(entrant.schedule, ": ", std::lround(100 * report.seconds.total) / 100.0, " s"));
       progress.advance_to(++runs);
     }
   for (const Entrant& entrant : kEntrants) (cell.*entrant.measure).seconds = median((cell.*entrant.measure).runs);
-  for (std::size_t i = 0; i + 1 < std::size(kEntrants); ++i)
-    if (cell.same_plan.empty() && plans[i] == plans[std::size(kEntrants) - 1]) cell.same_plan = kEntrants[i].schedule;
+  if (!all) cell.automatic = cell.*entrants.back().measure;
+  for (std::size_t i = 0; i + 1 < entrants.size(); ++i)
+    if (cell.same_plan.empty() && plans[i] == plans[entrants.size() - 1]) cell.same_plan = entrants[i].schedule;
   cell.product_flops_per_second = median(product_rates);
   cell.fitted_steps = actor.machine.fitted_steps;
   cell.profile_flops_per_second = actor.machine.matrix_flops_per_second(kProductRows);

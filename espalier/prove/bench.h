@@ -1,5 +1,6 @@
 // `bench`: dense against packed, phased and auto, on the same rollouts and weights, in one process.
 //
+// With --schedule, dense against that schedule alone, which then stands in the place of auto as well.
 // Seconds are medians of alternating runs (dense, packed, phased, auto, dense, ...), so that changes in the machine's
 // speed affect all of them alike. The gradients of the timed runs themselves are compared with dense.
 #pragma once

@@ -43,6 +43,15 @@ def test_auto_says_whose_plan_it_runs(espalier, model_of, tmp_path):
     assert cell["same_plan"] == "dense"
 
 
+def test_a_schedule_that_is_named_is_timed_against_dense_alone(espalier, model_of, tmp_path):
+    (cell,), _ = cells(espalier, model_of("qwen3_tied"), tmp_path, "--schedule", "phased")
+    assert cell["seconds"]["packed"] is None and cell["runs"]["packed"] is None and cell["schedules"]["rows"]["packed"] is None
+    assert cell["seconds"]["auto"] == cell["seconds"]["phased"] > 0 and cell["chosen"] == "phased" and cell["gradient_error"] < 1e-5
+    assert cell["speedup"] == cell["seconds"]["dense"] / cell["seconds"]["phased"] and cell["schedules"]["rows"]["phased"] < cell["schedules"]["rows"]["dense"]
+    (cell,), _ = cells(espalier, model_of("qwen3_tied"), tmp_path, "--schedule", "dense")
+    assert cell["seconds"]["auto"] == cell["seconds"]["dense"] and cell["seconds"]["phased"] is None
+
+
 def test_a_profile_taken_on_a_busy_machine_is_measured_again(espalier, model_of, tmp_path):
     """Rates a hundredth of those found before: products run faster now than the profile says, whatever else the machine does."""
     cells(espalier, model_of("qwen3_tied"), tmp_path)
