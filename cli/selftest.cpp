@@ -1,5 +1,5 @@
 // `selftest`: every operation of the device against the CPU's answer in float64, and that it gives the same bits twice;
-// then how fast the large ones run.
+// then how fast the large ones run. An interrupted run tells the checks that it has done.
 #include <algorithm>
 #include <iomanip>
 #include <map>
@@ -101,7 +101,7 @@ int run_selftest(Context& context) {
     throw OptionError({"--only", "a text that occurs in the name of an operation", only,
                        "`espalier selftest` without --only lists the operations"});
   std::map<std::string, Tally> tallies;
-  Json checks = Json::array();
+  context.result["checks"] = Json::array();
   std::vector<std::string> failures;
   const double start = device.seconds();
   std::int64_t done = 0;
@@ -111,7 +111,7 @@ int run_selftest(Context& context) {
     tally.failed += check.pass() ? 0 : 1;
     if (check.error > 0) tally.worst = std::max(tally.worst, check.error / check.allowed);
     if (!check.pass()) failures.push_back(text_of_check(check));
-    checks.push_back(json_of(check));
+    context.result["checks"].push_back(json_of(check));
   };
   context.progress.begin("operations", static_cast<std::int64_t>(cases.size()), "cases");
   for (const OperationCase& each : cases) {
@@ -124,16 +124,15 @@ int run_selftest(Context& context) {
     for (const OperationCheck& check : check_large_attention(device)) add(check);
   std::vector<OperationRate> rates;
   if (only.empty()) rates = measure_operation_rates(device, DType::bfloat16, context.progress);
+  Json told = Json::array();
+  for (const OperationRate& rate : rates) told.push_back(json_of(rate));
+  context.result["rates"] = told;
   std::vector<AttentionRate> attention;
   if (only.empty() || only == "attention") attention = measure_attention_rates(device, context.progress);
   Json of_attention = Json::array();
   for (const AttentionRate& rate : attention) of_attention.push_back(json_of(rate));
-  Json told = Json::array();
-  for (const OperationRate& rate : rates) told.push_back(json_of(rate));
   const double seconds = device.seconds() - start;
   context.result["verdict"] = failures.empty() ? "pass" : "fail";
-  context.result["checks"] = checks;
-  context.result["rates"] = told;
   context.result["attention_rates"] = of_attention;
   if (only.empty()) {
     MachineProfile profile = profile_of_rates(device, DType::bfloat16, rates);
@@ -149,9 +148,9 @@ int run_selftest(Context& context) {
   if (!rates.empty()) print_rates(context.text, rates);
   if (!attention.empty()) print_rates(context.text, attention);
   for (const std::string& failure : failures) context.text << "  " << failure << '\n';
-  context.text << (failures.empty() ? "PASS" : "FAIL") << ": " << checks.size() << " checks of " << tallies.size()
-               << " operations on " << device.name() << " against the CPU in float64, " << std::setprecision(1)
-               << seconds << " s\n";
+  context.text << (failures.empty() ? "PASS" : "FAIL") << ": " << context.result["checks"].size() << " checks of "
+               << tallies.size() << " operations on " << device.name() << " against the CPU in float64, "
+               << std::setprecision(1) << seconds << " s\n";
   return failures.empty() ? 0 : kFailedVerification;
 }
 

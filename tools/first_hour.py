@@ -5,8 +5,8 @@
 
 Needs a Python with the torch minor version of the build and a GPU driver; no network and no compiler. It runs from the folder that `make gpu-bundle` makes, and
 from a source tree (`make gpu-check`). Every stage is a process of its own with a time limit; a stage that fails, hangs or crashes costs only
-itself. After --minutes no further stage starts, and the one that runs ends. --run: stages that fit into so many seconds, in an order of their
-own (RUNS). RESULTS gets one JSON file for each stage at once, RESULTS/first_hour.md, the page, whenever a stage is done, and RESULTS/clocks.csv,
+itself. A stage that ends too early has told what it had done until then. After --minutes no further stage starts, and the one that runs ends.
+--run: stages that fit into so many seconds, in an order of their own and each with seconds of its own (RUNS). RESULTS gets one JSON file for each stage at once, RESULTS/first_hour.md, the page, whenever a stage is done, and RESULTS/clocks.csv,
 the GPU's clocks and power. Exit code: 0; 6 if a stage failed; 8 if the GPU cannot be used at all.
 """
 
@@ -35,6 +35,7 @@ EXAMPLES = ROOT / "examples"
 CHECKS = ROOT / ("checks" if BUNDLE else "tests/python")
 LIMIT = 60  # seconds of a stage
 MINUTES = 10  # of all stages
+GRACE = 4  # of these for a stage that is stopped: the program tells what it has done within three
 PRINTED = 4000  # characters of a stage's output that are kept
 WIDE = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=4, num_attention_heads=32, num_key_value_heads=8, vocab_size=32768,
             max_position_embeddings=131072)  # layers of Llama-3-8B
@@ -45,10 +46,13 @@ TOOLKIT = ("/usr/local/cuda/lib64", "/usr/local/cuda/targets/x86_64-linux/lib",
            "/usr/local/cuda/targets/sbsa-linux/lib")  # where a torch without packages of NVIDIA has its libraries
 LIBRARIES = ("flash", "cudnn")  # they can sum gradients in any order
 KERNELS = ("own", *LIBRARIES, "hopper", "hopper-split")
-# What one call of a machine that is lent for minutes runs: the attention of Hopper beside others' in the same minute, then whole models.
-RUNS = {"240": ("facts", "selftest-hopper", "attention-hopper-split", "attention-cudnn", "fa3", "llama-hopper", "stock", "llama-cudnn-any-order",
-                "verify-hopper"),
-        "600": ("facts", "qwen3-8b", "kimi", "selftest-own", "fla", "llama-hopper-split", "llama-cudnn", "verify-hopper-split", "families")}
+# What one call of a machine that is lent for minutes runs: the attention of Hopper beside others' in the same minute, then whole models. A stage
+# has its seconds whatever those before it took; what they left over, it has as well.
+RUNS = {"240": {"facts": 20, "selftest-hopper": 35, "attention-hopper-split": 15, "fa3": 30, "llama-hopper": 35, "stock": 30, "verify-hopper": 8,
+                "llama-cudnn-any-order": 30, "attention-cudnn": 27},
+        "600": {"facts": 20, "qwen3-8b": 280, "kimi": 20, "selftest-own": 30, "fla": 40, "llama-hopper-split": 35, "llama-cudnn": 35,
+                "verify-hopper-split": 10, "families": 120}}
+RESERVED = 10  # seconds of a run that are nobody's: a machine that ends a command at its limit has to be left before that
 CARRIED = HERE / "carried"  # packages and wheels that the machine lacks (gpu_bundle.sh --carry)
 PEAKS = {"H100": 989e12, "H200": 989e12}  # FLOP/s of products in bfloat16, by a word of the GPU's name
 CLOCKS = "timestamp,clocks.sm,clocks.mem,power.draw,temperature.gpu"
@@ -93,8 +97,8 @@ def stages(device):
                      [program, "selftest", *on, "--attention", kernels, "--only", "attention", "--json"]) for kernels in ("cudnn", "hopper-split")]
     listed += [
         Stage("fa3", "rates of FlashAttention 3 (flash-attn3-jax)", [*yardsticks, "fa3", fa3_wheel() or "no wheel", *(["--lower"] if emulated else [])],
-              packages=("jax",), files=("flash_attn3_jax-*.whl",)),
-        Stage("fla", "rates of the gated delta rule by flash-linear-attention", [*yardsticks, "fla", "--device", torch_device], packages=("fla", "triton")),
+              packages=("jax", "einops"), files=("flash_attn3_jax-*.whl",)),
+        Stage("fla", "rates of the gated delta rule by flash-linear-attention", [*yardsticks, "fla", "--device", torch_device], packages=("fla", "triton", "einops")),
         Stage("stock", f"layers of Llama-3-8B, {splits}, N = {n}, by transformers alone: dense", [*yardsticks, "stock", "--device", torch_device],
               packages=("transformers",))]
     listed += [Stage(f"verify-{dtype}", f"a whole step, shared against dense, {dtype}",
@@ -122,15 +126,16 @@ def stages(device):
               packages=("trl", "datasets"), environment={"CUDA_VISIBLE_DEVICES": ""} if emulated else {}),
         Stage("hf-llama", f"espalier.hf: layers of Llama-3-8B, {splits}, N = {n}: dense against shared", [*this, "--hf-wide", torch_device],
               packages=("transformers",), limit=90)]
-    wide_bench = (program, "bench", *on, *wide, "--splits", splits, "--n", str(n), "--repetitions", "1" if emulated else "2", "--json")
+    timed = ("--schedule", "phased", "--n", str(n), "--json")  # dense against shared, without the other schedules
+    wide_bench = (program, "bench", *on, *wide, "--splits", splits, "--repetitions", "1" if emulated else "2", *timed)
     listed += [Stage(f"llama-{kernels}", f"layers of Llama-3-8B, {splits}, N = {n}: dense against shared, attention {kernels}",
                      [*wide_bench, "--attention", kernels, "--dtype", "bfloat16"], limit=90) for kernels in KERNELS]
     listed += [Stage(f"llama-{kernels}-any-order", f"the same with attention {kernels}, gradients summed in any order",
                      [*wide_bench, "--attention", kernels, *any_order], limit=90) for kernels in LIBRARIES]
     whole = "tiny.json" if emulated else "qwen3_8b.json"
     listed.append(Stage("qwen3-8b", f"the gradient of a whole Qwen3-8B, {'24/8' if emulated else '8192/2048'}, N = {n}: dense against shared",
-                        [program, "bench", *on, "--model", str(CASES / whole), "--splits", "24/8" if emulated else "8192/2048", "--n", str(n),
-                         "--repetitions", "1", "--json", "--dtype", "bfloat16"], limit=420))
+                        [program, "bench", *on, "--model", str(CASES / whole), "--splits", "24/8" if emulated else "8192/2048",
+                         "--repetitions", "1", *timed, "--dtype", "bfloat16"], limit=420))
     listed += [
         Stage("ncu", "kernels of the attention under ncu",
               ["ncu", "--kernel-name", "regex:tiles_kernel", "--launch-count", "3", *NCU, program, "bench", *on, "--attention", "own", "--dtype",
@@ -155,7 +160,7 @@ def environment_of(stage):
         folders += [str(site / "torch/lib"), *map(str, sorted(site.glob("nvidia/*/lib")))]
     elsewhere = [folder for folder in TOOLKIT if Path(folder).is_dir()] if BUNDLE else []
     out["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, [*folders, out.get("LD_LIBRARY_PATH"), *elsewhere]))
-    carried = str(CARRIED) if CARRIED.is_dir() else None
+    carried = str(CARRIED) if any((CARRIED / name).is_dir() for name in stage.packages) else None  # other stages do without
     out["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACKAGE), carried, out.get("PYTHONPATH")]))
     out["ESPALIER_PYTHON"], out["ESPALIER_BINARY"] = sys.executable, str(PROGRAM)
     return out
@@ -217,27 +222,45 @@ def run(stage, out, limit):
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", env=environment_of(stage),
                                cwd=out, start_new_session=True)
     try:
-        printed, errors = process.communicate(timeout=limit)
+        printed, errors = process.communicate(timeout=max(limit - GRACE, limit / 2))
         status = "passed" if process.returncode == 0 else "skipped" if process.returncode in stage.skips_on else "failed"
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        printed, errors = process.communicate()
+        printed, errors = stopped(process, min(GRACE, limit / 2))
         status = "timed out"
+    except BaseException:  # this program is ended: a stage has a session of its own, and would go on
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
     result = {"stage": stage.name, "about": stage.about, "status": status, "seconds": round(time.monotonic() - start, 2),
               "command": " ".join(command), "exit_code": process.returncode}
-    if stage.json and printed.strip().startswith("{"):
-        try:
-            result["result"] = json.loads(printed)
-        except json.JSONDecodeError:
-            result["stdout"] = printed[-stage.printed:]
-    else:
-        result["stdout"] = printed[-stage.printed:]
+    told = last_object(printed) if stage.json else None
+    result |= {"stdout": printed[-stage.printed:]} if told is None else {"result": told}
     if status == "passed" and result.get("result", {}).get("gradient_norm") == 0:
         result["status"], result["reason"] = "failed", "the gradient is zero: nothing was compared"
     if status != "passed":
         result["stderr"] = errors[-PRINTED:]
         result["reason"] = reason_of(status, errors, process.returncode, limit)
     return result
+
+
+def stopped(process, seconds):
+    """Ends a stage with all its processes. It may tell first what it has done: output and errors."""
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        return process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.communicate()
+
+
+def last_object(printed):
+    """The one JSON object of the text; of several, one a line, the last: each has what those before it had."""
+    for text in (printed, *reversed(printed.splitlines())):
+        if text.strip().startswith("{"):
+            try:
+                return json.loads(text)
+            except json.JSONDecodeError:
+                continue
+    return None
 
 
 def reason_of(status, errors, code, limit):
@@ -332,6 +355,7 @@ def hf_wide(device):
     weights = torch.randn(n, device=device)
     loss = lambda wave: -(wave.logprobs * weights[wave.rollout]).sum() / (n * suffix)
     rollouts, steps, dense = group(prefix, suffix, n), {}, None
+    tell = lambda: print(json.dumps({"prefix": prefix, "suffix": suffix, "n": n, "steps": steps}), flush=True)
     for trunk_state in (None, "keep", "recompute", *(["offload"] if on_gpu else [])):
         name = f"shared, {trunk_state}" if trunk_state else "dense"
         how = dict(schedule="shared", trunk_state=trunk_state) if trunk_state else dict(schedule="dense")
@@ -345,13 +369,14 @@ def hf_wide(device):
                 result = espalier.hf.phased_step(model, each, loss, **how)
         except Exception as error:  # the other steps say something, too
             steps[name] = {"error": f"{type(error).__name__}: {error}"[:400]}
+            tell()
             continue
         gradient = [p.grad.cpu() for p in model.parameters()]
         dense = gradient if dense is None else dense
         norm = lambda parts: sum(float(x.float().square().sum()) for x in parts) ** .5
         steps[name] = {"seconds": result.seconds, "rows": result.rows, "waves": result.waves, "peak_bytes": result.peak_bytes,
                        "from_dense": norm(a.float() - b.float() for a, b in zip(gradient, dense, strict=True)) / norm(dense)}
-    print(json.dumps({"prefix": prefix, "suffix": suffix, "n": n, "steps": steps}))
+        tell()
     return 6 if any("error" in step for step in steps.values()) else 0
 
 
@@ -377,18 +402,20 @@ def verbs(device):
         "train, recomputed": ("train", *on, "--schedule", "phased", "--trunk-state", "recompute", "--wave-state", "recompute", *model, *rollouts,
                               "--out", folder / "recomputed")}
     told, wrong = {}, []
+    tell = lambda: print(json.dumps({"verbs": told, "wrong": {what.split(":")[0]: what for what in wrong}}), flush=True)
     for name, words in calls.items():
         start = time.monotonic()
         done = subprocess.run([PROGRAM, *map(str, words), "--quiet"], capture_output=True, text=True)
         told[name] = {"exit_code": done.returncode, "seconds": round(time.monotonic() - start, 2)}
         if done.returncode != 0:
             wrong.append(f"{name}: {done.stderr.strip()[-400:]}")
+        tell()
     if not wrong:
         here, there = ([json.loads(line)["logprobs"] for line in (folder / name).read_text().splitlines()] for name in ("scored.jsonl", "scored_cpu.jsonl"))
         told["log-probs from the CPU's"] = far = max(abs(a - b) for x, y in zip(here, there, strict=True) for a, b in zip(x, y, strict=True))
         if not far < 1e-10:
             wrong.append(f"log-probs are {far} from the CPU's")
-    print(json.dumps({"verbs": told, "wrong": {what.split(":")[0]: what for what in wrong}}))
+    tell()
     print("\n".join(wrong), file=sys.stderr)
     return 6 if wrong else 0
 
@@ -414,7 +441,13 @@ def of_recurrence(told):
 
 
 def line_of(result):
-    """What the page says of a stage beside its status."""
+    """What the page says of a stage beside its status: the reason where it did not pass, and what it had found."""
+    reason = result.get("reason", "") if result["status"] != "passed" else ""
+    runs = re.findall(r"^(?:dense|packed|phased|auto): [\d.]+ s$", result.get("stderr", ""), re.MULTILINE)  # notes of bench
+    return "; ".join(filter(None, [reason, found_by(result), *runs]))
+
+
+def found_by(result):
     told = result.get("result") or {}
     if "steps" in told:
         return "; ".join(f"{name}: {step['seconds']:.2f} s, peak {step['peak_bytes'] / 2**30:.1f} GiB" if "seconds" in step else f"{name}: {step['error']}"
@@ -422,16 +455,14 @@ def line_of(result):
     if "models" in told:
         return f"{len(told['models']) - len(told['wrong']) - len(told['refused'])} exact, {len(told['refused'])} refused, {len(told['wrong'])} wrong" + (
             f", {len(told['left'])} not reached" if told.get("left") else "")
-    if result["status"] == "passed" and told.get("attention_rates"):
+    wrong = [check for check in told.get("checks", []) if isinstance(check, dict) and not check["pass"]]
+    if wrong:
+        return f"{len(wrong)} of {len(told['checks'])} checks failed: {wrong[0]['operation']}, {wrong[0]['sizes']}, {wrong[0]['dtype']}"
+    if told.get("attention_rates"):
         checks = f"{len(told['checks'])} checks; " if "checks" in told else ""
         return checks + "; ".join(f"{rate['shape']} {of_rate(rate)}" for rate in told["attention_rates"]) + of_recurrence(told)
-    if result["status"] == "passed" and "rates" in told and "checks" not in told:
+    if "rates" in told and "checks" not in told:
         return of_recurrence(told).removeprefix("; ")
-    if "verdict" in told and result["status"] == "failed" and told.get("checks"):
-        wrong = [check for check in told["checks"] if not check["pass"]]
-        return f"{len(wrong)} of {len(told['checks'])} checks failed" + (f": {wrong[0]['operation']}, {wrong[0]['sizes']}, {wrong[0]['dtype']}" if wrong else "")
-    if result["status"] != "passed":
-        return result.get("reason", "")
     if "checks" in told:
         rates = {rate["operation"]: rate for rate in told.get("rates", [])}
         attention = rates.get("attention", {}).get("flops_per_second")
@@ -451,6 +482,12 @@ def line_of(result):
     if "rows_without_sharing" in told:
         return f"{told['rows']} rows instead of {told['rows_without_sharing']}, {told['seconds']:.3f} s"
     return ""
+
+
+def limit_of(stage, seconds, left):
+    """Of a run's stage, all that is left but the seconds of those behind it; at least its own."""
+    names = list(seconds)
+    return max(seconds[stage.name], left - sum(seconds[name] for name in names[names.index(stage.name) + 1:])) if seconds else stage.limit
 
 
 def page(results, seconds, clocks):
@@ -492,12 +529,13 @@ def main():
         print(f"{sys.executable} has no torch: run first_hour.py with a Python that has the torch of the build", file=sys.stderr)
         return NOT_THERE
     by_name = {stage.name: stage for stage in listed}
-    chosen = [by_name[name] for name in RUNS[arguments.run]] if arguments.run else [stage for stage in listed if not wanted or stage.name in wanted]
-    # A machine that ends a command at its limit has to be left before that.
-    minutes = arguments.minutes or (int(arguments.run) - 10) / 60 if arguments.run else arguments.minutes or MINUTES
+    seconds = RUNS.get(arguments.run, {})
+    chosen = [by_name[name] for name in seconds] if arguments.run else [stage for stage in listed if not wanted or stage.name in wanted]
+    minutes = arguments.minutes or ((int(arguments.run) - RESERVED) / 60 if arguments.run else MINUTES)
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     start, results, fastest = time.monotonic(), [], 0.0
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     clocks = start_of_clocks(out)
     for number, stage in enumerate(chosen):
         left = 60 * minutes - (time.monotonic() - start)
@@ -505,7 +543,7 @@ def main():
         if not reason and left < 1:
             reason = f"{minutes:g} minutes are over: --only {stage.name} runs it"
         result = ({"stage": stage.name, "about": stage.about, "status": "skipped", "seconds": 0.0, "reason": reason} if reason
-                  else run(stage, out, min(arguments.limit or stage.limit, left)))
+                  else run(stage, out, min(arguments.limit or limit_of(stage, seconds, left), left)))
         results.append(result)
         (out / f"{number:02d}-{stage.name}.json").write_text(json.dumps(result, indent=1) + "\n")
         print(f"{stage.name:22} {result['status']:9} {result['seconds']:6.1f} s  {line_of(result)}", flush=True)

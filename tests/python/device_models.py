@@ -3,7 +3,7 @@
     python device_models.py program PROGRAM --device cuda        families of the program: train and verify
     python device_models.py transformers --device cuda           models of transformers that hf_sweep.json calls exact: espalier.hf
 
-Prints one JSON object: {"models": {name: {...}}, "wrong": {name: what}, "refused": {name: why}}. Exit code 6 if something is wrong.
+Prints JSON objects, one a line, each with all that was done so far: {"models": {name: {...}}, "wrong": {name: what}, "refused": {name: why}, "left": [name]}. Exit code 6 if something is wrong.
 
 Of the program: the gradient of a phased step on the device against that of a dense step on the CPU, both in float64, and `verify` in
 float32 and bfloat16. Of transformers: the gradient of shared steps on the device in float64 against autograd's of dense calls on the same
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -75,11 +75,20 @@ def family(program, device, name, folder, make_model):
 
 
 def of_program(program, device, names, processes):
+    """Yields what is known of all families, in their order, whenever one is done."""
     import make_model
-    names = names or list(make_model.FAMILIES)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(processes) as pool:
-        rows = pool.map(lambda name: family(program, device, name, Path(folder) / name, make_model), names)
-        return dict(zip(names, rows))
+        name_of = {pool.submit(family, program, device, name, Path(folder) / name, make_model): name for name in names}
+        rows = {}
+        for done in as_completed(name_of):
+            error = done.exception()  # each family is judged, whatever another one does
+            rows[name_of[done]] = done.result() if error is None else ({}, f"{type(error).__name__}: {error}"[:600], "")
+            yield {name: rows[name] for name in names if name in rows}
+
+
+def families():
+    import make_model
+    return list(make_model.FAMILIES)
 
 
 # ---- transformers ----
@@ -156,15 +165,14 @@ def main():
         for found in of_transformers(arguments.device, names, arguments.seconds):
             print(json.dumps(found), flush=True)
         return 0
-    if arguments.which == "program":
-        rows = of_program(arguments.program, arguments.device, names, arguments.processes)
-    else:
-        rows = in_processes(arguments.device, names or exact_names(), arguments.processes, arguments.seconds)
-    wrong = {name: what for name, (_, what, _) in rows.items() if what}
-    refused = {name: why for name, (_, _, why) in rows.items() if why}
-    print(json.dumps({"models": {name: row for name, (row, _, _) in rows.items()}, "wrong": wrong, "refused": refused,
-                      "left": sorted(set(names or exact_names()) - set(rows)) if arguments.which == "transformers" else [],
-                      "seconds": round(time.monotonic() - start, 1)}))
+    of_program_itself = arguments.which == "program"
+    names = names or (families() if of_program_itself else exact_names())
+    for rows in of_program(arguments.program, arguments.device, names, arguments.processes) if of_program_itself else [
+            in_processes(arguments.device, names, arguments.processes, arguments.seconds)]:
+        wrong = {name: what for name, (_, what, _) in rows.items() if what}
+        refused = {name: why for name, (_, _, why) in rows.items() if why}
+        print(json.dumps({"models": {name: row for name, (row, _, _) in rows.items()}, "wrong": wrong, "refused": refused,
+                          "left": sorted(set(names) - set(rows)), "seconds": round(time.monotonic() - start, 1)}), flush=True)
     for name, what in wrong.items():
         print(f"{name}: {what}", file=sys.stderr)
     return 6 if wrong else 0

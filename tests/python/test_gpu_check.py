@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -115,6 +116,162 @@ def test_a_stage_that_crashes_or_hangs_costs_only_itself(bundle, tmp_path):
     assert done.returncode == 6
     status = {found["stage"]: found["status"] for found in (json.loads(path.read_text()) for path in (tmp_path / "out").glob("[0-9]*.json"))}
     assert status == {"facts": "passed", "selftest-own": "failed", "selftest-flash": "timed out", "llama-own": "passed"}
+
+
+# Modules that a machine with a GPU has, with the signatures that the stages call. Arrays are shapes.
+STAND_INS = {
+    "einops/__init__.py": "", "triton/__init__.py": "", "fla/__init__.py": "", "fla/ops/__init__.py": "",
+    "fla/ops/gated_delta_rule.py": """
+def chunk_gated_delta_rule(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False):
+    assert q.shape == k.shape == v.shape and g.shape == beta.shape == q.shape[:3] and use_qk_l2norm_in_kernel
+    return q * k * v * (g * beta)[..., None].to(q.dtype), None
+""",
+    "jax/__init__.py": """
+import time
+class ShapeDtypeStruct:
+    def __init__(self, shape, dtype):
+        self.shape, self.dtype = tuple(shape), dtype
+default_backend = lambda: "gpu"
+jit = lambda call: call
+block_until_ready = lambda result: time.sleep(.02)
+def vjp(call, *operands):
+    out = call(*operands)
+    def gradients(grad):
+        assert grad.shape == out.shape
+        return operands
+    return out, gradients
+from jax import random
+""",
+    "jax/numpy.py": "bfloat16 = 'bfloat16'\n",
+    "jax/random.py": """
+from jax import ShapeDtypeStruct
+PRNGKey = lambda seed: seed
+normal = lambda key, shape, dtype: ShapeDtypeStruct(shape, dtype)
+""",
+    "jax/export.py": """
+class DisabledSafetyCheck:
+    custom_call = staticmethod(lambda name: name)
+def export(call, *, platforms, disabled_checks):
+    assert platforms == ["cuda"] and disabled_checks == ["flash_mha_fwd", "flash_mha_bwd"]
+    return call
+"""}
+FA3 = {"flash_attn3_jax/__init__.py": """
+from pathlib import Path
+import sys
+marks = (Path(__file__).parents[1] / "flash_attn3_jax_lib/flash_api.so").read_bytes()
+assert marks == b"code\\0%d.%d\\0" % sys.version_info[:2]
+def flash_mha(q, k, v, softmax_scale=None, is_causal=False, window_size=(-1, -1)):
+    assert k.shape == v.shape and q.shape[3] == k.shape[3] == 128 and type(softmax_scale) is float and (not is_causal or q.shape[1] == k.shape[1])
+    return q
+""", "flash_attn3_jax_lib/flash_api.cpython-311-x86_64-linux-gnu.so": b"code\0" + b"3.11\0"}
+
+
+def carry_stand_ins(bundle):
+    """Into the folder of packages that travel with the bundle; returns the wheel of FlashAttention 3."""
+    carried = bundle / "carried"
+    for name, text in STAND_INS.items():
+        (carried / name).parent.mkdir(parents=True, exist_ok=True)
+        (carried / name).write_text(text)
+    wheel = carried / "flash_attn3_jax-0-cp311-cp311-any.whl"
+    with zipfile.ZipFile(wheel, "w") as packed:
+        for name, content in FA3.items():
+            packed.writestr(name, content)
+    return wheel
+
+
+def told_by(out):
+    return {found["stage"]: found for found in (json.loads(path.read_text()) for path in sorted(out.glob("[0-9]*.json")))}
+
+
+def test_runs_of_so_many_seconds_reach_each_stage(bundle, tmp_path):
+    """Both runs with stand-ins of other software and of what takes minutes under emulation: Hopper's kernels and all operations tell what they would,
+    another model stands for Kimi Linear, and the program runs on the CPU."""
+    rate = {"shape": "a prompt", "forward": {"flops_per_second": 5.6e14}, "backward": {"flops_per_second": 4.8e14}}
+    cell = {"prefix": 24, "suffix": 8, "n": 2, "seconds": {"dense": 2, "phased": .5}, "speedup": 4, "ceiling": 5, "flops": {"dense": 1, "phased": 1}}
+    told = {"selftest ": {"verdict": "pass", "checks": [], "attention_rates": [rate]}, 'bench "*"--attention hopper': {"cells": [cell]},
+            'verify "*"--attention hopper': {"verdict": "pass", "worst": {"parameter": "w", "ratio": .5}, "gradient_norm": 1}}
+    words = " ".join(f"*\"{verb}\"*) echo '{json.dumps(said)}'; exit 0;;" for verb, said in told.items())
+    words += ' *"--attention cudnn"*) ;; *"--device emulate"*) all="$*"; exec "$(dirname "$0")/real" ${all%%emulate*}cpu${all#*emulate};;'
+    rehearsal = broken_bundle(bundle, tmp_path, words)
+    carry_stand_ins(rehearsal)
+    families = rehearsal / "checks/make_model.py"
+    families.write_text(families.read_text() + '\nFAMILIES = {"kimi_linear_moe": FAMILIES["llama3_tied"]}\n')
+    for run, skipped in (("240", {"llama-cudnn-any-order"}), ("600", {"llama-cudnn"})):
+        done = rehearsed(rehearsal, tmp_path / run, "--run", run, "--minutes", "20")
+        found = told_by(tmp_path / run)
+        assert list(found) == list(first_hour.RUNS[run]) and done.returncode == 0, done.stdout + done.stderr
+        assert {name for name, each in found.items() if each["status"] == "skipped"} == skipped, done.stdout
+    assert len(found["fla"]["result"]["rates"]) == 2 and found["qwen3-8b"]["result"]["cells"][0]["seconds"]["packed"] is None
+    assert list(found["kimi"]["result"]["models"]) == list(found["families"]["result"]["models"]) == ["kimi_linear_moe"]
+    rates = told_by(tmp_path / "240")["fa3"]["result"]["attention_rates"]
+    assert rates and all(rate["lowered"] for rate in rates)
+
+
+def test_rates_of_flash_attention_3_are_those_of_its_calls(tmp_path):
+    wheel = carry_stand_ins(tmp_path)
+    done = subprocess.run([sys.executable, ROOT / "tools/gpu_yardsticks.py", "fa3", wheel], capture_output=True, text=True, timeout=300,
+                          env=os.environ | {"PYTHONPATH": str(tmp_path / "carried")})
+    assert done.returncode == 0, done.stderr
+    rates = first_hour.last_object(done.stdout)["attention_rates"]
+    assert len(rates) == 4 and all(rate[part]["flops_per_second"] != 0 for rate in rates for part in ("forward", "backward"))
+
+
+def test_a_stage_that_is_stopped_tells_what_it_had_done(tmp_path):
+    """One that prints what it has after each part, and one that tells it when it is asked to end; one that does not end is killed."""
+    stage = lambda text: first_hour.Stage("part", "parts of work", [sys.executable, "-c", text])
+    parts = 'import time\nfor n in range(3): print(f\'{{"steps": {n}}}\', flush=True)\ntime.sleep(60)'
+    asked = ("import json, signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: (print(json.dumps({'checks': []})), sys.exit(1)))\n"
+             "print('dense: 31.5 s', file=sys.stderr, flush=True)\ntime.sleep(60)")
+    deaf = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)"
+    found = [first_hour.run(stage(text), tmp_path, 3) for text in (parts, asked, deaf)]
+    assert [each["status"] for each in found] == ["timed out"] * 3 and all(each["seconds"] < 20 for each in found)
+    assert found[0]["result"] == {"steps": 2} and found[1]["result"] == {"checks": []} and "result" not in found[2]
+    assert first_hour.line_of(found[1]) == "not done after 3 s; 0 checks; dense: 31.5 s"
+
+
+def test_a_self_test_that_is_interrupted_tells_its_checks(program):
+    for seconds in (1, 3, 9, 27):  # the program ends at once where its work reports nothing for three seconds
+        process = subprocess.Popen([program, "selftest", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        time.sleep(seconds)
+        process.terminate()
+        printed, _ = process.communicate(timeout=100)
+        if printed:
+            break
+    told = json.loads(printed)
+    assert process.returncode == 143 and isinstance(told["checks"], list) and told["error"]["got"].startswith("stopped by a signal")
+
+
+def runs(process):
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_a_check_that_is_ended_ends_its_stage(tmp_path):
+    (tmp_path / "first_hour.py").write_text((ROOT / "tools/first_hour.py").read_text().replace(
+        '[*this, "--facts"]', '[sys.executable, "-c", "import os, time; print(os.getpid(), file=open(\'stage\', \'w\')); time.sleep(100)"]'))
+    process = subprocess.Popen([sys.executable, tmp_path / "first_hour.py", "--only", "facts", "--out", tmp_path / "out"], stdout=subprocess.PIPE)
+    told, end = tmp_path / "out/stage", time.monotonic() + 100
+    while not (told.exists() and told.read_text().strip()) and time.monotonic() < end:
+        time.sleep(.05)
+    process.terminate()
+    process.wait(timeout=60)
+    while runs(int(told.read_text())) and time.monotonic() < end:
+        time.sleep(.05)
+    assert process.returncode == 143 and time.monotonic() < end
+
+
+def test_a_run_gives_each_stage_its_seconds():
+    for run, seconds in first_hour.RUNS.items():
+        assert sum(seconds.values()) <= int(run) - first_hour.RESERVED and min(seconds.values()) >= 2 * first_hour.GRACE
+    by_name = {stage.name: stage for stage in first_hour.stages("cuda")}
+    seconds = {"facts": 10, "fa3": 30, "stock": 40}
+    # What those before it left over is its own as well; a stage that took all of that leaves the others theirs.
+    assert first_hour.limit_of(by_name["facts"], seconds, 80) == 10
+    assert first_hour.limit_of(by_name["fa3"], seconds, 78) == 38
+    assert first_hour.limit_of(by_name["fa3"], seconds, 20) == 30
+    assert first_hour.limit_of(by_name["qwen3-8b"], {}, 80) == 420
 
 
 def test_all_stages_together_end_after_so_many_minutes(bundle, tmp_path):
