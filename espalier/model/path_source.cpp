@@ -74,8 +74,8 @@ std::vector<StateRun> PathSource::runs(std::int64_t layer, const at::Tensor& sta
 }
 
 AttentionProblem PathSource::problem(const LayerAttention& a, const OpenPath::Layer& path) const {
-  return {a.head_dim,     a.q_RW,         a.own.k,  a.own.v,  path.k,  path.v,
-          a.output_row_R, subtree_end_T_, a.window, depth_T_, a.scale, a.soft_cap};
+  return {a.head_dim,     a.q_RW,   a.own.k,  a.own.v, path.k,     path.v, a.output_row_R,
+          subtree_end_T_, a.window, depth_T_, a.scale, a.soft_cap, true};
 }
 
 void PathSource::attend(const LayerAttention& a, const at::Tensor& attended_RW, const at::Tensor& lse_HR) {

@@ -37,6 +37,7 @@ struct AttentionSize {
   std::int64_t leaf_rows = 0;    // rows leaf_rows - 1, 2 leaf_rows - 1, ... have no rows below them; 0: as it comes
   std::int64_t first_query = 0;  // queries are of the own rows from this one on
   bool counted = false;          // results say how many pairs are seen (counted_operands)
+  std::int64_t unasked = 0;      // rows unasked - 1, 2 unasked - 1, ... have no query, in a last block; 0: all have
 };
 
 // The number of rows above each own row, the path's rows included.
@@ -69,7 +70,7 @@ AttentionTree tree_of(const AttentionSize& size) {
   AttentionTree tree{{}, ends_of(size), {}};
   tree.depth = depths_of(tree.end, size.path);
   for (auto i = static_cast<std::int32_t>(size.first_query); i < size.own; i += size.some_queries ? 3 : 1)
-    tree.query_row.push_back(i);
+    if (size.unasked == 0 || i % size.unasked != size.unasked - 1) tree.query_row.push_back(i);
   if (size.some_queries) tree.query_row.push_back(tree.query_row.back());
   return tree;
 }
@@ -124,18 +125,20 @@ AttentionOperands counted_operands(const AttentionSize& size, const std::vector<
 }
 
 std::string text_of_size(const AttentionSize& size) {
-  const auto [T, P, H, J, D, some, scale, window, cap, V, branch_rows, leaf_rows, first_query, counted] = size;
+  const auto [T, P, H, J, D, some, scale, window, cap, V, branch_rows, leaf_rows, first_query, counted, unasked] = size;
   std::string text =
       text_of(T, " rows, path ", P, ", ", H, "/", J, " heads of ", D, some || first_query > 0 ? ", some queries" : "",
               scale > 1 ? ", large" : "", branch_rows > 0 ? text_of(", branches of ", branch_rows) : "");
   if (V != 0 && V != D) text += text_of(", values of ", V);
   if (window > 0) text += text_of(", window of ", window);
   if (cap > 0) text += text_of(", cap of ", cap);
+  if (unasked > 0) text += text_of(", no query at every ", unasked, "th row");
   return text + (counted ? ", counted" : "");
 }
 
 void add_attention_case(std::vector<OperationCase>& cases, const AttentionSize& size) {
-  const auto [T, P, H, J, D, some, scale, window, cap, of_values, branch_rows, leaf_rows, first_query, counted] = size;
+  const auto [T, P, H, J, D, some, scale, window, cap, of_values, branch_rows, leaf_rows, first_query, counted,
+              unasked] = size;
   const AttentionTree tree = tree_of(size);
   const auto Q = static_cast<std::int64_t>(tree.query_row.size());
   const std::int64_t V = of_values > 0 ? of_values : D;
@@ -144,11 +147,11 @@ void add_attention_case(std::vector<OperationCase>& cases, const AttentionSize& 
   const OperationCase::Argument q{of.q}, own_k{of.own_k}, own_v{of.own_v}, path_k{of.path_k}, path_v{of.path_v},
       row{whole_numbers(tree.query_row), Kind::fixed}, ends{whole_numbers(tree.end), Kind::fixed},
       depth{whole_numbers(tree.depth), Kind::fixed};
-  const bool has_query_rows = some || first_query > 0;
+  const bool has_query_rows = some || first_query > 0 || unasked > 0, in_runs = unasked > 0;
   const auto problem = [=, window = window, cap = cap, D = D](const Tensors& t, const at::Tensor& depths) {
     const at::Tensor rows = has_query_rows ? t[5] : at::Tensor();
-    return AttentionProblem{D, t[0], t[1], t[2], t[3], t[4], rows, t[6], window, window > 0 ? depths : at::Tensor(),
-                            0, cap};
+    return AttentionProblem{D, t[0], t[1],   t[2], t[3], t[4], rows, t[6], window, window > 0 ? depths : at::Tensor(),
+                            0, cap,  in_runs};
   };
   // bfloat16: the weights and their slopes are rounded as factors of a second product, whose sums over keys (or over
   // queries) of either sign are as large as the root of their number, less than the largest result. Where numbers are
@@ -273,6 +276,13 @@ std::vector<OperationCase> attention_cases() {
         AttentionSize{.own = 170, .path = 130, .window = 40, .branch_rows = 33},
         // A branch that ends one row before a tile of queries does.
         AttentionSize{.own = 190, .path = 33, .branch_rows = 95}})
+    add_attention_case(cases, size);
+  // Last blocks: the last row of each branch has no query, or a row within each branch, or a row of a tree.
+  for (const AttentionSize& size :
+       {AttentionSize{.own = 210, .path = 40, .heads = 2, .kv_heads = 1, .branch_rows = 70, .unasked = 70},
+        AttentionSize{
+            .own = 200, .path = 33, .heads = 2, .kv_heads = 2, .head_dim = 40, .branch_rows = 100, .unasked = 70},
+        AttentionSize{.own = 150, .path = 0, .heads = 2, .kv_heads = 1, .unasked = 40}})
     add_attention_case(cases, size);
   // Rows that see themselves alone; no queries.
   add_attention_case(cases, {.own = 66, .path = 64, .window = 1});

@@ -342,12 +342,12 @@ class CountedMemory final : public c10::Allocator {
   std::int64_t live_ = 0, most_ = 0, at_reset_ = 0;
 };
 
-// Rows behind a path or none, with forks or without: no more memory than planned.
+// Rows behind a path or none, with forks or without, all with a query or most of them: no more memory than planned.
 TEST(Cudnn, TakesThePlannedBytes) {
   static CountedMemory counted;  // of tensors that are kept, too
   const c10::Allocator* const usual = c10::GetCPUAllocator();
   c10::SetCPUAllocator(&counted, 1);
-  for (const bool deterministic : {true, false})
+  for (const auto& [deterministic, every_row] : {std::pair{true, true}, {true, false}, {false, true}, {false, false}})
     for (const std::int64_t path : {0, 300})
       for (const std::vector<std::int32_t>& end : {std::vector<std::int32_t>(400, 400), [] {
                                                      std::vector<std::int32_t> fork(
@@ -358,6 +358,10 @@ TEST(Cudnn, TakesThePlannedBytes) {
                                                    }()}) {
         constexpr std::int64_t H = 4, J = 2, D = 16;
         const auto T = static_cast<std::int64_t>(end.size());
+        std::vector<std::int32_t> query_row;  // a row has none behind every hundredth one
+        for (std::int32_t i = 0; i < T; ++i)
+          if (every_row || i % 100 < 99) query_row.push_back(i);
+        const auto Q = static_cast<std::int64_t>(query_row.size());
         WalkedGraphs walked;
         walked.dtype = at::kBFloat16;
         walked.backward_rows = deterministic ? kOrderedRows : kAnyRows;
@@ -366,10 +370,16 @@ TEST(Cudnn, TakesThePlannedBytes) {
           return normal({count, heads * D}, 1).to(at::kBFloat16);
         };
         const auto sums = [](std::int64_t count) { return at::zeros({count, J * D}, at::kFloat); };
-        const AttentionProblem problem{
-            D, rows(T, H), rows(T, J), rows(T, J), rows(path, J), rows(path, J), at::Tensor(), whole_numbers(end)};
-        const at::Tensor out = rows(T, H), lse = at::zeros({H, T}, at::kFloat), grad_out = rows(T, H);
-        const AttentionGradients to{rows(T, H), sums(T), sums(T), sums(path), sums(path)};
+        const AttentionProblem problem{D,
+                                       rows(Q, H),
+                                       rows(T, J),
+                                       rows(T, J),
+                                       rows(path, J),
+                                       rows(path, J),
+                                       every_row ? at::Tensor() : whole_numbers(query_row),
+                                       whole_numbers(end)};
+        const at::Tensor out = rows(Q, H), lse = at::zeros({H, Q}, at::kFloat), grad_out = rows(Q, H);
+        const AttentionGradients to{rows(Q, H), sums(T), sums(T), sums(path), sums(path)};
         const AttentionHeads heads{.heads = H, .kv_heads = J, .head_dim = D, .value_dim = D};
         DeviceTraits device;
         device.attention = AttentionKernels::cudnn, device.deterministic = deterministic;
@@ -384,7 +394,7 @@ TEST(Cudnn, TakesThePlannedBytes) {
         const std::int64_t forward = bytes_beside_arena(false) - kAllocatorBytes;
         EXPECT_LE(counted.most(), forward + kNumbers) << path << ' ' << end.front();
         if (end[150] != end.front()) {  // a fork: the result of squares, and rows that are merged twice
-          EXPECT_GE(counted.most(), (2 + 4) * T * H * D);
+          EXPECT_GE(counted.most(), (2 + 4) * Q * H * D);
         }
         counted.reset();
         add_composed_attention_backward(library(), problem, out, lse, grad_out, to);

@@ -2,7 +2,10 @@
 #include <gtest/gtest.h>
 
 #include "espalier/base/error.h"
+#include "espalier/device/host_values.h"
 #include "espalier/model/open_path.h"
+#include "espalier/ops/attention/composed.h"
+#include "espalier/ops/cpu/operations.h"
 #include "tests/equivalence/fixture.h"
 #include "tests/support/layers.h"
 
@@ -17,6 +20,38 @@ Case one_group(std::int64_t prompt, std::int64_t response, std::int64_t n) {
   c.rollouts.response_length = {response, response};
   c.options.share = "prompt";
   return c;
+}
+
+// Attention of last blocks: calls with queries at some rows.
+int chosen_calls = 0, chosen_in_runs = 0;
+
+// Of the last block of a wave, all rows but the last of each response have a query. Its problem says that a library may
+// take them, and they are worth its calls.
+TEST(Counters, TheLastBlockOfAWaveHasQueriesThatALibraryTakes) {
+  static const Operations counting = [] {
+    Operations changed = cpu::operations();
+    changed.attention = [](const AttentionProblem& problem, const at::Tensor& out, const at::Tensor& lse) {
+      if (problem.query_row_Q.defined()) {
+        const auto rows = host_values<std::int32_t>(problem.query_row_Q);
+        const auto ends = host_values<std::int32_t>(problem.subtree_end_T);
+        ++chosen_calls;
+        if (problem.queries_in_runs && worth_calls(ends, rows)) ++chosen_in_runs;
+      }
+      cpu::operations().attention(problem, out, lse);
+    };
+    return changed;
+  }();
+  static const std::unique_ptr<Device> device = cpu::device_with(counting);
+  Device& before = bound_device();
+  bind_device(*device);
+  chosen_calls = chosen_in_runs = 0;
+  Case c = one_group(20, 6, 8);
+  c.options.schedule = "phased", c.options.token_budget = 1 + 6 * 4;
+  const Outcome run = run_case(c);
+  bind_device(before);
+  EXPECT_EQ(run.report.plan.waves, 2);
+  EXPECT_EQ(chosen_in_runs, run.report.plan.waves);
+  EXPECT_EQ(chosen_in_runs, chosen_calls) << "a trunk without outputs has no call";
 }
 
 // Items that hang below a trunk, at any depth: each adds once to every layer of the trunk's gradients.

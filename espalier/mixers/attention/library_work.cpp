@@ -14,10 +14,11 @@ std::int64_t library_attention_bytes(const AttentionHeads& heads, const ScratchR
   const std::int64_t width = heads.heads * heads.head_dim;
   const std::int64_t sums = of.rows * width * kSum, lse = of.rows * heads.heads * kSum;
   std::int64_t most = 2 * of.rows * width * kElement + sums + 2 * lse;
+  const std::int64_t keys = of.rows * heads.kv_heads * heads.head_dim * 2 * kElement;
   if (of.gradients)
     most = std::max(
         most,
-        sums + lse +
+        sums + lse + keys +
             library.backward_bytes(
                 {.of = heads, .rows = of.rows, .path_rows = of.path_rows, .deterministic = of.device.deterministic}));
   return most + kAllocatorBytes;

@@ -15,7 +15,8 @@ inline constexpr std::int64_t kAllocatorBytes = std::int64_t{64} << 20;
 // The most bytes at a time in a layer's forward or backward; 0 for the own kernels, in other types than bfloat16, and
 // where no library runs the layer. kAllocatorBytes included.
 //   forward:   two results and their sum in float32
-//   backward:  dL/dq in float32, and the gradients and the workspace of one call
+//   backward:  dL/dq in float32, the gradients and the workspace of one call, and in a narrow last block copies of the
+//              keys and values at the rows that have a query
 std::int64_t library_attention_bytes(const AttentionHeads& heads, const ScratchRows& rows);
 
 }  // namespace espalier

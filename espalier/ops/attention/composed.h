@@ -21,7 +21,7 @@
 
 namespace espalier {
 
-// Rows in squares behind each other: square s is rows [begin[s], begin[s + 1]).
+// Queries in squares behind each other: square s is queries [begin[s], begin[s + 1]), and its keys are their rows.
 struct CausalSquares {
   std::vector<std::int32_t> begin;
   at::Tensor begin_S1;  // the same, int32, where the library reads it
@@ -66,20 +66,33 @@ class LibraryAttention {
                                      const CausalSquares& squares, double scale) const = 0;
 };
 
-// The calls for own rows whose subtrees end at subtree_end (program/causal_runs.h). No square has more than
-// `most_rows`.
+// Queries [query, query + queries) all see own keys [key, key + keys).
+struct KeyRectangle {
+  std::int64_t query, queries, key, keys;
+};
+
+// The calls for queries at these own rows (ascending), whose subtrees end at subtree_end (program/causal_runs.h). A
+// square is a run of queries at neighbouring rows of one branch, at most `most_rows` of them.
 struct ComposedCalls {
   CausalSquares squares;
-  std::vector<CausalRun> rectangles;  // rows [end, below) against own keys [first, end)
+  std::vector<KeyRectangle> rectangles;
 };
-ComposedCalls composed_calls(std::span<const std::int32_t> subtree_end, std::int64_t most_rows = kAnyRows);
+ComposedCalls composed_calls(std::span<const std::int32_t> subtree_end, std::span<const std::int32_t> query_row,
+                             std::int64_t most_rows = kAnyRows);
 
-// True if the problem can be composed: a dtype that the library takes, a query at each own row, and no reason in its
-// row against these heads.
+// A library's tile has as many queries, or twice as many. Shorter runs leave it partly empty.
+inline constexpr std::int64_t kQueriesOfRun = 64;
+
+// True if queries at these rows are worth a library's calls: no more calls than queries at all rows take, or at least
+// kQueriesOfRun queries a call. False where a row has several queries: sums of its gradients would have no fixed order.
+bool worth_calls(std::span<const std::int32_t> subtree_end, std::span<const std::int32_t> query_row);
+
+// True if the problem can be composed: a dtype that the library takes, no reason in its row against these heads, and
+// queries at all rows or in runs that are worth its calls.
 bool composes(const LibraryAttention& library, const AttentionProblem& problem, at::ScalarType dtype);
 
-// The contract of AttentionOperations. The calls are worked out once for a problem's subtree_end_T and kept while that
-// tensor lives.
+// The contract of AttentionOperations, for queries at distinct rows. The calls are worked out once for a problem's
+// subtree_end_T and query_row_Q, and kept while these tensors live.
 void composed_attention(const LibraryAttention& library, const AttentionProblem& problem, const at::Tensor& out_Q,
                         const at::Tensor& lse_HQ);
 void add_composed_attention_backward(const LibraryAttention& library, const AttentionProblem& problem,

@@ -21,6 +21,7 @@ struct AttentionProblem {
   at::Tensor depth_T = {};           // int32, of each own row; path row j has depth j. Read if there is a window
   double scale = 0;                  // of scores; 0: 1/sqrt(D)
   double soft_cap = 0;               // scores become cap tanh(score / cap); 0: no cap
+  bool queries_in_runs = false;      // chosen queries may be at long runs of rows, which a library takes
 
   std::int64_t kv_heads() const { return columns_of(own_k_T) / head_dim; }
   std::int64_t value_dim() const { return columns_of(own_v_T) / kv_heads(); }  // Dv

@@ -122,10 +122,10 @@ TEST(MemoryModel, OfAGpuHoldsTheMemoryOfAttentionLibraries) {
   constexpr std::int64_t T = 4096, P = 8192, kHeads = 32, D = 128, J = 8, q = T * kHeads * D, lse = T * kHeads * 4;
   EXPECT_EQ(beside_own(AttentionKernels::cudnn, true, DType::bfloat16, kForwardOnly),
             2 * 2 * q + 4 * q + 2 * lse + kAllocatorBytes);
-  // dL/dq, lse, the gradients of a call and, by FlashAttention-2, dL/dq of 148 / 32 splits, a sum for each query, and
-  // gradients of keys and values for each head of queries.
-  EXPECT_EQ(beside_own(AttentionKernels::flash, true),
-            4 * q + lse + 2 * q + 2 * 2 * P * J * D + 5 * 4 * q + lse + 2 * 2 * P * kHeads * D + kAllocatorBytes);
+  // dL/dq, lse, copies of the keys and values of a last block, the gradients of a call and, by FlashAttention-2, dL/dq
+  // of 148 / 32 splits, a sum for each query, and gradients of keys and values for each head of queries.
+  EXPECT_EQ(beside_own(AttentionKernels::flash, true), 4 * q + lse + 2 * 2 * T * J * D + 2 * q + 2 * 2 * P * J * D +
+                                                           5 * 4 * q + lse + 2 * 2 * P * kHeads * D + kAllocatorBytes);
   EXPECT_LT(beside_own(AttentionKernels::flash, false), beside_own(AttentionKernels::flash, true));
   EXPECT_GT(beside_own(AttentionKernels::cudnn, true),
             beside_own(AttentionKernels::cudnn, true, DType::bfloat16, kForwardOnly));
