@@ -1,6 +1,7 @@
 // `--attention cudnn` without a GPU: what a graph is told of memory, by attending over exactly these addresses, and
 // that cuDNN itself builds the graphs, kernels and all, for an H100 that is described to it.
 #include <ATen/ATen.h>
+#include <ATen/record_function.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <dlfcn.h>
@@ -182,9 +183,12 @@ class Walked final : public CudnnAttention {
     const auto values = host_values<std::int32_t>(numbers);
     return {values.begin(), values.end()};
   }
-  at::Tensor on_device(const std::vector<std::int32_t>& numbers) const override {
-    return at::tensor(numbers, at::kInt);
+  at::Tensor on_device(const at::Tensor& numbers) const override {
+    ++uploads;
+    return numbers;
   }
+
+  mutable int uploads = 0;  // lists of numbers that went to the device
 };
 
 WalkedGraphs* graphs = nullptr;
@@ -307,6 +311,48 @@ TEST(Cudnn, RowsAreReadWhereTheyStandOrCopied) {
     graphs = &walked;
     EXPECT_LE(error_of({.lengths = {7, 140, 1}, .beside = beside}), 1e-12) << beside;
     for (const auto& [graph, times] : walked.runs) EXPECT_EQ(graph.q_row, beside == 3 ? 16 : 16 + beside) << beside;
+  }
+}
+
+// Offsets and lengths go to the device in the first layer of a set of rows. Later layers make none and send none, in
+// either pass. `made` counts tensors of 32-bit and 64-bit whole numbers that ATen's operations return.
+TEST(Cudnn, LaterLayersOfASetUseTheOffsetsOfTheFirst) {
+  WalkedGraphs walked;
+  Walked each_layer(walked, 64);
+  std::vector<std::int32_t> end(200, 300);  // 200 rows that two branches continue
+  end.insert(end.end(), 50, 250), end.insert(end.end(), 50, 300);
+  constexpr std::int64_t H = 2, D = 8, T = 300, P = 130;
+  const auto rows = [](std::int64_t count) { return normal({count, H * D}, 1); };
+  const AttentionProblem problem{D, rows(T), rows(T), rows(T), rows(P), rows(P), at::Tensor(), whole_numbers(end)};
+  const at::Tensor out = rows(T), lse = at::zeros({H, T}, at::kDouble), grad_out = rows(T);
+  const AttentionGradients to{rows(T), rows(T), rows(T), rows(P), rows(P)};
+  static int made = 0;
+  const at::CallbackHandle counting =
+      at::addThreadLocalCallback(at::RecordFunctionCallback(nullptr,
+                                                            [](const at::RecordFunction& call, at::ObserverContext*) {
+                                                              for (const c10::IValue& result : call.outputs()) {
+                                                                if (!result.isTensor() || !result.toTensor().defined())
+                                                                  continue;
+                                                                const at::ScalarType type =
+                                                                    result.toTensor().scalar_type();
+                                                                if (type == at::kInt || type == at::kLong) ++made;
+                                                              }
+                                                            })
+                                     .needsOutputs(true)
+                                     .scopes({at::RecordScope::FUNCTION}));
+  std::vector<int> made_by_layer, sent_by_layer;
+  for (int layer = 0; layer < 3; ++layer) {
+    made = each_layer.uploads = 0;
+    composed_attention(each_layer, problem, out, lse);
+    add_composed_attention_backward(each_layer, problem, out, lse, grad_out, to);
+    made_by_layer.push_back(made), sent_by_layer.push_back(each_layer.uploads);
+  }
+  at::removeCallback(counting);
+  EXPECT_GT(sent_by_layer[0], 0);
+  EXPECT_GT(made_by_layer[0], 0);
+  for (const std::size_t layer : {1, 2}) {
+    EXPECT_EQ(sent_by_layer[layer], 0) << layer;
+    EXPECT_EQ(made_by_layer[layer], 0) << layer;
   }
 }
 

@@ -62,17 +62,18 @@ class SquareRows {
 struct KnownCalls {
   ComposedCalls calls;
   bool worth = true;  // worth_calls
+  ListsOnDevice lists{};
 };
 
 // All layers of a set of rows come with the same tensors, and reading them back waits for the device.
-std::shared_ptr<const KnownCalls> calls_of(const LibraryAttention& library, const AttentionProblem& p,
-                                           std::int64_t most_rows) {
+std::shared_ptr<KnownCalls> calls_of(const LibraryAttention& library, const AttentionProblem& p,
+                                     std::int64_t most_rows) {
   using Weak = c10::weak_intrusive_ptr<c10::TensorImpl>;
   struct Kept {
     Weak ends, queries;
     bool all_rows;
     std::int64_t most_rows;
-    std::shared_ptr<const KnownCalls> known;
+    std::shared_ptr<KnownCalls> known;
   };
   static std::mutex mutex;
   static std::vector<Kept> all;
@@ -89,16 +90,16 @@ std::shared_ptr<const KnownCalls> calls_of(const LibraryAttention& library, cons
   const std::vector<std::int32_t> end = library.on_host(p.subtree_end_T);
   const std::vector<std::int32_t> row = all_rows ? all_of(end) : library.on_host(p.query_row_Q);
   KnownCalls known{composed_calls(end, row, most_rows), all_rows || worth_calls(end, row)};
-  known.calls.squares.begin_S1 = library.on_device(known.calls.squares.begin);
+  known.calls.squares.begin_S1 = library.on_device(at::tensor(known.calls.squares.begin, at::kInt));
   all.push_back({Weak(p.subtree_end_T.getIntrusivePtr()), Weak(queries.getIntrusivePtr()), all_rows, most_rows,
-                 std::make_shared<const KnownCalls>(std::move(known))});
+                 std::make_shared<KnownCalls>(std::move(known))});
   return all.back().known;
 }
 
 // All queries against all keys, in blocks of as many rows a side as the library's backward takes; sums in rows of
 // heads.
 void add_rectangle_backward(const LibraryAttention& library, const LibraryAttention::Saved& saved, const at::Tensor& q,
-                            const at::Tensor& k, const at::Tensor& v, double scale,
+                            const at::Tensor& k, const at::Tensor& v, double scale, ListsOnDevice& lists,
                             const LibraryAttention::Gradients& sums) {
   const std::int64_t most = library.backward_rows();
   std::int64_t queries = 0, keys = 0;
@@ -109,7 +110,8 @@ void add_rectangle_backward(const LibraryAttention& library, const LibraryAttent
     for (std::int64_t key = 0; key < k.size(0); key += keys) {
       keys = std::min(most, k.size(0) - key);
       const auto seen = [&](const at::Tensor& x) { return x.narrow(0, key, keys); };
-      const LibraryAttention::Gradients part = library.rectangle_backward(of, asking(q), seen(k), seen(v), scale);
+      const LibraryAttention::Gradients part =
+          library.rectangle_backward(of, asking(q), seen(k), seen(v), scale, lists);
       asking(sums.q).add_(part.q);
       seen(sums.k).add_(part.k);
       seen(sums.v).add_(part.v);
@@ -152,6 +154,13 @@ bool worth_calls(std::span<const std::int32_t> subtree_end, std::span<const std:
          query_row.size() >= kQueriesOfRun * (squares - 1 + rectangles);
 }
 
+at::Tensor ListsOnDevice::of(const LibraryAttention& library, const std::vector<std::int64_t>& numbers,
+                             at::ScalarType type) {
+  at::Tensor& list = lists_[{type, numbers}];
+  if (!list.defined()) list = library.on_device(at::tensor(numbers, at::kLong).to(type));
+  return list;
+}
+
 void LibraryAttention::merge(const Result& first, const Result& second, const at::Tensor& out,
                              const at::Tensor& lse) const {
   const auto seen_lse = [](const Result& of) { return of.lse.masked_fill(of.lse.isinf(), -kInfinity); };
@@ -188,12 +197,12 @@ void composed_attention(const LibraryAttention& library, const AttentionProblem&
   const at::Tensor out = heads_of(library, out_Q, problem.head_dim), lse = library.seen(lse_HQ);
   const SquareRows rows_of_squares(library, problem);
   const LibraryAttention::Result own =
-      library.squares(q, rows_of_squares.of(own_k), rows_of_squares.of(own_v), calls.squares, scale);
+      library.squares(q, rows_of_squares.of(own_k), rows_of_squares.of(own_v), calls.squares, scale, known->lists);
   // Rows that several calls add to are merged in the accumulator dtype and rounded once.
   const bool once = calls.rectangles.empty();
   const at::Tensor merged = once ? out : at::empty(q.sizes(), q.options().dtype(lse.scalar_type()));
   if (path_k.size(0) > 0) {
-    library.merge(library.rectangle(q, path_k, path_v, scale), own, merged, lse);
+    library.merge(library.rectangle(q, path_k, path_v, scale, known->lists), own, merged, lse);
   } else {
     merged.copy_(own.out);
     lse.copy_(own.lse);
@@ -202,9 +211,10 @@ void composed_attention(const LibraryAttention& library, const AttentionProblem&
     const auto keys = [&](const at::Tensor& x) { return x.narrow(0, each.key, each.keys); };
     const at::Tensor rows = merged.narrow(0, each.query, each.queries),
                      rows_lse = lse.narrow(1, each.query, each.queries);
-    library.merge({rows, rows_lse},
-                  library.rectangle(q.narrow(0, each.query, each.queries), keys(own_k), keys(own_v), scale), rows,
-                  rows_lse);
+    library.merge(
+        {rows, rows_lse},
+        library.rectangle(q.narrow(0, each.query, each.queries), keys(own_k), keys(own_v), scale, known->lists), rows,
+        rows_lse);
   }
   if (!once) out.copy_(merged);
 }
@@ -222,21 +232,21 @@ void add_composed_attention_backward(const LibraryAttention& library, const Atte
   const at::Tensor grad_q = at::zeros(q.sizes(), q.options().dtype(saved.lse.scalar_type()));
   if (path_k.size(0) > 0)
     add_rectangle_backward(
-        library, saved, q, path_k, path_v, scale,
+        library, saved, q, path_k, path_v, scale, known->lists,
         {grad_q, heads_of(library, gradients.path_k_P, D), heads_of(library, gradients.path_v_P, D)});
   const at::Tensor sum_k = heads_of(library, gradients.own_k_T, D), sum_v = heads_of(library, gradients.own_v_T, D);
   const SquareRows rows_of_squares(library, problem);
-  const LibraryAttention::Gradients own =
-      library.squares_backward(saved, q, rows_of_squares.of(own_k), rows_of_squares.of(own_v), calls.squares, scale);
+  const LibraryAttention::Gradients own = library.squares_backward(
+      saved, q, rows_of_squares.of(own_k), rows_of_squares.of(own_v), calls.squares, scale, known->lists);
   grad_q.add_(own.q);
   rows_of_squares.add(sum_k, own.k);
   rows_of_squares.add(sum_v, own.v);
   for (const KeyRectangle& each : calls.rectangles) {
     const auto asking = [&](const at::Tensor& x) { return x.narrow(0, each.query, each.queries); };
     const auto keys = [&](const at::Tensor& x) { return x.narrow(0, each.key, each.keys); };
-    add_rectangle_backward(library,
-                           {asking(saved.grad_out), asking(saved.out), saved.lse.narrow(1, each.query, each.queries)},
-                           asking(q), keys(own_k), keys(own_v), scale, {asking(grad_q), keys(sum_k), keys(sum_v)});
+    add_rectangle_backward(
+        library, {asking(saved.grad_out), asking(saved.out), saved.lse.narrow(1, each.query, each.queries)}, asking(q),
+        keys(own_k), keys(own_v), scale, known->lists, {asking(grad_q), keys(sum_k), keys(sum_v)});
   }
   heads_of(library, gradients.q_Q, D).copy_(grad_q);
 }

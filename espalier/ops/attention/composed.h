@@ -12,7 +12,9 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <map>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "espalier/ops/attention/operations.h"
@@ -26,6 +28,18 @@ struct CausalSquares {
   std::vector<std::int32_t> begin;
   at::Tensor begin_S1;  // the same, int32, where the library reads it
   std::int64_t longest = 0;
+};
+
+class LibraryAttention;
+
+// Lists of whole numbers that a library reads on the device, such as offsets of sequences. A list goes there once for
+// a set of rows: all layers, and both passes of each, ask for the same ones.
+class ListsOnDevice {
+ public:
+  at::Tensor of(const LibraryAttention& library, const std::vector<std::int64_t>& numbers, at::ScalarType type);
+
+ private:
+  std::map<std::pair<at::ScalarType, std::vector<std::int64_t>>, at::Tensor> lists_;
 };
 
 // Functions of a library, on one device. Queries [n, H, D], keys and values [m, J, D], in rows at a stride; lse [H, n],
@@ -50,20 +64,22 @@ class LibraryAttention {
   // A tensor of the device as the library sees it: the same memory.
   virtual at::Tensor seen(const at::Tensor& tensor) const = 0;
   virtual std::vector<std::int32_t> on_host(const at::Tensor& whole_numbers) const = 0;
-  virtual at::Tensor on_device(const std::vector<std::int32_t>& whole_numbers) const = 0;
+  virtual at::Tensor on_device(const at::Tensor& whole_numbers) const = 0;
 
   // Two calls of the same rows as one: out [n, H, D] in the heads' dtype or the accumulator dtype, lse [H, n]; both are
   // overwritten and may be the first call's. A row that saw no keys in a call has lse +inf there, as FlashAttention-2
   // writes it, or -inf, and the call adds nothing to it. Here with ATen's operations, element by element.
   virtual void merge(const Result& first, const Result& second, const at::Tensor& out, const at::Tensor& lse) const;
 
-  virtual Result rectangle(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale) const = 0;
+  // `lists` belong to the call's set of rows.
+  virtual Result rectangle(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
+                           ListsOnDevice& lists) const = 0;
   virtual Result squares(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const CausalSquares& squares,
-                         double scale) const = 0;
+                         double scale, ListsOnDevice& lists) const = 0;
   virtual Gradients rectangle_backward(const Saved& saved, const at::Tensor& q, const at::Tensor& k,
-                                       const at::Tensor& v, double scale) const = 0;
+                                       const at::Tensor& v, double scale, ListsOnDevice& lists) const = 0;
   virtual Gradients squares_backward(const Saved& saved, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                     const CausalSquares& squares, double scale) const = 0;
+                                     const CausalSquares& squares, double scale, ListsOnDevice& lists) const = 0;
 };
 
 // Queries [query, query + queries) all see own keys [key, key + keys).

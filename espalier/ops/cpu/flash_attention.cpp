@@ -24,15 +24,14 @@ class CpuFlash final : public LibraryAttention {
     const auto values = host_values<std::int32_t>(whole_numbers);
     return {values.begin(), values.end()};
   }
-  at::Tensor on_device(const std::vector<std::int32_t>& whole_numbers) const override {
-    return at::tensor(whole_numbers, at::kInt);
-  }
+  at::Tensor on_device(const at::Tensor& whole_numbers) const override { return whole_numbers; }
 
-  Result rectangle(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale) const override {
+  Result rectangle(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
+                   ListsOnDevice&) const override {
     return forward(q, k, v, false, scale);
   }
   Result squares(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const CausalSquares& squares,
-                 double scale) const override {
+                 double scale, ListsOnDevice&) const override {
     std::vector<at::Tensor> out, lse;
     for_each(squares, [&](std::int64_t begin, std::int64_t rows) {
       Result one = forward(q.narrow(0, begin, rows), k.narrow(0, begin, rows), v.narrow(0, begin, rows), true, scale);
@@ -42,11 +41,11 @@ class CpuFlash final : public LibraryAttention {
     return {at::cat(out), at::cat(lse, 1)};
   }
   Gradients rectangle_backward(const Saved& saved, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                               double scale) const override {
+                               double scale, ListsOnDevice&) const override {
     return backward(saved, q, k, v, false, scale);
   }
   Gradients squares_backward(const Saved& saved, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                             const CausalSquares& squares, double scale) const override {
+                             const CausalSquares& squares, double scale, ListsOnDevice&) const override {
     std::vector<at::Tensor> grad_q, grad_k, grad_v;
     for_each(squares, [&](std::int64_t begin, std::int64_t rows) {
       const auto part = [&](const at::Tensor& x) { return x.narrow(0, begin, rows); };

@@ -29,9 +29,7 @@ std::vector<std::int32_t> AtenLibrary::on_host(const at::Tensor& whole_numbers) 
   return values;
 }
 
-at::Tensor AtenLibrary::on_device(const std::vector<std::int32_t>& whole_numbers) const {
-  return at::tensor(whole_numbers, at::kInt).to(aten_device());
-}
+at::Tensor AtenLibrary::on_device(const at::Tensor& whole_numbers) const { return whole_numbers.to(aten_device()); }
 
 void AtenLibrary::merge(const Result& first, const Result& second, const at::Tensor& out, const at::Tensor& lse) const {
   const at::Tensor first_out = in_rows(first.out), second_out = in_rows(second.out);

@@ -12,7 +12,7 @@ class AtenLibrary : public LibraryAttention {
  public:
   at::Tensor seen(const at::Tensor& tensor) const override;
   std::vector<std::int32_t> on_host(const at::Tensor& whole_numbers) const override;
-  at::Tensor on_device(const std::vector<std::int32_t>& whole_numbers) const override;
+  at::Tensor on_device(const at::Tensor& whole_numbers) const override;
   void merge(const Result& first, const Result& second, const at::Tensor& out, const at::Tensor& lse) const override;
 };
 

@@ -22,16 +22,26 @@ constexpr std::int64_t kMostSequences = 1024;
 
 // Sequences behind each other in rows of a tensor, as a graph reads them.
 struct Sequences {
-  at::Tensor begin;    // int64 [B + 1], rows
-  at::Tensor length;   // int32 [B]
-  std::int64_t count;  // B
+  std::vector<std::int64_t> begin;  // [B + 1], rows
   std::int64_t longest;
+
+  std::int64_t count() const { return static_cast<std::int64_t>(begin.size()) - 1; }  // B
+  std::vector<std::int64_t> lengths() const {
+    std::vector<std::int64_t> out;
+    for (std::size_t s = 0; s + 1 < begin.size(); ++s) out.push_back(begin[s + 1] - begin[s]);
+    return out;
+  }
+  // The elements before each of them, in rows that stand so many elements apart.
+  std::vector<std::int64_t> offsets(std::int64_t row) const {
+    std::vector<std::int64_t> out;
+    for (const std::int64_t rows : begin) out.push_back(rows * row);
+    return out;
+  }
 };
 
 Sequences one_sequence(const at::Tensor& rows) {
   const std::int64_t n = rows.size(0);
-  return {at::arange(0, 2 * n, n, rows.options().dtype(at::kLong)), at::full({1}, n, rows.options().dtype(at::kInt)), 1,
-          size_class(n, kFewestRows)};
+  return {{0, n}, size_class(n, kFewestRows)};
 }
 
 // Squares that one graph attends within.
@@ -62,11 +72,11 @@ std::vector<Batch> batches_of(const std::vector<std::int32_t>& begin, std::int64
 }
 
 Sequences sequences_of(const CausalSquares& squares, const Batch& batch) {
-  const std::int64_t count = size_class(batch.count, 1);
-  at::Tensor begin = squares.begin_S1.narrow(0, batch.first, batch.count + 1) - batch.row;
-  begin = at::cat({begin, begin.narrow(0, batch.count, 1).expand({count - batch.count})});
-  return {begin.to(at::kLong), begin.narrow(0, 1, count) - begin.narrow(0, 0, count), count,
-          size_class(batch.longest, kFewestRows)};
+  std::vector<std::int64_t> begin;
+  for (std::int64_t s = 0; s <= batch.count; ++s)
+    begin.push_back(squares.begin[static_cast<std::size_t>(batch.first + s)] - batch.row);
+  begin.resize(static_cast<std::size_t>(size_class(batch.count, 1) + 1), begin.back());
+  return {std::move(begin), size_class(batch.longest, kFewestRows)};
 }
 
 // Rows [n, heads, D] whose addresses are multiples of 16 bytes, heads behind each other.
@@ -80,11 +90,14 @@ at::Tensor aligned(const at::Tensor& x) {
 // A run of a graph.
 class Call {
  public:
-  Call(const Sequences& queries, const Sequences& keys, bool causal, double scale) : queries_(queries), keys_(keys) {
+  Call(const CudnnAttention& library, ListsOnDevice& lists, const Sequences& queries, const Sequences& keys,
+       bool causal, double scale)
+      : library_(library), lists_(lists), queries_(queries), keys_(keys) {
     shape_.causal = causal;
-    shape_.sequences = queries.count, shape_.queries = queries.longest, shape_.keys = keys.longest;
+    shape_.sequences = queries.count(), shape_.queries = queries.longest, shape_.keys = keys.longest;
     shape_.scale = scale;
-    addresses_.queries = queries.length.data_ptr(), addresses_.keys = keys.length.data_ptr();
+    addresses_.queries = list(queries.lengths(), at::kInt);
+    addresses_.keys = list(keys.lengths(), at::kInt);
   }
 
   void forward(SequenceGraphs& graphs, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -119,36 +132,25 @@ class Call {
   void put(Operand operand, const Sequences& of, const at::Tensor& rows, std::int64_t* row) {
     if (row != nullptr) *row = rows.stride(0);
     addresses_.operand[static_cast<std::size_t>(operand)] = rows.data_ptr();
-    addresses_.offset[static_cast<std::size_t>(operand)] = offset_of(of, rows.stride(0)).data_ptr();
+    addresses_.offset[static_cast<std::size_t>(operand)] = list(of.offsets(rows.stride(0)), at::kLong);
     kept_.push_back(rows);
   }
 
-  // Offsets of rows that stand so many elements apart: mostly the same ones for several operands.
-  at::Tensor offset_of(const Sequences& of, std::int64_t row) {
-    const auto found = std::ranges::find_if(
-        offsets_, [&](const Offset& each) { return each.row == row && each.of_queries == (&of == &queries_); });
-    if (found != offsets_.end()) return found->offset;
-    offsets_.push_back({row, &of == &queries_, of.begin * row});
-    return offsets_.back().offset;
+  void* list(const std::vector<std::int64_t>& numbers, at::ScalarType type) const {
+    return lists_.of(library_, numbers, type).data_ptr();
   }
 
   void run(SequenceGraphs& graphs) {
-    const at::Tensor workspace =
-        at::empty({graphs.workspace_bytes(shape_)}, queries_.length.options().dtype(at::kByte));
+    const at::Tensor workspace = at::empty({graphs.workspace_bytes(shape_)}, kept_.front().options().dtype(at::kByte));
     graphs.run(shape_, addresses_, workspace.data_ptr());
   }
 
-  struct Offset {
-    std::int64_t row;
-    bool of_queries;
-    at::Tensor offset;
-  };
-
+  const CudnnAttention& library_;
+  ListsOnDevice& lists_;
   const Sequences& queries_;
   const Sequences& keys_;
   SequenceGraph shape_;
   SequenceAddresses addresses_;
-  std::vector<Offset> offsets_;
   std::vector<at::Tensor> kept_;  // copies live until the graph was given to the stream
 };
 
@@ -165,42 +167,44 @@ LibraryAttention::Gradients room_for_gradients(const at::Tensor& q, const at::Te
 }  // namespace
 
 LibraryAttention::Result CudnnAttention::rectangle(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                                   double scale) const {
+                                                   double scale, ListsOnDevice& lists) const {
   const Sequences queries = one_sequence(q), keys = one_sequence(k);
   const Result result = room_for_result(q);
-  Call(queries, keys, false, scale).forward(graphs_, q, k, v, result);
+  Call(*this, lists, queries, keys, false, scale).forward(graphs_, q, k, v, result);
   return {result.out, result.lse.t()};
 }
 
 LibraryAttention::Result CudnnAttention::squares(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                                 const CausalSquares& squares, double scale) const {
+                                                 const CausalSquares& squares, double scale,
+                                                 ListsOnDevice& lists) const {
   const Result result = room_for_result(q);
   for (const Batch& batch : batches_of(squares.begin, kAnyRows)) {
     const Sequences rows = sequences_of(squares, batch);
     const auto of = [&](const at::Tensor& x) { return x.narrow(0, batch.row, batch.rows); };
-    Call(rows, rows, true, scale).forward(graphs_, of(q), of(k), of(v), {of(result.out), of(result.lse)});
+    Call(*this, lists, rows, rows, true, scale).forward(graphs_, of(q), of(k), of(v), {of(result.out), of(result.lse)});
   }
   return {result.out, result.lse.t()};
 }
 
 LibraryAttention::Gradients CudnnAttention::rectangle_backward(const Saved& saved, const at::Tensor& q,
-                                                               const at::Tensor& k, const at::Tensor& v,
-                                                               double scale) const {
+                                                               const at::Tensor& k, const at::Tensor& v, double scale,
+                                                               ListsOnDevice& lists) const {
   const Sequences queries = one_sequence(q), keys = one_sequence(k);
   const Gradients gradients = room_for_gradients(q, k, v);
-  Call(queries, keys, false, scale).backward(graphs_, deterministic(), saved, q, k, v, gradients);
+  Call(*this, lists, queries, keys, false, scale).backward(graphs_, deterministic(), saved, q, k, v, gradients);
   return gradients;
 }
 
 LibraryAttention::Gradients CudnnAttention::squares_backward(const Saved& saved, const at::Tensor& q,
                                                              const at::Tensor& k, const at::Tensor& v,
-                                                             const CausalSquares& squares, double scale) const {
+                                                             const CausalSquares& squares, double scale,
+                                                             ListsOnDevice& lists) const {
   const Gradients gradients = room_for_gradients(q, k, v);
   const std::int64_t most_pairs = deterministic() ? backward_rows_ * backward_rows_ : kAnyRows;
   for (const Batch& batch : batches_of(squares.begin, most_pairs)) {
     const Sequences rows = sequences_of(squares, batch);
     const auto of = [&](const at::Tensor& x) { return x.narrow(0, batch.row, batch.rows); };
-    Call(rows, rows, true, scale)
+    Call(*this, lists, rows, rows, true, scale)
         .backward(graphs_, deterministic(),
                   {of(saved.grad_out), of(saved.out), saved.lse.narrow(1, batch.row, batch.rows)}, of(q), of(k), of(v),
                   {of(gradients.q), of(gradients.k), of(gradients.v)});

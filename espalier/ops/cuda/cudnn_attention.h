@@ -16,13 +16,14 @@ class CudnnAttention : public AtenLibrary {
 
   const AttentionKernelsRow& row() const override { return row_of(AttentionKernels::cudnn); }
   std::int64_t backward_rows() const override { return backward_rows_; }
-  Result rectangle(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale) const override;
+  Result rectangle(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
+                   ListsOnDevice& lists) const override;
   Result squares(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const CausalSquares& squares,
-                 double scale) const override;
+                 double scale, ListsOnDevice& lists) const override;
   Gradients rectangle_backward(const Saved& saved, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                               double scale) const override;
+                               double scale, ListsOnDevice& lists) const override;
   Gradients squares_backward(const Saved& saved, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                             const CausalSquares& squares, double scale) const override;
+                             const CausalSquares& squares, double scale, ListsOnDevice& lists) const override;
 
  private:
   bool deterministic() const { return backward_rows_ != kAnyRows; }

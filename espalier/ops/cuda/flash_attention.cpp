@@ -31,19 +31,20 @@ class Flash2 final : public AtenLibrary {
 
   const AttentionKernelsRow& row() const override { return row_of(AttentionKernels::flash); }
 
-  Result rectangle(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale) const override {
+  Result rectangle(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
+                   ListsOnDevice&) const override {
     const auto [out, lse, seed, offset, mask] = at::_flash_attention_forward(
         q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), {}, {}, q.size(0), k.size(0), 0.0, false, false, scale);
     return {out.squeeze(0), lse.squeeze(0)};
   }
   Result squares(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const CausalSquares& squares,
-                 double scale) const override {
+                 double scale, ListsOnDevice&) const override {
     const auto [out, lse, seed, offset, mask] = at::_flash_attention_forward(
         q, k, v, squares.begin_S1, squares.begin_S1, squares.longest, squares.longest, 0.0, true, false, scale);
     return {out, lse};
   }
   Gradients rectangle_backward(const Saved& saved, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                               double scale) const override {
+                               double scale, ListsOnDevice&) const override {
     const Deterministic order(deterministic_);
     const auto one = [](const at::Tensor& x) { return x.unsqueeze(0); };
     const at::Tensor unused = no_dropout(q);
@@ -53,7 +54,7 @@ class Flash2 final : public AtenLibrary {
     return {grad_q.squeeze(0), grad_k.squeeze(0), grad_v.squeeze(0)};
   }
   Gradients squares_backward(const Saved& saved, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                             const CausalSquares& squares, double scale) const override {
+                             const CausalSquares& squares, double scale, ListsOnDevice&) const override {
     const Deterministic order(deterministic_);
     const at::Tensor unused = no_dropout(q);
     const auto [grad_q, grad_k, grad_v] = at::_flash_attention_backward(

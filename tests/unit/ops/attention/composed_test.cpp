@@ -20,17 +20,20 @@ class NoCalls : public LibraryAttention {
   const AttentionKernelsRow& row() const override { return row_of(AttentionKernels::flash); }
   at::Tensor seen(const at::Tensor& tensor) const override { return tensor; }
   std::vector<std::int32_t> on_host(const at::Tensor&) const override { return {}; }
-  at::Tensor on_device(const std::vector<std::int32_t>&) const override { return {}; }
-  Result rectangle(const at::Tensor&, const at::Tensor&, const at::Tensor&, double) const override { return {}; }
-  Result squares(const at::Tensor&, const at::Tensor&, const at::Tensor&, const CausalSquares&, double) const override {
+  at::Tensor on_device(const at::Tensor& numbers) const override { return numbers; }
+  Result rectangle(const at::Tensor&, const at::Tensor&, const at::Tensor&, double, ListsOnDevice&) const override {
     return {};
   }
-  Gradients rectangle_backward(const Saved&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                               double) const override {
+  Result squares(const at::Tensor&, const at::Tensor&, const at::Tensor&, const CausalSquares&, double,
+                 ListsOnDevice&) const override {
+    return {};
+  }
+  Gradients rectangle_backward(const Saved&, const at::Tensor&, const at::Tensor&, const at::Tensor&, double,
+                               ListsOnDevice&) const override {
     return {};
   }
   Gradients squares_backward(const Saved&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                             const CausalSquares&, double) const override {
+                             const CausalSquares&, double, ListsOnDevice&) const override {
     return {};
   }
 };
