@@ -47,8 +47,8 @@ std::string AttentionKernelsRow::reason_against(const AttentionHeads& heads) con
   return heads.window > 0 ? "windows" : "";
 }
 
-std::int64_t AttentionKernelsRow::backward_rows(bool deterministic) const {
-  return deterministic && ordered_rows > 0 ? ordered_rows : std::numeric_limits<std::int64_t>::max();
+std::int64_t AttentionKernelsRow::backward_rows(bool pairs) const {
+  return pairs && ordered_rows > 0 ? ordered_rows : std::numeric_limits<std::int64_t>::max();
 }
 
 std::int64_t flash_backward_bytes(const LibraryBackward& call) {
@@ -63,15 +63,16 @@ std::int64_t flash_backward_bytes(const LibraryBackward& call) {
 std::int64_t cudnn_backward_bytes(const LibraryBackward& call) {
   const AttentionKernelsRow& row = row_of(AttentionKernels::cudnn);
   const AttentionHeads& of = call.of;
+  const bool keeps_pairs = call.deterministic && !call.adds_in_turn;
   const auto bytes = [&](std::int64_t own, std::int64_t keys, std::int64_t padded_rows, std::int64_t padded_keys,
                          std::int64_t pairs) {
     return gradient_bytes(of, own, keys) +
-           cudnn_workspace_bytes(of.heads, of.head_dim, padded_rows, padded_keys, pairs, call.deterministic);
+           cudnn_workspace_bytes(of.heads, of.head_dim, padded_rows, padded_keys, pairs, keeps_pairs);
   };
   const std::int64_t most_pairs = row.ordered_rows * row.ordered_rows;
   std::int64_t square = std::max(4 * call.rows, kMostSquaresOfFewestRows * row.fewest_rows);
-  if (call.deterministic) square = std::min(square, most_pairs / row.fewest_rows);
-  const auto side = [&](std::int64_t rows) { return std::min(rows, row.backward_rows(call.deterministic)); };
+  if (keeps_pairs) square = std::min(square, most_pairs / row.fewest_rows);
+  const auto side = [&](std::int64_t rows) { return std::min(rows, row.backward_rows(keeps_pairs)); };
   const auto padded = [&](std::int64_t rows) {
     return std::max(row.fewest_rows, static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(rows))));
   };
@@ -81,8 +82,8 @@ std::int64_t cudnn_backward_bytes(const LibraryBackward& call) {
 }
 
 std::int64_t cudnn_workspace_bytes(std::int64_t heads, std::int64_t head_dim, std::int64_t queries, std::int64_t keys,
-                                   std::int64_t pairs, bool deterministic) {
-  const std::int64_t of_queries = deterministic ? pairs * kElement : queries * head_dim * kSum;
+                                   std::int64_t pairs, bool keeps_pairs) {
+  const std::int64_t of_queries = keeps_pairs ? pairs * kElement : queries * head_dim * kSum;
   return heads * (of_queries + queries * kSum + 2 * keys * head_dim * kElement);
 }
 

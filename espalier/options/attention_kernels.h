@@ -41,6 +41,7 @@ struct LibraryBackward {
   AttentionHeads of;
   std::int64_t rows = 0, path_rows = 0;
   bool deterministic = true;  // sums in one order
+  bool adds_in_turn = false;  // cuDNN's: without a number for each pair of rows
 };
 
 struct AttentionKernelsRow {
@@ -57,7 +58,8 @@ struct AttentionKernelsRow {
 
   // Why attention with these heads runs on the own kernels, for a person ("windows"); empty: these kernels take it.
   std::string reason_against(const AttentionHeads& heads) const;
-  std::int64_t backward_rows(bool deterministic) const;  // longest side of a backward
+  // Longest side of a backward; `pairs`: it sums in one order by keeping a number for each pair of rows.
+  std::int64_t backward_rows(bool pairs) const;
 };
 // Not of `automatic`.
 const AttentionKernelsRow& row_of(AttentionKernels kernels);
@@ -71,10 +73,10 @@ std::int64_t flash_backward_bytes(const LibraryBackward& call);
 // cuDNN: squares are padded to powers of two, at most three quarters of them empty (ops/cuda/cudnn_attention.cpp).
 std::int64_t cudnn_backward_bytes(const LibraryBackward& call);
 
-// The workspace of a backward graph of cuDNN. In one order: the gradient of each score in bfloat16; else dL/dq in
-// float32. Beside that a sum per query; gradients of keys and values for each query head. `queries` and `keys`: of all
-// sequences, as padded; `pairs`: of a query and a key of one sequence.
+// The workspace of a backward graph of cuDNN. If it keeps `pairs`: the gradient of each score in bfloat16; else dL/dq
+// in float32. Beside that a sum per query; gradients of keys and values for each query head. `queries` and `keys`: of
+// all sequences, as padded; `pairs`: of a query and a key of one sequence.
 std::int64_t cudnn_workspace_bytes(std::int64_t heads, std::int64_t head_dim, std::int64_t queries, std::int64_t keys,
-                                   std::int64_t pairs, bool deterministic);
+                                   std::int64_t pairs, bool keeps_pairs);
 
 }  // namespace espalier

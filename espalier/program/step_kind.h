@@ -42,6 +42,7 @@ struct DeviceTraits {
   bool writes_sums = false;  // its products write sums (ops/products.h)
   AttentionKernels attention = AttentionKernels::own;  // of a GPU, in bfloat16
   bool deterministic = true;                           // a library's kernels sum in one order
+  bool adds_in_turn = false;  // and keep no number for each pair of rows (attention/operations.h)
 };
 
 // The traits of a device type; the device need not be present.

@@ -106,7 +106,8 @@ DeviceTraits bound_traits(const Options& options, const MachineProfile& machine)
           .queued = !bound_device().in_host_memory(),
           .writes_sums = bound_device().operations().writes_sums,
           .attention = machine.attention_kernels,
-          .deterministic = options.deterministic == OnOff::on};
+          .deterministic = options.deterministic == OnOff::on,
+          .adds_in_turn = bound_device().operations().adds_in_turn};
 }
 
 StepPlan plan_step(const LocalShape& shape, const Options& options, const MachineProfile& machine,

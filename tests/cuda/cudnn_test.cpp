@@ -151,19 +151,22 @@ class WalkedGraphs final : public SequenceGraphs {
  public:
   at::ScalarType dtype = at::kDouble;
   std::int64_t backward_rows = kOrderedRows;
+  bool deterministic = true, in_turn = false;
   std::map<SequenceGraph, int> runs;
+
+  bool adds_in_turn() const override { return in_turn; }
 
   std::int64_t workspace_bytes(const SequenceGraph& graph) override {
     if (!graph.backward) return 1;
     return cudnn_workspace_bytes(graph.query_heads, graph.head_size, graph.sequences * graph.queries,
                                  graph.sequences * graph.keys, graph.sequences * graph.queries * graph.keys,
-                                 graph.deterministic);
+                                 graph.deterministic && !in_turn);
   }
   void run(const SequenceGraph& graph, const SequenceAddresses& addresses, void*) override {
     ++runs[graph];
     expect_rules(graph, addresses, static_cast<std::int64_t>(c10::elementSize(dtype)));
     if (graph.backward && backward_rows != kAnyRows) expect_room(graph);
-    EXPECT_EQ(graph.deterministic, !graph.backward || backward_rows != kAnyRows);
+    EXPECT_EQ(graph.deterministic, !graph.backward || deterministic);
     if (dtype == at::kBFloat16) return Walk<at::BFloat16, float>(graph, addresses).run();
     dtype == at::kDouble ? Walk<double, double>(graph, addresses).run() : Walk<float, float>(graph, addresses).run();
   }
@@ -195,7 +198,7 @@ WalkedGraphs* graphs = nullptr;
 
 const CudnnAttention& library() {
   static std::unique_ptr<Walked> one;
-  one = std::make_unique<Walked>(*graphs, graphs->backward_rows);
+  one = std::make_unique<Walked>(*graphs, graphs->deterministic, graphs->backward_rows);
   return *one;
 }
 
@@ -239,6 +242,7 @@ TEST(Cudnn, GraphsAttendOverTheMemoryThatTheyAreTold) {
         WalkedGraphs walked;
         walked.dtype = scalar_type(dtype);
         walked.backward_rows = rows;
+        walked.deterministic = rows != kAnyRows;
         graphs = &walked;
         const OperationCheck check = checked(each, dtype);
         EXPECT_LE(check.error, check.allowed)
@@ -318,7 +322,7 @@ TEST(Cudnn, RowsAreReadWhereTheyStandOrCopied) {
 // either pass. `made` counts tensors of 32-bit and 64-bit whole numbers that ATen's operations return.
 TEST(Cudnn, LaterLayersOfASetUseTheOffsetsOfTheFirst) {
   WalkedGraphs walked;
-  Walked each_layer(walked, 64);
+  Walked each_layer(walked, true, 64);
   std::vector<std::int32_t> end(200, 300);  // 200 rows that two branches continue
   end.insert(end.end(), 50, 250), end.insert(end.end(), 50, 300);
   constexpr std::int64_t H = 2, D = 8, T = 300, P = 130;
@@ -393,7 +397,11 @@ TEST(Cudnn, TakesThePlannedBytes) {
   static CountedMemory counted;  // of tensors that are kept, too
   const c10::Allocator* const usual = c10::GetCPUAllocator();
   c10::SetCPUAllocator(&counted, 1);
-  for (const auto& [deterministic, every_row] : {std::pair{true, true}, {true, false}, {false, true}, {false, false}})
+  struct Case {
+    bool deterministic, in_turn, every_row;
+  };
+  for (const auto& [deterministic, in_turn, every_row] :
+       {Case{true, false, true}, {true, false, false}, {true, true, true}, {false, false, true}, {false, false, false}})
     for (const std::int64_t path : {0, 300})
       for (const std::vector<std::int32_t>& end : {std::vector<std::int32_t>(400, 400), [] {
                                                      std::vector<std::int32_t> fork(
@@ -410,7 +418,9 @@ TEST(Cudnn, TakesThePlannedBytes) {
         const auto Q = static_cast<std::int64_t>(query_row.size());
         WalkedGraphs walked;
         walked.dtype = at::kBFloat16;
-        walked.backward_rows = deterministic ? kOrderedRows : kAnyRows;
+        walked.deterministic = deterministic, walked.in_turn = in_turn;
+        walked.backward_rows = CudnnAttention(walked, deterministic).backward_rows();
+        EXPECT_EQ(walked.backward_rows, deterministic && !in_turn ? kOrderedRows : kAnyRows);
         graphs = &walked;
         const auto rows = [](std::int64_t count, std::int64_t heads) {
           return normal({count, heads * D}, 1).to(at::kBFloat16);
@@ -429,6 +439,7 @@ TEST(Cudnn, TakesThePlannedBytes) {
         const AttentionHeads heads{.heads = H, .kv_heads = J, .head_dim = D, .value_dim = D};
         DeviceTraits device;
         device.attention = AttentionKernels::cudnn, device.deterministic = deterministic;
+        device.adds_in_turn = in_turn;
         const auto bytes_beside_arena = [&](bool gradients) {
           return library_attention_bytes(
               heads,
@@ -450,13 +461,13 @@ TEST(Cudnn, TakesThePlannedBytes) {
   c10::SetCPUAllocator(const_cast<c10::Allocator*>(usual), 1);
 }
 
-// The device properties that cuDNN 9.19 asks for, of an H100 with 80 GB.
+// The device properties that cuDNN 9.19 to 9.26 ask for, of an H100 with 80 GB.
 const char* const kH100 = R"({"deviceVer": 900, "driverVer": 13000, "cudaDeviceId": 0, "totalGlobalMem": 85520809984,
   "maxGridSize": [2147483647, 65535, 65535], "maxBlockSize": [1024, 1024, 64], "regsPerBlock": 65536,
   "multiProcessorCount": 132, "warpSize": 32, "maxSharedMemoryPerBlock": 49152,
   "maxSharedMemoryPerBlockOptin": 232448, "reservedSharedMemoryPerBlock": 1024, "maxRegistersPerSM": 65536,
   "maxCtasPerSM": 32, "maxThreadsPerBlock": 1024, "maxThreadsPerSM": 2048, "pciDeviceId": 0, "isTccDriver": 0,
-  "supportCoopLaunch": 1, "smClockRateKHz": 1980000, "memClockRateKHz": 2619000, "l2CacheSize": 52428800,
+  "supportCoopLaunch": 1, "smCountOrigin": 132, "oversizedSharedMemoryPerBlock": 232448, "smClockRateKHz": 1980000, "memClockRateKHz": 2619000, "l2CacheSize": 52428800,
   "deviceName": "NVIDIA H100 80GB HBM3"})";
 
 // Why cuDNN cannot build plans here; empty where it can. A library stands in for the driver, which would load kernels.
@@ -507,12 +518,32 @@ TEST(Cudnn, BuildsEveryKindOfGraphForAnH100) {
       for (const bool deterministic : {true, false}) {
         SequenceGraph backward = graph_of(true, causal, sequences, queries, keys, size);
         backward.deterministic = deterministic;
-        const std::int64_t wanted = cudnn_workspace_bytes(backward.query_heads, size, sequences * queries,
-                                                          sequences * keys, sequences * queries * keys, deterministic);
+        const std::int64_t wanted =
+            cudnn_workspace_bytes(backward.query_heads, size, sequences * queries, sequences * keys,
+                                  sequences * queries * keys, deterministic && !built->adds_in_turn());
         EXPECT_GE(built->workspace_bytes(backward), wanted) << size << (deterministic ? " in one order" : "");
         EXPECT_LE(built->workspace_bytes(backward), wanted + kSmall) << size << (deterministic ? " in one order" : "");
       }
     }
+}
+
+TEST(Cudnn, ANewerOneAddsInTurnOnHopperIfItIsTold) {
+  EXPECT_FALSE(adds_in_turn(91900, 9, true));
+  EXPECT_FALSE(adds_in_turn(92499, 9, true));
+  EXPECT_TRUE(adds_in_turn(92500, 9, true));
+  EXPECT_TRUE(adds_in_turn(92700, 9, true));
+  EXPECT_FALSE(adds_in_turn(92700, 10, true)) << "Blackwell has another order";
+  EXPECT_FALSE(adds_in_turn(92700, 9, false)) << "the environment has a limit for gradients of scores";
+}
+
+// 16,384 rows against as many: gradients of scores would take 17 GB for 32 heads.
+TEST(Cudnn, ABackwardInTurnTakesNoMemoryForPairs) {
+  if (!no_plans_here().empty()) GTEST_SKIP() << no_plans_here();
+  const auto built = cudnn_without_gpu(kH100);
+  if (!built->adds_in_turn()) GTEST_SKIP() << "cuDNN before 9.25";
+  SequenceGraph backward = graph_of(true, false, 1, 16384, 16384, 128);
+  const std::int64_t wanted = cudnn_workspace_bytes(backward.query_heads, 128, 16384, 16384, 16384 * 16384, false);
+  EXPECT_LE(std::abs(built->workspace_bytes(backward) - wanted), 1 << 20);
 }
 
 TEST(Cudnn, WhatItCannotBuildIsSaid) {

@@ -16,11 +16,12 @@ std::int64_t library_attention_bytes(const AttentionHeads& heads, const ScratchR
   std::int64_t most = 2 * of.rows * width * kElement + sums + 2 * lse;
   const std::int64_t keys = of.rows * heads.kv_heads * heads.head_dim * 2 * kElement;
   if (of.gradients)
-    most = std::max(
-        most,
-        sums + lse + keys +
-            library.backward_bytes(
-                {.of = heads, .rows = of.rows, .path_rows = of.path_rows, .deterministic = of.device.deterministic}));
+    most = std::max(most, sums + lse + keys +
+                              library.backward_bytes({.of = heads,
+                                                      .rows = of.rows,
+                                                      .path_rows = of.path_rows,
+                                                      .deterministic = of.device.deterministic,
+                                                      .adds_in_turn = of.device.adds_in_turn}));
   return most + kAllocatorBytes;
 }
 

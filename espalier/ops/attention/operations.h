@@ -50,6 +50,8 @@ struct AttentionOperations {
   // grad_sink_h -= sum_q exp(sink_h - lse'_hq) (grad_out_q . out'_q)_h, in the accumulator dtype.
   void (*add_sinks_backward)(const at::Tensor& sink_H, const at::Tensor& out_Q, const at::Tensor& lse_HQ,
                              const at::Tensor& grad_out_Q, const at::Tensor& grad_sink_H);
+  // True if a library sums gradients of queries in one order without a number for each pair of rows.
+  bool adds_in_turn = false;
 };
 
 }  // namespace espalier

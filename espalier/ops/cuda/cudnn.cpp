@@ -2,7 +2,9 @@
 //
 // Rows are packed and have a padding mask always: without one, backwards of cuDNN 9.19 go wrong where the last tile of
 // keys is partly filled and lse is below -88. For gradients that are summed in one order (set_deterministic_algorithm)
-// cuDNN keeps B H queries keys gradients of scores in bfloat16: callers bound the rows of such a backward.
+// cuDNN keeps B H queries keys gradients of scores in bfloat16: callers bound the rows of such a backward. From 9.25 on
+// it can add to the gradients of queries in turn instead. cudnn-frontend asks for that if its limit for gradients of
+// scores is below what they take, so the limit is set to 0 where the environment has none.
 #define NV_CUDNN_FRONTEND_USE_DYNAMIC_LOADING
 #include "espalier/ops/cuda/cudnn.h"
 
@@ -10,7 +12,9 @@
 #include <dlfcn.h>
 
 #include <array>
+#include <cstdlib>
 #include <map>
+#include <string_view>
 #include <unordered_map>
 #include <utility>
 
@@ -30,6 +34,15 @@ constexpr const char* kWhere = "--attention cudnn";
 constexpr const char* kRemedy = "use --attention own";
 constexpr std::size_t kOldest = 91900;
 constexpr int kHopper = 90;
+
+// True if cudnn-frontend is told, and knows how, to let cuDNN add in turn.
+bool told_to_add_in_turn() {
+  constexpr const char* kLimit = "CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT";
+  constexpr int kFirstThatKnows = 13200;
+  if (CUDNN_FRONTEND_VERSION < kFirstThatKnows) return false;
+  setenv(kLimit, "0", 0);
+  return std::string_view(std::getenv(kLimit)) == "0";
+}
 
 void open_library() {
   if (fe::cudnn_dlhandle == nullptr) fe::cudnn_dlhandle = dlopen("libcudnn.so.9", RTLD_NOW | RTLD_GLOBAL);
@@ -124,6 +137,7 @@ class CudnnGraphs final : public SequenceGraphs {
   explicit CudnnGraphs(cudnnHandle_t handle) : handle_(handle) {}
   explicit CudnnGraphs(std::shared_ptr<const fe::DeviceProperties> device) : device_(std::move(device)) {}
 
+  bool adds_in_turn() const override { return adds_in_turn_; }
   std::int64_t workspace_bytes(const SequenceGraph& shape) override { return built(shape).workspace; }
   void run(const SequenceGraph& shape, const SequenceAddresses& addresses, void* workspace) override {
     std::unordered_map<std::int64_t, void*> pack{{kQueries, addresses.queries}, {kKeys, addresses.keys}};
@@ -165,6 +179,7 @@ class CudnnGraphs final : public SequenceGraphs {
     expect(one.graph.get_workspace_size(one.workspace), shape);
   }
 
+  bool adds_in_turn_ = cuda::adds_in_turn(fe::detail::get_backend_version(), kHopper / 10, told_to_add_in_turn());
   cudnnHandle_t handle_ = nullptr;
   std::shared_ptr<const fe::DeviceProperties> device_;
   std::map<SequenceGraph, std::unique_ptr<Built>> built_;

@@ -191,7 +191,7 @@ LibraryAttention::Gradients CudnnAttention::rectangle_backward(const Saved& save
                                                                ListsOnDevice& lists) const {
   const Sequences queries = one_sequence(q), keys = one_sequence(k);
   const Gradients gradients = room_for_gradients(q, k, v);
-  Call(*this, lists, queries, keys, false, scale).backward(graphs_, deterministic(), saved, q, k, v, gradients);
+  Call(*this, lists, queries, keys, false, scale).backward(graphs_, deterministic_, saved, q, k, v, gradients);
   return gradients;
 }
 
@@ -200,12 +200,12 @@ LibraryAttention::Gradients CudnnAttention::squares_backward(const Saved& saved,
                                                              const CausalSquares& squares, double scale,
                                                              ListsOnDevice& lists) const {
   const Gradients gradients = room_for_gradients(q, k, v);
-  const std::int64_t most_pairs = deterministic() ? backward_rows_ * backward_rows_ : kAnyRows;
+  const std::int64_t most_pairs = backward_rows_ == kAnyRows ? kAnyRows : backward_rows_ * backward_rows_;
   for (const Batch& batch : batches_of(squares.begin, most_pairs)) {
     const Sequences rows = sequences_of(squares, batch);
     const auto of = [&](const at::Tensor& x) { return x.narrow(0, batch.row, batch.rows); };
     Call(*this, lists, rows, rows, true, scale)
-        .backward(graphs_, deterministic(),
+        .backward(graphs_, deterministic_,
                   {of(saved.grad_out), of(saved.out), saved.lse.narrow(1, batch.row, batch.rows)}, of(q), of(k), of(v),
                   {of(gradients.q), of(gradients.k), of(gradients.v)});
   }
@@ -217,8 +217,8 @@ namespace {
 // The library with the graphs that it runs.
 class OpenedCudnn final : public CudnnAttention {
  public:
-  OpenedCudnn(std::unique_ptr<SequenceGraphs> graphs, std::int64_t backward_rows)
-      : CudnnAttention(*graphs, backward_rows), graphs_(std::move(graphs)) {}
+  OpenedCudnn(std::unique_ptr<SequenceGraphs> graphs, bool deterministic)
+      : CudnnAttention(*graphs, deterministic), graphs_(std::move(graphs)) {}
 
  private:
   std::unique_ptr<SequenceGraphs> graphs_;
@@ -227,10 +227,14 @@ class OpenedCudnn final : public CudnnAttention {
 }  // namespace
 
 AttentionOperations open_cudnn_attention(const AttentionGpu& gpu) {
-  const std::int64_t rows = row_of(AttentionKernels::cudnn).backward_rows(gpu.deterministic);
-  return composed_operations("--attention cudnn", gpu.index, [&] {
-    return std::make_unique<const OpenedCudnn>(open_cudnn(stream(), gpu.major), rows);
+  bool adds_in_turn = false;
+  AttentionOperations all = composed_operations("--attention cudnn", gpu.index, [&] {
+    std::unique_ptr<SequenceGraphs> graphs = open_cudnn(stream(), gpu.major);
+    adds_in_turn = graphs->adds_in_turn();
+    return std::make_unique<const OpenedCudnn>(std::move(graphs), gpu.deterministic);
   });
+  all.adds_in_turn = adds_in_turn;
+  return all;
 }
 
 }  // namespace espalier::cuda

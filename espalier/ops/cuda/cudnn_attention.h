@@ -8,11 +8,14 @@
 namespace espalier::cuda {
 
 // Summing in one order, cuDNN keeps the gradients of all scores of a backward, in bfloat16: 8 MB a head for a square of
-// AttentionKernelsRow::ordered_rows.
+// AttentionKernelsRow::ordered_rows. It keeps none of them if it adds in turn.
 class CudnnAttention : public AtenLibrary {
  public:
-  // backward_rows: kAnyRows for sums in any order.
-  CudnnAttention(SequenceGraphs& graphs, std::int64_t backward_rows) : graphs_(graphs), backward_rows_(backward_rows) {}
+  CudnnAttention(SequenceGraphs& graphs, bool deterministic)
+      : CudnnAttention(graphs, deterministic,
+                       row_of(AttentionKernels::cudnn).backward_rows(deterministic && !graphs.adds_in_turn())) {}
+  CudnnAttention(SequenceGraphs& graphs, bool deterministic, std::int64_t backward_rows)
+      : graphs_(graphs), deterministic_(deterministic), backward_rows_(backward_rows) {}
 
   const AttentionKernelsRow& row() const override { return row_of(AttentionKernels::cudnn); }
   std::int64_t backward_rows() const override { return backward_rows_; }
@@ -26,9 +29,8 @@ class CudnnAttention : public AtenLibrary {
                              const CausalSquares& squares, double scale, ListsOnDevice& lists) const override;
 
  private:
-  bool deterministic() const { return backward_rows_ != kAnyRows; }
-
   SequenceGraphs& graphs_;
+  bool deterministic_;
   std::int64_t backward_rows_;
 };
 

@@ -9,6 +9,12 @@ std::int64_t size_class(std::int64_t rows, std::int64_t least) {
   return std::max(least, static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(rows))));
 }
 
+bool adds_in_turn(std::size_t cudnn_version, int capability, bool told) {
+  constexpr std::size_t kFirst = 92500;
+  constexpr int kHopper = 9;
+  return told && cudnn_version >= kFirst && capability == kHopper;
+}
+
 std::vector<OperandPlace> places_of(const SequenceGraph& g) {
   const std::int64_t H = g.query_heads, J = g.key_heads, D = g.head_size;
   const auto place = [&](Operand operand, bool written, bool of_queries, std::int64_t heads, std::int64_t size,

@@ -52,10 +52,15 @@ std::vector<OperandPlace> places_of(const SequenceGraph& graph);
 // The smallest power of two that holds `rows`, at least `least`.
 std::int64_t size_class(std::int64_t rows, std::int64_t least);
 
+// True if a deterministic backward of this cuDNN adds to the gradients of queries in turn, in float32. Then it keeps no
+// number for each pair of a query and a key. cuDNN 9.25 can, on compute capability 9, where cudnn-frontend is told so.
+bool adds_in_turn(std::size_t cudnn_version, int capability, bool told);
+
 // Graphs, built on first use and kept.
 class SequenceGraphs {
  public:
   virtual ~SequenceGraphs() = default;
+  virtual bool adds_in_turn() const { return false; }
   // Workspace bytes of a run of the graph. Errors: DeviceError if the library has no such graph.
   virtual std::int64_t workspace_bytes(const SequenceGraph& graph) = 0;
   virtual void run(const SequenceGraph& graph, const SequenceAddresses& addresses, void* workspace) = 0;
