@@ -24,6 +24,7 @@ struct OpenedGpu {
   std::string name;                                          // from its driver; empty if no GPU was opened
   AttentionKernels attention = AttentionKernels::automatic;  // the kernels in use
   bool emulated = false;
+  int capability = 0;               // ten times its compute capability
   std::string without_chunks = {};  // why recurrent layers run row by row in bfloat16; empty: in chunks
 };
 

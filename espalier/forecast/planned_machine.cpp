@@ -51,10 +51,7 @@ constexpr double kReachedLink = 0.8;  // of a link's peak by large collectives; 
 constexpr double kPlainAttention = 0.5;
 constexpr double kLaunchSeconds = 4e-6;
 
-bool runs(const Gpu& gpu, AttentionKernels kernels) {
-  const int needed = row_of(kernels).capability;
-  return needed == 0 || needed == gpu.capability;
-}
+bool runs(const Gpu& gpu, AttentionKernels kernels) { return row_of(kernels).run_on(gpu.capability); }
 
 // As a run takes them where nothing was measured (ops/cuda/library.cpp).
 AttentionKernels kernels_on(const Gpu& gpu, AttentionKernels asked) {

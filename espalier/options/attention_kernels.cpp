@@ -10,6 +10,7 @@ namespace espalier {
 namespace {
 
 constexpr std::int64_t kElement = 2, kSum = 4;         // bfloat16, and what it is summed in
+constexpr int kBlackwell = 100;                        // ten times its compute capability
 constexpr std::int64_t kMostMultiprocessors = 148;     // of GPUs so far
 constexpr std::int64_t kMostSquaresOfFewestRows = 64;  // in a graph of cuDNN, however few rows there are
 
@@ -38,11 +39,17 @@ std::vector<AttentionKernels> tried_in_order() {
   return tried;
 }
 
-std::string AttentionKernelsRow::reason_against(const AttentionHeads& heads) const {
+bool AttentionKernelsRow::run_on(int gpu_capability) const {
+  return capability == 0 || gpu_capability == capability ||
+         (gpu_capability >= kBlackwell && gpu_capability <= and_newer);
+}
+
+std::string AttentionKernelsRow::reason_against(const AttentionHeads& heads, int gpu_capability) const {
   if (!composed) return "";
   if (heads.soft_cap > 0) return "soft caps";
   if (heads.value_dim != heads.head_dim) return "values of another size than keys";
-  if (heads.head_dim % head_multiple != 0 || heads.head_dim > largest_head)
+  const std::int64_t largest = gpu_capability >= kBlackwell ? largest_head_newer : largest_head;
+  if (heads.head_dim % head_multiple != 0 || heads.head_dim > largest)
     return text_of("heads of ", heads.head_dim, " elements");
   return heads.window > 0 ? "windows" : "";
 }

@@ -15,9 +15,9 @@ namespace espalier {
   ROW(own, "own", "this library's", .on_cpu = true, .tried = 3)                                                  \
   ROW(flash, "flash", "ATen's FlashAttention", .on_cpu = true, .tried = 2, .composed = true, .head_multiple = 8, \
       .largest_head = 256, .backward_bytes = flash_backward_bytes)                                               \
-  ROW(cudnn, "cudnn", "cuDNN's, for compute capability 9.0", .capability = 90, .tried = 1, .composed = true,     \
-      .head_multiple = 8, .largest_head = 256, .fewest_rows = 128, .ordered_rows = 2048,                         \
-      .backward_bytes = cudnn_backward_bytes)                                                                    \
+  ROW(cudnn, "cudnn", "cuDNN's, for compute capabilities 9.0 and 10.x", .capability = 90, .and_newer = 109,      \
+      .tried = 1, .composed = true, .head_multiple = 8, .largest_head = 256, .largest_head_newer = 128,          \
+      .fewest_rows = 128, .ordered_rows = 2048, .backward_bytes = cudnn_backward_bytes)                          \
   ROW(hopper, "hopper", "this library's for compute capability 9.0, not yet run on a GPU", .capability = 90)     \
   ROW(hopper_split, "hopper-split", "the same without sums of gradients in memory", .capability = 90)
 
@@ -47,17 +47,21 @@ struct LibraryBackward {
 struct AttentionKernelsRow {
   bool on_cpu = false;
   int capability = 0;  // ten times the compute capability that they need; 0: every GPU has them
+  int and_newer = 0;   // they run on capabilities from 100 up to this one, too; 0: on none
   int tried = 0;       // by auto, where nothing was measured, the lowest first; 0: only where they were measured
   // True for a library that takes squares and rectangles (ops/attention/composed.h), on a GPU in bfloat16 alone. The
   // results of its calls come from ATen's allocator. The members that follow are of such libraries.
   bool composed = false;
   std::int64_t head_multiple = 1, largest_head = std::numeric_limits<std::int64_t>::max();
-  std::int64_t fewest_rows = 1;   // sequences are padded to these
-  std::int64_t ordered_rows = 0;  // longest side of a backward that sums in one order; 0: any
+  std::int64_t largest_head_newer = largest_head;  // from capability 10.0 on
+  std::int64_t fewest_rows = 1;                    // sequences are padded to these
+  std::int64_t ordered_rows = 0;                   // longest side of a backward that sums in one order; 0: any
   std::int64_t (*backward_bytes)(const LibraryBackward& call) = nullptr;  // the call's gradients and workspace
 
-  // Why attention with these heads runs on the own kernels, for a person ("windows"); empty: these kernels take it.
-  std::string reason_against(const AttentionHeads& heads) const;
+  bool run_on(int gpu_capability) const;
+  // Why attention with these heads runs on the own kernels, for a person ("windows"); empty: these kernels take it. On
+  // a GPU of this capability; 0: any.
+  std::string reason_against(const AttentionHeads& heads, int gpu_capability = 0) const;
   // Longest side of a backward; `pairs`: it sums in one order by keeping a number for each pair of rows.
   std::int64_t backward_rows(bool pairs) const;
 };

@@ -6,7 +6,7 @@
 
 namespace espalier {
 
-std::string layers_beside_library(const ModelShape& shape, AttentionKernels attention) {
+std::string layers_beside_library(const ModelShape& shape, AttentionKernels attention, int capability) {
   if (attention == AttentionKernels::automatic || !row_of(attention).composed) return "";
   std::int64_t layers = 0, own = 0;
   std::string reason;
@@ -14,7 +14,7 @@ std::string layers_beside_library(const ModelShape& shape, AttentionKernels atte
     const std::optional<AttentionHeads> heads = layer.mixer->attended();
     if (!heads) continue;
     ++layers;
-    const std::string against = row_of(attention).reason_against(*heads);
+    const std::string against = row_of(attention).reason_against(*heads, capability);
     if (against.empty()) continue;
     ++own;
     reason = against;

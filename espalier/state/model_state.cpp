@@ -210,7 +210,8 @@ void load_weights(ModelState& state, const std::filesystem::path& directory, Val
   if (head == ValueHead::fresh && weight != nullptr)
     fill(*weight, *weight, state.table.kept(*weight), {*weight, state.shape.initializer_range, Random(seed)}, host);
   const std::int64_t beside = state.table.size() + state.held_table.size();
-  const std::string on_own_kernels = layers_beside_library(state.shape, opened_gpu().attention);
+  const std::string on_own_kernels =
+      layers_beside_library(state.shape, opened_gpu().attention, opened_gpu().capability);
   if (!on_own_kernels.empty()) progress.note(on_own_kernels);
   const std::string row_by_row = layers_without_chunks(state.shape, state.dtype, opened_gpu().without_chunks);
   if (!row_by_row.empty()) progress.note(row_by_row);

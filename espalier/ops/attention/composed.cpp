@@ -180,7 +180,8 @@ bool composes(const LibraryAttention& library, const AttentionProblem& problem, 
                                                  .reason_against({.head_dim = problem.head_dim,
                                                                   .value_dim = problem.value_dim(),
                                                                   .window = problem.window,
-                                                                  .soft_cap = problem.soft_cap})
+                                                                  .soft_cap = problem.soft_cap},
+                                                                 library.capability())
                                                  .empty();
   if (!taken || !problem.query_row_Q.defined()) return taken;
   // One query, at the last row of a prompt, is not worth asking the device where it is.

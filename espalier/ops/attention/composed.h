@@ -58,6 +58,7 @@ class LibraryAttention {
 
   virtual ~LibraryAttention() = default;
   virtual const AttentionKernelsRow& row() const = 0;
+  virtual int capability() const { return 0; }  // ten times its GPU's; 0: a CPU
   virtual bool takes(at::ScalarType dtype) const { return dtype == at::kBFloat16; }
   // Most rows of a square, and of either side of a rectangle, that a backward is called with.
   virtual std::int64_t backward_rows() const { return kAnyRows; }

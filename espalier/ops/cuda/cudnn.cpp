@@ -33,7 +33,7 @@ using TensorOf = std::shared_ptr<fe::graph::Tensor_attributes>;
 constexpr const char* kWhere = "--attention cudnn";
 constexpr const char* kRemedy = "use --attention own";
 constexpr std::size_t kOldest = 91900;
-constexpr int kHopper = 90;
+constexpr int kHopper = 9, kBlackwell = 10;  // compute capabilities
 
 // True if cudnn-frontend is told, and knows how, to let cuDNN add in turn.
 bool told_to_add_in_turn() {
@@ -134,8 +134,9 @@ void expect(const fe::error_t& status, const SequenceGraph& shape) {
 
 class CudnnGraphs final : public SequenceGraphs {
  public:
-  explicit CudnnGraphs(cudnnHandle_t handle) : handle_(handle) {}
-  explicit CudnnGraphs(std::shared_ptr<const fe::DeviceProperties> device) : device_(std::move(device)) {}
+  CudnnGraphs(int capability, cudnnHandle_t handle) : capability_(capability), handle_(handle) {}
+  CudnnGraphs(int capability, std::shared_ptr<const fe::DeviceProperties> device)
+      : capability_(capability), device_(std::move(device)) {}
 
   bool adds_in_turn() const override { return adds_in_turn_; }
   std::int64_t workspace_bytes(const SequenceGraph& shape) override { return built(shape).workspace; }
@@ -168,7 +169,7 @@ class CudnnGraphs final : public SequenceGraphs {
     one.graph.set_io_data_type(fe::DataType_t::BFLOAT16)
         .set_intermediate_data_type(fe::DataType_t::FLOAT)
         .set_compute_data_type(fe::DataType_t::FLOAT)
-        .set_sm_version(kHopper);
+        .set_sm_version(10 * capability_);
     if (device_ != nullptr) one.graph.set_device_properties(device_);
     describe(one.graph, shape);
     expect(one.graph.validate(), shape);
@@ -179,33 +180,40 @@ class CudnnGraphs final : public SequenceGraphs {
     expect(one.graph.get_workspace_size(one.workspace), shape);
   }
 
-  bool adds_in_turn_ = cuda::adds_in_turn(fe::detail::get_backend_version(), kHopper / 10, told_to_add_in_turn());
+  int capability_;
+  bool adds_in_turn_ = cuda::adds_in_turn(fe::detail::get_backend_version(), capability_, told_to_add_in_turn());
   cudnnHandle_t handle_ = nullptr;
   std::shared_ptr<const fe::DeviceProperties> device_;
   std::map<SequenceGraph, std::unique_ptr<Built>> built_;
 };
 
+// On others cuDNN has no fixed order for packed rows.
+void require_taken(int capability) {
+  if (capability == kHopper || capability == kBlackwell) return;
+  throw DeviceError(
+      {kWhere, "a GPU of compute capability 9.0 or 10.x", text_of(capability, ".x"), "use --attention own or flash"});
+}
+
 }  // namespace
 
 std::unique_ptr<SequenceGraphs> open_cudnn(Stream stream, int capability) {
-  if (capability != kHopper / 10)
-    throw DeviceError(
-        {kWhere, "a GPU of compute capability 9.0", text_of(capability, ".x"), "use --attention own or flash"});
+  require_taken(capability);
   open_library();
   cudnnHandle_t handle = nullptr;  // of the process
   for (const cudnnStatus_t status : {fe::detail::create_handle(&handle), fe::detail::set_stream(handle, stream)})
     if (status != CUDNN_STATUS_SUCCESS)
       throw DeviceError({kWhere, "a handle of cuDNN", fe::detail::get_error_string(status), kRemedy});
-  return std::make_unique<CudnnGraphs>(handle);
+  return std::make_unique<CudnnGraphs>(capability, handle);
 }
 
-std::unique_ptr<SequenceGraphs> cudnn_without_gpu(const std::string& device_properties) {
+std::unique_ptr<SequenceGraphs> cudnn_without_gpu(const std::string& device_properties, int capability) {
+  require_taken(capability);
   open_library();
   const auto device = std::make_shared<fe::DeviceProperties>();
   if (const fe::error_t status = device->deserialize({device_properties.begin(), device_properties.end()});
       status.is_bad())
     throw DeviceError({kWhere, "device properties from cuDNN", status.err_msg, ""});
-  return std::make_unique<CudnnGraphs>(device);
+  return std::make_unique<CudnnGraphs>(capability, device);
 }
 
 }  // namespace espalier::cuda

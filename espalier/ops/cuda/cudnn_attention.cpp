@@ -217,11 +217,13 @@ namespace {
 // The library with the graphs that it runs.
 class OpenedCudnn final : public CudnnAttention {
  public:
-  OpenedCudnn(std::unique_ptr<SequenceGraphs> graphs, bool deterministic)
-      : CudnnAttention(*graphs, deterministic), graphs_(std::move(graphs)) {}
+  OpenedCudnn(std::unique_ptr<SequenceGraphs> graphs, bool deterministic, int capability)
+      : CudnnAttention(*graphs, deterministic), graphs_(std::move(graphs)), capability_(capability) {}
+  int capability() const override { return capability_; }
 
  private:
   std::unique_ptr<SequenceGraphs> graphs_;
+  int capability_;
 };
 
 }  // namespace
@@ -231,7 +233,7 @@ AttentionOperations open_cudnn_attention(const AttentionGpu& gpu) {
   AttentionOperations all = composed_operations("--attention cudnn", gpu.index, [&] {
     std::unique_ptr<SequenceGraphs> graphs = open_cudnn(stream(), gpu.major);
     adds_in_turn = graphs->adds_in_turn();
-    return std::make_unique<const OpenedCudnn>(std::move(graphs), gpu.deterministic);
+    return std::make_unique<const OpenedCudnn>(std::move(graphs), gpu.deterministic, 10 * gpu.major + gpu.minor);
   });
   all.adds_in_turn = adds_in_turn;
   return all;

@@ -62,6 +62,7 @@ Device* open(const GpuChoice& choice, OpenedGpu* opened, std::string* problem) {
   (void)open_aten(index);  // first: ATen remembers its first answer to whether there is CUDA
   start(index, properties.major);
   opened->name = properties.name, opened->attention = choice.attention;
+  opened->capability = 10 * properties.major + properties.minor;
   const AttentionKernels fastest = choice.fastest ? choice.fastest(opened->name) : AttentionKernels::automatic;
   static Operations chosen = operations();
   static_cast<AttentionOperations&>(chosen) =

@@ -14,6 +14,6 @@ namespace {
 }  // namespace
 
 std::unique_ptr<SequenceGraphs> open_cudnn(Stream, int) { refuse(); }
-std::unique_ptr<SequenceGraphs> cudnn_without_gpu(const std::string&) { refuse(); }
+std::unique_ptr<SequenceGraphs> cudnn_without_gpu(const std::string&, int) { refuse(); }
 
 }  // namespace espalier::cuda

@@ -26,6 +26,10 @@ TEST(LayersBesideLibrary, AreThoseWithAWindow) {
 TEST(LayersBesideLibrary, AreAllWhereScoresHaveACapOrValuesAnotherSizeOrHeadsDoNotFit) {
   ModelShape capped = four_layers(), latent = four_layers(), narrow = four_layers(36);
   EXPECT_NE(layers_beside_library(narrow, AttentionKernels::cudnn).find("(heads of 36 elements)"), std::string::npos);
+  const ModelShape wide = four_layers(256);
+  EXPECT_EQ(layers_beside_library(wide, AttentionKernels::cudnn, 90), "");
+  EXPECT_NE(layers_beside_library(wide, AttentionKernels::cudnn, 100).find("(heads of 256 elements)"),
+            std::string::npos);
   testing::change_attention(capped, [](AttentionShape& a, std::size_t) { a.soft_cap = 50; });
   EXPECT_NE(layers_beside_library(capped, AttentionKernels::flash).find("4 of 4 layers of attention (soft caps)"),
             std::string::npos);
