@@ -48,6 +48,19 @@ class StateReader {
     return value.get<std::int64_t>();
   }
 
+  // Checkpoints of runs without NCCL have none.
+  std::optional<SumOrder> sum_order(const char* member) const {
+    const auto found = json_.find(member);
+    if (found == json_.end() || found->is_null()) return std::nullopt;
+    if (!found->is_object()) fail(member, "an object", found->type_name());
+    SumOrder out;
+    for (const auto& [name, value] : found->items()) {
+      if (!value.is_string()) fail(member, "texts", value.type_name());
+      out[name] = value.get<std::string>();
+    }
+    return out;
+  }
+
   std::string object(const char* member) const {
     const Json& value = at(member);
     if (!value.is_object()) fail(member, "an object", value.type_name());
@@ -139,6 +152,7 @@ void save_run_state(const fs::path& directory, const RunState& state, const Para
   json["dtype"] = name_of(state.dtype);
   json["accumulators"] = name_of(state.accumulators);
   json["random_state"] = state.random_state;
+  if (state.sum_order) json["nccl"] = *state.sum_order;
   json["options"] = parsed_object(state.options, "options");
   json["extra"] = parsed_object(state.extra, "extra");
   write_json_file(folder / "state.json", json);
@@ -158,6 +172,7 @@ RunState read_run_state(const fs::path& directory) {
   state.dtype = json.dtype("dtype");
   state.accumulators = json.dtype("accumulators");
   state.random_state = json.text("random_state");
+  state.sum_order = json.sum_order("nccl");
   state.options = json.object("options");
   state.extra = json.object("extra");
   return state;

@@ -8,10 +8,12 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <optional>
 #include <string>
 
 #include "espalier/base/dtype.h"
 #include "espalier/model/parameters.h"
+#include "espalier/parallel/sum_order.h"
 #include "espalier/shape/fingerprint.h"
 
 namespace espalier {
@@ -26,6 +28,7 @@ struct RunState {
   std::string model;                    // fingerprint_of the model's shape
   DType dtype = DType::float32;         // the run's weights and activations
   DType accumulators = DType::float32;  // masters and moments: float32 or float64
+  std::optional<SumOrder> sum_order;    // of a run whose ranks summed by NCCL
 };
 
 // Writes espalier/state.json and espalier/state.safetensors into an existing directory, usually

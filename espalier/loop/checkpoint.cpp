@@ -58,6 +58,7 @@ Restored load_checkpoint(const std::filesystem::path& directory, const Options& 
   if (!extra.contains("metrics_bytes"))
     throw InputError({(directory / "espalier" / "state.json").string(), "a checkpoint of grpo", "one of train",
                       "continue it with espalier train --resume"});
+  out.note = other_sum_order(former, *out.model);
   out.state = {former.step,
                former.mini_batch,
                extra["metrics_bytes"].get<std::int64_t>(),

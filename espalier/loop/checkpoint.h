@@ -35,6 +35,7 @@ struct Restored {
   std::unique_ptr<ModelState> model;
   std::unique_ptr<AdamW> optimizer;
   LoopState state;
+  std::string note;  // other_sum_order
 };
 Restored load_checkpoint(const std::filesystem::path& directory, const Options& options,
                          const Mesh& mesh = mesh_of_one());

@@ -205,6 +205,7 @@ void Loop::restore(const std::filesystem::path& checkpoint, const MetricLine& on
   evaluated_at_ = saved_at_ = state_.step;
   open_metrics(state_.metrics_bytes, state_.step + 1, on_line);
   progress_.note(text_of("continuing ", folder_.root().string(), " after step ", state_.step));
+  if (!restored.note.empty()) progress_.note(restored.note);
   if (!options_.record.empty() && state_.step > 0)
     throw OptionError({"--record", "a run from its beginning", text_of("one that continues after step ", state_.step),
                        "a trace needs every step; leave --record out, or start again in another --out"});

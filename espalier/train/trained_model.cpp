@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <optional>
 #include <utility>
 
@@ -79,6 +80,23 @@ void write_trained_weights(const std::filesystem::path& directory, const ModelSt
   write_weights(directory, model, optimizer, WholeValues(model, between), save_dtype, base);
 }
 
+namespace {
+
+std::optional<SumOrder> sum_order_of_run(const ModelState& model) {
+  if (model.mesh.world.size() == 1 || model.decoder.device().in_host_memory()) return std::nullopt;
+  return sum_order_of([](const char* name) { return std::getenv(name); });
+}
+
+}  // namespace
+
+std::string other_sum_order(const RunState& former, const ModelState& model) {
+  const std::optional<SumOrder> now = sum_order_of_run(model);
+  if (!former.sum_order || !now) return "";
+  const std::string differing = difference(*former.sum_order, *now);
+  if (differing.empty()) return "";
+  return text_of("NCCL sums in another order than before: ", differing, "; gradients may differ in their last bits");
+}
+
 void save_trained_model(const std::filesystem::path& directory, const ModelState& model, const AdamW& optimizer,
                         RunState state, SaveDType save_dtype, const std::string& base,
                         const std::function<void()>& between) {
@@ -86,6 +104,7 @@ void save_trained_model(const std::filesystem::path& directory, const ModelState
   state.model = fingerprint_of(model.shape);
   state.dtype = model.dtype;
   state.accumulators = accumulator_of(model.dtype);
+  state.sum_order = sum_order_of_run(model);
   const WholeValues whole(model, between);
   write_weights(directory, model, optimizer, whole, save_dtype, base);
   const RunStateValues parts = {whole.of(optimizer.masters(), optimizer), whole.of(optimizer.exp_avg(), optimizer),

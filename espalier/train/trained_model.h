@@ -41,6 +41,10 @@ void save_trained_model(const std::filesystem::path& directory, const ModelState
                         RunState state, SaveDType save_dtype, const std::string& base = "",
                         const std::function<void()>& between = {});
 
+// "NCCL sums in another order than before: NCCL_ALGO (...); gradients may differ in their last bits"; empty if a former
+// run's ranks summed as this one's, or if one of the two has no NCCL.
+std::string other_sum_order(const RunState& former, const ModelState& model);
+
 // Notes the first weight file that the run reads in place (checkpoint/mapped_weights.h) and that has changed since.
 void note_changed_files(const ModelState& model, Progress& progress);
 

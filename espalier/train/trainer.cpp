@@ -298,6 +298,7 @@ class Training {
   void resume() {
     const RunState former = continue_trained_model(options_.resume, *model_, optimizer_);
     if (critic_) continue_trained_model(critic_folder(options_.resume), critic_->model(), critic_->optimizer());
+    if (const std::string other = other_sum_order(former, *model_); !other.empty()) progress_.note(other);
     const Json extra = Json::parse(former.extra);
     const bool same_tokens = extra.value("rollouts", "") == data_.fingerprint();
     const std::string differing = same_tokens ? differing_fields(extra.value("fields", Json::object())) : "";

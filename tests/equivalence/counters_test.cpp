@@ -25,7 +25,7 @@ Case one_group(std::int64_t prompt, std::int64_t response, std::int64_t n) {
 // Attention of last blocks: calls with queries at some rows.
 int chosen_calls = 0, chosen_in_runs = 0;
 
-// Of the last block of a wave, all rows but the last of each response have a query. Its problem says that a library may
+// In the last block of a wave, all rows but the last of each response have a query. The problem says that a library may
 // take them, and they are worth its calls.
 TEST(Counters, TheLastBlockOfAWaveHasQueriesThatALibraryTakes) {
   static const Operations counting = [] {

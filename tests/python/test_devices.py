@@ -53,6 +53,26 @@ def test_processes_with_a_device_each_give_the_gradients_of_one(degrees, espalie
         assert (got[name] - value).norm() <= 1e-10 * value.norm(), name
 
 
+def test_a_continued_run_notes_that_nccl_sums_in_another_order(espalier, program, model_of, tmp_path):
+    """Each checkpoint has the settings of NCCL; runs of one process, and on processors, have none."""
+    if not (program.parent / "libespalier_emulated.so").exists():
+        pytest.skip("libespalier_emulated.so is not beside the program: the C++ tests are not built")
+    words = words_of(model_of, tmp_path, "qwen3_tied", "--device", "emulate", "--tp", 2, "--steps", 1)
+    words = words[:words.index("--gradients")] + words[words.index("--gradients") + 2:]
+    resumed = [program, "train", "--resume", tmp_path / "out", "--out", tmp_path / "out", "--rollouts", tmp_path / "rollouts.jsonl",
+               "--device", "emulate", "--tp", "2", "--steps", "1"]
+    said = {}
+    for algorithm, command in (("Ring", [program, *words]), ("Ring", resumed), ("Tree", resumed)):
+        done = subprocess.run(torchrun(2, command), capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1", "NCCL_ALGO": algorithm})
+        assert done.returncode == 0, done.stderr
+        said[algorithm] = done.stderr
+    assert json.loads((tmp_path / "out/espalier/state.json").read_text())["nccl"] == {"NCCL_ALGO": "Tree"}
+    assert "NCCL_ALGO (Ring before, Tree now)" in said["Tree"]
+    assert "NCCL_ALGO" not in said["Ring"]
+    espalier(*words_of(model_of, tmp_path, "qwen3_tied"))
+    assert "nccl" not in json.loads((tmp_path / "out/espalier/state.json").read_text())
+
+
 def test_a_run_continues_on_a_device(espalier, program, tmp_path):
     if not (program.parent / "libespalier_emulated.so").exists():
         pytest.skip("libespalier_emulated.so is not beside the program: the C++ tests are not built")

@@ -20,6 +20,7 @@ struct RunStateFiles : ::testing::Test {
     state.random_state = "1 2 \"3\" 18446744073709551615";
     state.options = R"({"lr":1e-06,"schedule":"auto","z":[1,2]})";
     state.extra = R"({"best":0.1})";
+    state.sum_order = SumOrder{{"NCCL_ALGO", "Ring"}};
     state.model = fingerprint_of(shape);
   }
   std::vector<std::byte> bits(std::uint64_t seed) const {
@@ -57,6 +58,7 @@ TEST_F(RunStateFiles, ComesBackBitForBit) {
     EXPECT_EQ(back.epoch, 3);
     EXPECT_EQ(back.mini_batch, 7);
     EXPECT_EQ(back.random_state, state.random_state);
+    EXPECT_EQ(back.sum_order, state.sum_order);
     EXPECT_EQ(back.options, state.options);
     EXPECT_EQ(back.extra, state.extra);
     EXPECT_EQ(back.model, state.model);
