@@ -5,6 +5,7 @@
 
 #include "espalier/base/defined_sums.h"
 #include "espalier/base/instruction_set.h"
+#include "espalier/forecast/communicators.h"
 #include "espalier/model/mlp_buffers.h"
 #include "espalier/program/row_shares.h"
 #include "espalier/shape/parameter_shapes.h"
@@ -52,6 +53,7 @@ ActivationBytes::ActivationBytes(const LocalShape& local, DType dtype, const Ste
       kind_(kind),
       setting_(setting),
       cp_(local.degrees().cp),
+      communicator_bytes_(setting.device.cuda ? communicator_bytes(local.degrees(), local.whole().experts > 0) : 0),
       in_flight_(local.waves_in_flight()),
       window_(shape_.window()),
       dtype_(dtype),
@@ -106,7 +108,7 @@ std::int64_t ActivationBytes::constant() const {
   const std::int64_t process = setting_.device.opened ? kOpenedCudaBytes
                                : setting_.device.cuda ? kCudaBytes
                                                       : kProcessBytes + (rounds_weight_gradients_ ? kCodeBytes : 0);
-  return process + setting_.held.beside_bytes + model();
+  return process + communicator_bytes_ + setting_.held.beside_bytes + model();
 }
 
 std::int64_t ActivationBytes::number_bytes(std::int64_t rows, std::int64_t path_rows) const {

@@ -174,7 +174,7 @@ class ActivationBytes {
                sums_ = 0;  // elements of rooms, and of sums of units, if weights are sharded
   StepKind kind_;
   StepSetting setting_;
-  std::int64_t cp_, in_flight_, window_;
+  std::int64_t cp_, communicator_bytes_, in_flight_, window_;
   DType dtype_;
   bool has_outputs_;              // the last stage of pp
   bool widens_products_;          // bfloat16 products use float32 panels on this machine

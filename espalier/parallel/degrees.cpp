@@ -95,4 +95,9 @@ void check_degrees(const Degrees& degrees) {
     throw OptionError({"--ep", text_of("a divisor of the ", stage, " ranks of dp x cp x tp"), text_of(degrees.ep), ""});
 }
 
+GroupKey group_along(Axis axis, std::int64_t rank, const Degrees& degrees) {
+  const bool weights = axis == Axis::replicas || axis == Axis::expert_replicas;
+  return {ranks_along(axis, rank, degrees), weights ? Connection::weights : Connection::rows};
+}
+
 }  // namespace espalier

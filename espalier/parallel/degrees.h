@@ -5,6 +5,7 @@
 // spread over neighbours among the dp x cp x tp ranks of one pipeline stage, tp fastest.
 #pragma once
 
+#include <compare>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -45,6 +46,18 @@ enum class Axis {
 
 // The ranks that share an axis with `rank`, itself included, ascending.
 std::vector<int> ranks_along(Axis axis, std::int64_t rank, const Degrees& degrees);
+
+// Weights and their gradients have a separate connection, because they are sent while rows are computed, and the order
+// of the rows' collectives differs between ranks.
+enum class Connection { rows, weights };
+
+// Axes of the same ranks and connection share a group.
+struct GroupKey {
+  std::vector<int> ranks;  // of the world, ascending
+  Connection connection = Connection::rows;
+  auto operator<=>(const GroupKey&) const = default;
+};
+GroupKey group_along(Axis axis, std::int64_t rank, const Degrees& degrees);
 
 // Bytes that a rank sends in collectives, by axis; dp includes the sums of gradients over replicas.
 struct AxisBytes {

@@ -64,8 +64,7 @@ void Mesh::record(const std::shared_ptr<TrafficLog>& log) const {
 }
 
 Group& OwnedMesh::group_of(Axis axis, int rank, const Degrees& degrees, const MakeGroup& make) {
-  GroupKey key{ranks_along(axis, rank, degrees),
-               axis == Axis::replicas || axis == Axis::expert_replicas ? Connection::weights : Connection::rows};
+  GroupKey key = group_along(axis, rank, degrees);
   auto same = std::ranges::find(groups_, key, [](const auto& known) { return known.first; });
   if (same == groups_.end()) {
     std::shared_ptr<Group> group = key.ranks.size() == 1 ? std::make_shared<GroupOfOne>() : make(key);

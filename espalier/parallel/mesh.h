@@ -36,16 +36,6 @@ struct Mesh {
 // One process: every group has one rank.
 const Mesh& mesh_of_one();
 
-// Weights and their gradients have a separate connection, because they are sent while rows are computed, and the order
-// of the rows' collectives differs between ranks.
-enum class Connection { rows, weights };
-
-struct GroupKey {
-  std::vector<int> ranks;  // of the world, ascending
-  Connection connection = Connection::rows;
-  auto operator<=>(const GroupKey&) const = default;
-};
-
 // A mesh and the groups it refers to. Axes of the same ranks and kind share a connection and count their bytes apart.
 class OwnedMesh {
  public:

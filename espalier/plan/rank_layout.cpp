@@ -7,6 +7,7 @@
 #include "espalier/base/error.h"
 #include "espalier/base/json.h"
 #include "espalier/base/units.h"
+#include "espalier/forecast/communicators.h"
 #include "espalier/forecast/memory_model.h"
 #include "espalier/forecast/pipeline_time.h"
 #include "espalier/plan/dealing.h"
@@ -214,6 +215,8 @@ LayoutPlan plan_layout(const LayoutProblem& problem, const Degrees& given, Which
   degrees.full = problem.shard == Sharding::full && degrees.dp * degrees.cp > 1;
   LayoutPlan layout;
   layout.degrees = degrees, layout.shard = problem.shard;
+  if (problem.options.setting.device.cuda)
+    layout.communicator_bytes = communicator_bytes(degrees, problem.shape.experts > 0);
   std::vector<LocalShape> stages;
   for (std::int64_t stage = 0; stage < degrees.pp; ++stage) {
     stages.emplace_back(problem.shape, degrees, Place{.pp = stage});
@@ -361,6 +364,7 @@ Json to_json(const LayoutPlan& layout) {
           {"trunk_forwards", layout.trunk_forwards},
           {"ranks",
            {{"peak_bytes", peaks_json(layout.bytes)},
+            {"communicator_bytes", layout.communicator_bytes},
             {"seconds", layout.compute_seconds},
             {"communication_seconds", layout.communication_seconds},
             {"bytes", longest == layout.ranks.end() ? Json::object() : bytes_json(longest->traffic.bytes)}}},
@@ -383,6 +387,9 @@ std::string explain(const LayoutPlan& layout) {
       "%, pipeline bubble ", std::lround(100 * layout.bubble), "%\n", "  a rank: ", format_count(layout.parameters),
       " parameters, peak ", format_bytes(bytes.peak()), " (A ", format_bytes(bytes.a), ", B ", format_bytes(bytes.b),
       ", C ", format_bytes(bytes.c), ")\n");
+  if (layout.communicator_bytes > 0)
+    out += text_of("  NCCL holds ", format_bytes(layout.communicator_bytes), " of it: communicators with ",
+                   kNcclChannels, " channels and buffers of its default sizes (not measured)\n");
   if (layout.degrees.dp > 1)
     out += text_of("  rows: the rank with most has ", format_percent(layout.row_balance), " of the mean; ",
                    layout.repeated_rows == 0

@@ -57,11 +57,12 @@ StepForecast forecast(std::span<const StepPlan* const> plans, std::int64_t dp, s
 struct LayoutPlan {
   Degrees degrees;
   Choice<Sharding> shard = Sharding::none;
-  std::vector<RankCost> ranks;      // by dp, then pp
-  std::vector<StepPlan> plans;      // of the ranks of dp, without the cost of communication
-  std::int64_t parameters = 0;      // maximum over ranks
-  std::int64_t trunk_forwards = 0;  // of prompts, over all ranks; prompts of a cut tree count in every part
-  PhasePeaks bytes;                 // maximum over ranks, by phase
+  std::vector<RankCost> ranks;          // by dp, then pp
+  std::vector<StepPlan> plans;          // of the ranks of dp, without the cost of communication
+  std::int64_t parameters = 0;          // maximum over ranks
+  std::int64_t trunk_forwards = 0;      // of prompts, over all ranks; prompts of a cut tree count in every part
+  PhasePeaks bytes;                     // maximum over ranks, by phase
+  std::int64_t communicator_bytes = 0;  // of each rank's peak (forecast/communicators.h)
   double seconds = 0, compute_seconds = 0, communication_seconds = 0;  // the last two are the slowest rank's
   double balance = 1, bubble = 0;
   double row_balance = 1;          // maximum over mean of the rows of a rank of dp

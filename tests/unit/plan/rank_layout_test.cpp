@@ -4,7 +4,10 @@
 #include <gtest/gtest.h>
 
 #include "espalier/base/error.h"
+#include "espalier/base/json.h"
 #include "espalier/forecast/communication.h"
+#include "espalier/forecast/communicators.h"
+#include "espalier/forecast/memory_model.h"
 #include "espalier/forecast/planned_machine.h"
 #include "espalier/plan/dealing.h"
 #include "espalier/plan/layout_search.h"
@@ -45,6 +48,31 @@ TEST_F(Layouts, OneRankIsThePlanOfOneProcess) {
   EXPECT_EQ(one.parameters, llama_.parameters());
   EXPECT_EQ(one.communication_seconds, 0);
   EXPECT_EQ(one.bubble, 0);
+}
+
+// tp 8, dp 4: the world, tp, dp, and the sums of gradients over dp have a communicator each; of experts one more, and
+// of stages two.
+TEST_F(Layouts, CommunicatorsOfNcclTakeMemoryOfEachRank) {
+  EXPECT_EQ(used_communicators({}, true), 0);
+  EXPECT_EQ(used_communicators({.dp = 8}, false), 2);
+  EXPECT_EQ(used_communicators({.tp = 8, .dp = 4}, false), 4);
+  EXPECT_EQ(used_communicators({.tp = 8, .dp = 4}, true), 5);
+  EXPECT_EQ(used_communicators({.tp = 8, .pp = 2, .dp = 4}, false), 6);
+  EXPECT_EQ(communicator_bytes({.dp = 8}, false), 2 * 24 * ((4 << 20) + 524288 + 4915200));
+  options_.schedule = Schedule::dense, options_.memory_budget = 0;
+  const LayoutPlan on_gpus = plan_layout(problem(llama_), {.tp = 8, .dp = 4});
+  EXPECT_EQ(on_gpus.communicator_bytes, communicator_bytes({.tp = 8, .dp = 4}, false));
+  EXPECT_NE(explain(on_gpus).find("NCCL holds "), std::string::npos);
+  EXPECT_EQ(to_json(on_gpus)["ranks"]["communicator_bytes"], on_gpus.communicator_bytes);
+  const auto constant = [&](const Degrees& degrees) {
+    return ActivationBytes(LocalShape(llama_, degrees, {}), DType::bfloat16, {}, options_.setting).constant();
+  };
+  const std::int64_t weights = constant({}) - constant({.dp = 4});
+  EXPECT_EQ(-weights, communicator_bytes({.dp = 4}, false)) << "the plan of a rank counts them";
+  options_.setting.device.cuda = false;
+  const LayoutPlan on_cpus = plan_layout(problem(llama_), {.tp = 8, .dp = 4});
+  EXPECT_EQ(on_cpus.communicator_bytes, 0);
+  EXPECT_EQ(explain(on_cpus).find("NCCL"), std::string::npos);
 }
 
 TEST_F(Layouts, WeightsAndRowsAreSharded) {
