@@ -2,9 +2,19 @@
 
 #include <algorithm>
 
+#include "espalier/device/buffers.h"
 #include "espalier/program/step_kind.h"
 
 namespace espalier {
+
+std::int64_t own_attention_bytes(const AttentionHeads& heads, const ScratchRows& of) {
+  constexpr std::int64_t kTile = 64, kNumber = 4;
+  const std::int64_t width = heads.heads * heads.head_dim;
+  const bool in_tiles = of.device.attention == AttentionKernels::hopper && of.dtype == DType::bfloat16;
+  if (!in_tiles) return arena_bytes(of.rows * width * kNumber);
+  const std::int64_t tiles = (of.rows + kTile - 1) / kTile, padded = tiles * kTile;
+  return arena_bytes((padded * (width + 2 * heads.heads) + of.rows * heads.heads + tiles * heads.heads) * kNumber);
+}
 
 std::int64_t library_attention_bytes(const AttentionHeads& heads, const ScratchRows& of) {
   const AttentionKernelsRow& library = row_of(of.device.attention);

@@ -131,9 +131,8 @@ std::optional<AttentionHeads> Attention::attended() const {
                         .soft_cap = shape.soft_cap};
 }
 
-// Own kernels sum dL/dq in float32.
 GpuScratch Attention::gpu_scratch(const ScratchRows& rows) const {
-  return {arena_bytes(rows.rows * shape.query_width() * 4), library_attention_bytes(*attended(), rows)};
+  return {own_attention_bytes(*attended(), rows), library_attention_bytes(*attended(), rows)};
 }
 
 }  // namespace espalier

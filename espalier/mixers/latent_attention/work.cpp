@@ -142,7 +142,7 @@ std::optional<AttentionHeads> LatentAttention::attended() const {
 }
 
 GpuScratch LatentAttention::gpu_scratch(const ScratchRows& rows) const {
-  return {arena_bytes(rows.rows * shape.query_width() * 4), library_attention_bytes(*attended(), rows)};
+  return {own_attention_bytes(*attended(), rows), library_attention_bytes(*attended(), rows)};
 }
 
 }  // namespace espalier

@@ -134,6 +134,25 @@ TEST(MemoryModel, OfAGpuHoldsTheMemoryOfAttentionLibraries) {
   EXPECT_EQ(beside_own(AttentionKernels::cudnn, true), 0) << "own kernels run every layer";
 }
 
+// The kernels for Hopper sum gradients of queries in tiles of 64 rows, with three numbers a row and head and a counter
+// a tile and head beside them.
+TEST(MemoryModel, OfHopperHoldsWholeTilesOfSums) {
+  const ModelShape shape = testing::llama_3_8b();
+  const auto scratch = [&](AttentionKernels of, std::int64_t rows, DType dtype = DType::bfloat16) {
+    const DeviceTraits device{.cuda = true, .attention = of};
+    return ActivationBytes(shape, dtype, {}, {{}, device}).scratch(rows);
+  };
+  constexpr std::int64_t kHeads = 32, D = 128;
+  for (const auto& [rows, padded] : {std::pair<std::int64_t, std::int64_t>{4096, 4096}, {4097, 4160}, {1, 64}}) {
+    const std::int64_t numbers = 2 * padded * kHeads + rows * kHeads + padded / 64 * kHeads;
+    EXPECT_EQ(scratch(AttentionKernels::hopper, rows) - scratch(AttentionKernels::own, rows),
+              4 * ((padded - rows) * kHeads * D + numbers));
+    EXPECT_EQ(scratch(AttentionKernels::hopper_split, rows), scratch(AttentionKernels::own, rows));
+    EXPECT_EQ(scratch(AttentionKernels::hopper, rows, DType::float32),
+              scratch(AttentionKernels::own, rows, DType::float32));
+  }
+}
+
 // The context of a GPU that is open is not in the memory that it has left.
 TEST(MemoryModel, OfAnOpenedGpuHoldsNoContext) {
   const ActivationBytes opened(testing::llama_3_8b(), DType::bfloat16, {}, {{}, {.cuda = true, .opened = true}});
