@@ -139,3 +139,67 @@ def test_without_an_activated_one_there_is_none_for_a_cpu(activated):
     q = torch.zeros(1, 4, 2, 16)
     with pytest.raises(NotImplementedError):
         _OWN_FORWARD(q, q, q, None, None, 4, 4, False, 1.0)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    from espalier.hf import flash_choice
+    for name, value in dict(RUNS=2, RUN=5, PROMPT=7).items():
+        monkeypatch.setattr(flash_choice, name, value)
+    for name, own, plainly in (("_forward", _OWN_FORWARD, plain_forward), ("_backward", _OWN_BACKWARD, plain_backward)):  # torch's own has none for a CPU
+        monkeypatch.setattr(by_flash, name, lambda *operands, own=own, plainly=plainly, **window: (
+            plainly if torch_s.current_flash_attention_impl() is None else own)(*operands, **window))
+    return flash_choice
+
+
+def measured(seen, seconds):
+    """A clock that knows which kernels a call ran."""
+    def seconds_of(call):
+        seen.clear()
+        call()
+        return seconds[seen[0].split()[0] if seen else "torch"]
+    return seconds_of
+
+
+def registered(activated, monkeypatch, **without):
+    """Both versions can be activated; `without`: the errors of those that cannot. Returns the calls of the kernels."""
+    seen = activated("FA4")
+    for name in ("FA3", "FA4"):
+        if name in without:
+            def fail(name=name):
+                raise without[name]
+            monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, name, fail)
+        else:
+            activated(name)
+        torch_s.restore_flash_attention_impl(_raise_warn=False)
+    return seen
+
+
+@pytest.mark.parametrize("fastest, seconds", [("FA3", dict(torch=3, FA3=1, FA4=2)), ("FA4", dict(torch=3, FA3=2, FA4=1)),
+                                              ("torch", dict(torch=1, FA3=2, FA4=3))])
+def test_the_fastest_version_is_activated(fastest, seconds, activated, small, monkeypatch):
+    seen = registered(activated, monkeypatch)
+    found = small.choose(make("Qwen3"), seconds_of=measured(seen, seconds))
+    assert found.name == fastest and found.seconds == seconds and not found.refused
+    assert torch_s.current_flash_attention_impl() == (None if fastest == "torch" else fastest)
+
+
+def test_versions_that_are_missing_or_wrong_are_refused_with_the_reason(activated, small, monkeypatch):
+    seen = registered(activated, monkeypatch, FA4=ModuleNotFoundError("No module named 'flash_attn.cute'"))
+    right = by_flash._forward
+
+    def wrong(*arguments, **more):
+        out, lse = right(*arguments, **more)
+        return (1.1 * out if torch_s.current_flash_attention_impl() == "FA3" else out), lse
+
+    monkeypatch.setattr(by_flash, "_forward", wrong)
+    found = small.choose(make("Qwen3"), seconds_of=measured(seen, dict(torch=3, FA3=1, FA4=1)))
+    assert found.name == "torch" and set(found.seconds) == {"torch"}
+    assert found.refused["FA4"] == "ModuleNotFoundError: No module named 'flash_attn.cute'"
+    assert found.refused["FA3"].startswith("out differs from torch's own by 1.0e-01")
+    assert torch_s.current_flash_attention_impl() is None
+
+
+def test_processors_have_nothing_to_choose():
+    found = hf.choose_flash_attention(make("Qwen3"))
+    assert found.name == "torch" and not found.seconds

@@ -5,6 +5,7 @@
     scores = espalier.hf.score(model, rollouts, entropies=True) the same with entropies and the rows that ran
     memory = espalier.hf.estimate(model, rollouts)              bytes of the step before it runs, with each trunk_state
     espalier.hf.check(model)                                    refuses by name anything that would be silently wrong
+    choice = espalier.hf.choose_flash_attention(model)          activates the fastest FlashAttention that is installed on this GPU
 
 The model is not changed. LoRA, tied embeddings, non-reentrant checkpointing, autocast, DDP and FSDP are supported.
 """
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 
 from espalier.errors import Error, Unsupported
-from espalier.hf import arguments, attention, choice, dense, images, implementation, ranks, rotary, routes, sets as coupled, towers, verification
+from espalier.hf import arguments, attention, choice, dense, flash_choice, images, implementation, ranks, rotary, routes, sets as coupled, towers, verification
 from espalier.hf import memory_estimate, trunk_state as states, versions
 from espalier.hf.checks import check
 from espalier.hf.model_parts import attention_layers, base_model, decoder_config, unwrapped
@@ -36,7 +37,13 @@ from espalier.rows.waves import Result, Scores, Wave
 
 versions.note_if_newer()
 
-__all__ = ["Estimate", "Result", "Scores", "Wave", "check", "estimate", "logprobs", "phased_step", "score"]
+__all__ = ["Estimate", "Result", "Scores", "Wave", "check", "choose_flash_attention", "estimate", "logprobs", "phased_step", "score"]
+
+
+def choose_flash_attention(model: torch.nn.Module) -> flash_choice.Choice:
+    """Measures torch's FlashAttention, and FlashAttention 3 and 4 if their packages are installed, on the model's GPU with its heads. Activates the fastest
+    one whose results agree with torch's own, for this process. Returns its name, the seconds of each, and why others were refused."""
+    return flash_choice.choose(model)
 
 
 def phased_step(model: torch.nn.Module, rollouts: Iterable[Mapping[str, Any]], loss: Callable[[Wave], torch.Tensor], *, wave_tokens: int = 4096,
