@@ -100,6 +100,9 @@ int run_selftest(Context& context) {
   if (cases.empty())
     throw OptionError({"--only", "a text that occurs in the name of an operation", only,
                        "`espalier selftest` without --only lists the operations"});
+  if (auto* const try_chunks = device.operations().without_chunks)
+    if (const std::string& why = try_chunks(); !why.empty())
+      context.progress.note("recurrent layers run row by row, not in chunks: " + why);
   std::map<std::string, Tally> tallies;
   context.result["checks"] = Json::array();
   std::vector<std::string> failures;

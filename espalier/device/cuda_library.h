@@ -24,8 +24,7 @@ struct OpenedGpu {
   std::string name;                                          // from its driver; empty if no GPU was opened
   AttentionKernels attention = AttentionKernels::automatic;  // the kernels in use
   bool emulated = false;
-  int capability = 0;               // ten times its compute capability
-  std::string without_chunks = {};  // why recurrent layers run row by row in bfloat16; empty: in chunks
+  int capability = 0;  // ten times its compute capability
 };
 
 // Opens a GPU of this machine; a process has one. Errors: DeviceError naming what is missing: the library, a library

@@ -4,6 +4,8 @@
 // header of its group. Operations named add_... add to some of their results and document which.
 #pragma once
 
+#include <string>
+
 #include "espalier/ops/adamw.h"
 #include "espalier/ops/attention/operations.h"
 #include "espalier/ops/choice.h"
@@ -25,6 +27,9 @@ struct ModelShape;
 struct ModelOperations {
   // Errors: UnsupportedError if the device's operations do not support the model. Null: they support every model.
   void (*require_taken)(const ModelShape& shape, at::ScalarType dtype) = nullptr;
+  // Recurrent layers in bfloat16 run in chunks once the device has shown that it runs them right. The first call tries
+  // it. Returns why they run row by row, for a person; empty: in chunks. Null: there is nothing to try.
+  const std::string& (*without_chunks)() = nullptr;
 };
 
 struct Operations : NormOperations,

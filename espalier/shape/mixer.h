@@ -119,6 +119,8 @@ class Mixer {
   virtual std::int64_t window() const { return 0; }
   // Numbers of the state that a row leaves for the next one; 0: none. States are kept where runs of rows fork.
   virtual std::int64_t state() const { return 0; }
+  // True if a GPU can run its rows in chunks, in bfloat16 (ops/cuda/delta_chunks.h).
+  virtual bool fits_chunks() const { return false; }
 
   // Heads that attend, which a library may compute on a GPU; nothing for other mixers.
   virtual std::optional<AttentionHeads> attended() const { return std::nullopt; }

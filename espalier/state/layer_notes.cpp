@@ -24,9 +24,11 @@ std::string layers_beside_library(const ModelShape& shape, AttentionKernels atte
                  name_of(attention), " does not take them");
 }
 
-std::string layers_without_chunks(const ModelShape& shape, DType dtype, const std::string& why) {
-  const auto recurrent = [](const LayerShape& layer) { return layer.mixer->state() > 0; };
-  if (why.empty() || dtype != DType::bfloat16 || std::ranges::none_of(shape.layer, recurrent)) return "";
+std::string layers_without_chunks(const ModelShape& shape, DType dtype, const std::string& (*try_chunks)()) {
+  const auto fits = [](const LayerShape& layer) { return layer.mixer->fits_chunks(); };
+  if (try_chunks == nullptr || dtype != DType::bfloat16 || std::ranges::none_of(shape.layer, fits)) return "";
+  const std::string& why = try_chunks();
+  if (why.empty()) return "";
   return text_of("recurrent layers run row by row, which is slower: in chunks on this GPU, ", why,
                  "; please report this");
 }

@@ -12,8 +12,8 @@ namespace espalier {
 // library runs all layers, or if no library was chosen. `capability`: ten times the GPU's.
 std::string layers_beside_library(const ModelShape& shape, AttentionKernels attention, int capability = 0);
 
-// "recurrent layers run row by row: ...", where a GPU was found not to run them right in chunks, `why`
-// (OpenedGpu::without_chunks); empty if nothing was found, or if no layer is concerned.
-std::string layers_without_chunks(const ModelShape& shape, DType dtype, const std::string& why);
+// Tries chunks (ModelOperations::without_chunks) for models with layers that may run in them, in bfloat16 alone.
+// "recurrent layers run row by row: ..." if the device does not run them right; else empty.
+std::string layers_without_chunks(const ModelShape& shape, DType dtype, const std::string& (*try_chunks)());
 
 }  // namespace espalier

@@ -213,7 +213,7 @@ void load_weights(ModelState& state, const std::filesystem::path& directory, Val
   const std::string on_own_kernels =
       layers_beside_library(state.shape, opened_gpu().attention, opened_gpu().capability);
   if (!on_own_kernels.empty()) progress.note(on_own_kernels);
-  const std::string row_by_row = layers_without_chunks(state.shape, state.dtype, opened_gpu().without_chunks);
+  const std::string row_by_row = layers_without_chunks(state.shape, state.dtype, device.operations().without_chunks);
   if (!row_by_row.empty()) progress.note(row_by_row);
   if (const std::int64_t further = further_layer_tensors(directory); further > 0)
     progress.note(

@@ -23,9 +23,6 @@ std::int64_t room_numbers(const RecurrenceShape& s) {
 
 // ops/cuda/delta_chunks.h.
 constexpr std::int64_t kMostKeys = 128, kMostValues = 256, kValueBlock = 32, kMostPassBytes = std::int64_t{2} << 30;
-bool fits_chunks(const RecurrenceShape& s) {
-  return !s.decays_channels() && s.key_dim <= kMostKeys && s.value_dim <= kMostValues;
-}
 // Bytes of tiles for a number of chunks. Fewer chunks leave room for more heads.
 std::int64_t tile_bytes(const RecurrenceShape& s, std::int64_t chunks, bool gradients) {
   const std::int64_t width = s.key_dim <= 64 ? 64 : kMostKeys, each = s.value_heads / s.key_heads;
@@ -37,6 +34,10 @@ std::int64_t tile_bytes(const RecurrenceShape& s, std::int64_t chunks, bool grad
 }
 
 }  // namespace
+
+bool fits_chunks(const RecurrenceShape& s) {
+  return !s.decays_channels() && s.key_dim <= kMostKeys && s.value_dim <= kMostValues;
+}
 
 std::int64_t recurrent_scratch_bytes(const RecurrenceShape& s, std::int64_t rows, DType dtype, bool gradients) {
   const std::int64_t runs = std::min(kRunsAtOnce, rows), chunks = runs + (rows - runs) / kRows;

@@ -91,6 +91,7 @@ class Recurrence : public StateMixer {
   std::string fingerprint() const override;
 
   std::int64_t state() const override { return shape.state(); }
+  bool fits_chunks() const override;
   Latents latents() const override {
     return shape.decays_channels() ? Latents{shape.gate_latent, shape.value_width(), shape.decays()} : Latents{};
   }

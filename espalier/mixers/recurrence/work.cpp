@@ -48,6 +48,8 @@ std::int64_t Recurrence::cpu_scratch(const ScratchRows& rows) const {
           kBlockRows * (4 * width + 4 * s.key_dim + (each + 2) * s.value_dim));
 }
 
+bool Recurrence::fits_chunks() const { return espalier::fits_chunks(shape); }
+
 GpuScratch Recurrence::gpu_scratch(const ScratchRows& rows) const {
   return {recurrent_scratch_bytes(shape, rows.rows, rows.dtype, rows.gradients), 0};
 }

@@ -40,6 +40,14 @@ AttentionOperations chosen_attention(AttentionKernels& attention, AttentionKerne
   }
 }
 
+CudaDevice* gpu = nullptr;  // outlives every tensor
+
+// A few kernels' time, so models without such layers do without.
+const std::string& without_chunks() {
+  static const std::string why = try_chunks(*gpu);
+  return why;
+}
+
 Device* open(const GpuChoice& choice, OpenedGpu* opened, std::string* problem) {
   // Before CUDA's first call, which reads it.
   setenv("CUDA_DEVICE_MAX_CONNECTIONS", std::to_string(kMostConnections).c_str(), 0);
@@ -67,9 +75,9 @@ Device* open(const GpuChoice& choice, OpenedGpu* opened, std::string* problem) {
   static Operations chosen = operations();
   static_cast<AttentionOperations&>(chosen) =
       chosen_attention(opened->attention, fastest, {index, properties.major, properties.minor, choice.deterministic});
-  static CudaDevice* const device = new CudaDevice(chosen, "cuda");  // outlives every tensor
-  opened->without_chunks = try_chunks(*device);
-  return device;
+  chosen.without_chunks = without_chunks;
+  gpu = new CudaDevice(chosen, "cuda");
+  return gpu;
 }
 
 }  // namespace

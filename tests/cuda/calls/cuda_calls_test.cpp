@@ -49,7 +49,11 @@ const std::string& open_aten(int) {
   return none;
 }
 const Operations& operations() { return cpu::operations(); }
-std::string try_chunks(Device&) { return ""; }
+int chunk_trials = 0;
+std::string try_chunks(Device&) {
+  ++chunk_trials;
+  return "states differ";
+}
 bool opened_deterministic = true;
 AttentionOperations open_own_attention(const AttentionGpu&) { return cpu::operations(); }
 AttentionOperations open_flash_attention(const AttentionGpu& gpu) {
@@ -209,6 +213,9 @@ void run_all() {
       espalier_open_gpu({.attention = AttentionKernels::flash, .deterministic = false}, &opened, &problem);
   expect(device != nullptr && recorder().calls("open_aten") == 1);
   expect(opened.attention == AttentionKernels::flash && !cuda::opened_deterministic);
+  expect(cuda::chunk_trials == 0);  // a model without recurrent layers does without
+  for (int model = 0; model < 2; ++model) expect(device->operations().without_chunks() == "states differ");
+  expect(cuda::chunk_trials == 1);
   hand_over(*device);
   sleep_and_wake(*device);
   meet_others(*device);

@@ -39,15 +39,34 @@ TEST(LayersBesideLibrary, AreAllWhereScoresHaveACapOrValuesAnotherSizeOrHeadsDoN
   EXPECT_NE(layers_beside_library(latent, AttentionKernels::flash).find("values of another size"), std::string::npos);
 }
 
-TEST(LayersWithoutChunks, AreRecurrentOnesInBfloat16) {
+int trials = 0;
+std::string found;  // by a trial
+
+const std::string& try_chunks() {
+  ++trials;
+  return found;
+}
+
+TEST(LayersWithoutChunks, AreTriedForRecurrentOnesInBfloat16Alone) {
   ModelShape shape = four_layers();
-  EXPECT_EQ(layers_without_chunks(shape, DType::bfloat16, "states differ"), "");
+  trials = 0, found = "states differ";
+  EXPECT_EQ(layers_without_chunks(shape, DType::bfloat16, try_chunks), "");
   RecurrenceShape recurrence;
   recurrence.key_heads = recurrence.value_heads = recurrence.key_dim = recurrence.value_dim = recurrence.kernel = 2;
   shape.layer[1].mixer = std::make_shared<const DeltaRule>(recurrence);
-  EXPECT_EQ(layers_without_chunks(shape, DType::bfloat16, ""), "");
-  EXPECT_EQ(layers_without_chunks(shape, DType::float32, "states differ"), "");
-  EXPECT_NE(layers_without_chunks(shape, DType::bfloat16, "states differ").find("row by row"), std::string::npos);
+  EXPECT_EQ(layers_without_chunks(shape, DType::float32, try_chunks), "");
+  EXPECT_EQ(layers_without_chunks(shape, DType::bfloat16, nullptr), "") << "a CPU";
+  RecurrenceShape wide = recurrence;
+  wide.key_dim = 256;
+  ModelShape too_wide = four_layers();
+  too_wide.layer[1].mixer = std::make_shared<const DeltaRule>(wide);
+  EXPECT_EQ(layers_without_chunks(too_wide, DType::bfloat16, try_chunks), "");
+  EXPECT_EQ(trials, 0);
+  EXPECT_NE(layers_without_chunks(shape, DType::bfloat16, try_chunks).find("row by row"), std::string::npos);
+  EXPECT_EQ(trials, 1);
+  found = "";
+  EXPECT_EQ(layers_without_chunks(shape, DType::bfloat16, try_chunks), "");
+  EXPECT_EQ(trials, 2);
 }
 
 }  // namespace
