@@ -5,6 +5,8 @@
 
 #include "espalier/base/error.h"
 #include "espalier/ops/cuda/chunk_trial.h"
+#include "espalier/ops/cuda/delta_chunks.h"
+#include "espalier/ops/cuda/delta_passes.h"
 #include "espalier/selftest/operation_check.h"
 #include "tests/cuda/emulated_runtime.h"
 #include "tests/cuda/emulation.h"
@@ -37,13 +39,30 @@ std::string problem_of(const OperationCase& each, std::vector<at::Tensor>& answe
   return "";
 }
 
+// One pass for all key heads and a pass for each have bitwise identical results.
+std::string problem_of_passes(const OperationCase& each) {
+  emulation::set_seed(1);
+  const std::vector<at::Tensor> together = results_on(emulated_device(), each, DType::bfloat16);
+  cuda::set_pass_bytes(1);
+  const std::vector<at::Tensor> apart = results_on(emulated_device(), each, DType::bfloat16);
+  cuda::set_pass_bytes(cuda::kMostPassBytes);
+  return same_bits(together, apart) ? "" : "other bits where key heads have passes of their own";
+}
+
 }  // namespace
 
 void add_chunk_checks(std::vector<KernelCheck>& checks) {
   for (OperationCase& moved : state_cases()) {
     const auto has = [&](const char* words) { return moved.sizes.find(words) != std::string::npos; };
-    if (moved.operation != kOperation || has("decays of channels") || has("held") || has("dropped")) continue;
+    const bool backward = moved.operation == kOperation;
+    if ((!backward && moved.operation != "delta_rule") || has("decays of channels") || has("held") || has("dropped"))
+      continue;
+    const bool of_heads = has("all heads") || has("Mamba-2, a tree");
     const auto each = std::make_shared<const OperationCase>(std::move(moved));
+    if (of_heads)
+      checks.push_back({KernelCheck::Kind::answer, "Chunks", text_of("passes: ", each->operation, ", ", each->sizes),
+                        [=] { return problem_of_passes(*each); }});
+    if (!backward) continue;
     const auto answer = std::make_shared<std::vector<at::Tensor>>();
     checks.push_back({KernelCheck::Kind::answer, "Chunks", text_of("two bfloat16, ", each->sizes),
                       [=] { return problem_of(*each, *answer); }});

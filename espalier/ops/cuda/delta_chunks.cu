@@ -5,9 +5,12 @@
 #include <algorithm>
 
 #include "espalier/ops/cuda/columns.h"
+#include "espalier/ops/cuda/delta_passes.h"
 
 namespace espalier::cuda {
 namespace {
+
+std::int64_t pass_bytes = kMostPassBytes;
 
 ChunkNumbers numbers_of(const DeltaRuns<float>& runs) {
   ChunkNumbers numbers{};
@@ -31,7 +34,7 @@ void for_each_pass(const DeltaShape& s, std::int64_t chunks, ChunkUse use, Body 
   // mixers/recurrence/gpu_work.h counts what is taken here.
   ChunkPass one_head = pass_of(s, chunks, 1);
   const std::int64_t of_head = set_places(one_head, use, nullptr);
-  const std::int64_t at_once = std::clamp<std::int64_t>(kMostPassBytes / of_head, 1, s.key_heads);
+  const std::int64_t at_once = std::clamp<std::int64_t>(pass_bytes / of_head, 1, s.key_heads);
   const Scratch<unsigned char> tiles(at_once * of_head);
   for (std::int64_t first = 0; first < s.key_heads; first += at_once) {
     ChunkPass pass = pass_of(s, chunks, std::min(at_once, s.key_heads - first));
@@ -42,6 +45,8 @@ void for_each_pass(const DeltaShape& s, std::int64_t chunks, ChunkUse use, Body 
 }
 
 }  // namespace
+
+void set_pass_bytes(std::int64_t bytes) { pass_bytes = bytes; }
 
 void chunked_delta_rule(const DeltaShape& shape, const DeltaWeights<bfloat16>& weights, const DeltaRuns<float>& runs,
                         bfloat16* o_TV) {
