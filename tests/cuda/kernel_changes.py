@@ -22,6 +22,7 @@ NUMBER = re.compile(r"(?<![\w.<])(?<!\de-)(\d+)(?![\w.>])")
 NO_CODE = re.compile(r"^\s*(template|static_assert|ESPALIER_INSTANTIATE|__global__|namespace|using )")
 # Before what the compiler has to know: constants, the extents of arrays.
 FIXED = re.compile(r"\bconstexpr\b|ESPALIER_SHARED\([\w:<> ]+\[|\(&\w+\)\[[^\]]*$|^\s*(const )?[\w:]+(<[^<>]*>)? \w+(\[[^\[\]]*\])*\[[^\]]*$")
+CHOSEN = re.compile(r"if constexpr \((?:[^()]|\([^()]*\))*\)")  # and what stands behind it is none of these
 OPEN, CLOSED = "([{<", ")]}>"
 
 
@@ -130,7 +131,7 @@ def changes_of(file, source):
         line = source[starts[number]:starts[number + 1]]
         column = begin - starts[number]
         text = (line[:column] + instead + line[column + end - begin:]).strip()
-        statement = re.split(r"[;{}]", code[:begin])[-1]
+        statement = CHOSEN.sub("", re.split(r"[;{}]", code[:begin])[-1])
         fixed = not pieces or FIXED.search(statement) or any(a < begin < b for a, b in in_angles)
         found.append((Change(file, number + 1, begin, end, instead, text, not fixed), [] if fixed else pieces))
 

@@ -1,9 +1,8 @@
 // Asks changed kernels what kernel_checks.h has, until one answer is wrong. mutate_kernels.py writes the kernels with
 // all their changes in them, puts them before this program's own (LD_PRELOAD) and gives orders, a line each:
-//   measure GROUP..   runs the checks (of these groups alone) of the unchanged kernels: "check NUMBER SECONDS NAME"
-//   and,
-//                     on the next line,
-//                     the numbers of the changes that it came by; "problem NAME: what" where one fails
+//   measure GROUP..   runs the checks (of these groups alone; GROUP:WORD: those with the word in their name) of the
+//                     unchanged kernels: "check NUMBER SECONDS NAME" and, on the next line, the numbers of the changes
+//                     that it came by; "problem NAME: what" where one fails
 //   try ID N:LIMIT..  runs these checks of the kernels with change ID, each with LIMIT seconds of processor time:
 //                     "noticed N what" at the first that fails, ends or hangs, or "survived"
 // Each trial has a process of its own, which has the inputs and the CPU's answers from its parent.
@@ -14,6 +13,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -60,7 +60,12 @@ void measure(const std::vector<KernelCheck>& checks, const Changes& changes, std
   for (std::size_t n = 0; n < checks.size(); ++n) {
     if (count > 0) std::memset(changes.met(), 0, static_cast<std::size_t>(count));
     const double begun = processor_seconds();
-    const bool asked = groups.empty() || groups.count(checks[n].group) > 0;
+    const bool asked =
+        groups.empty() || std::ranges::any_of(groups, [&](const std::string& group) {
+          const std::size_t colon = std::min(group.find(':'), group.size());
+          return checks[n].group == group.substr(0, colon) &&
+                 checks[n].name.find(group.substr(std::min(colon + 1, group.size()))) != std::string::npos;
+        });
     const std::string problem = asked ? problem_of(checks[n]) : "";
     std::cout << "check " << n << " " << processor_seconds() - begun << " " << checks[n].name << "\n";
     for (int id = 0; id < count; ++id)

@@ -3,12 +3,14 @@
     tests/cuda/mutate_kernels.py --build build                     those of mutation_sample.txt, as in `make sweep`
     tests/cuda/mutate_kernels.py --build build --all [--file X]    all of them; goes on where it was stopped
     tests/cuda/mutate_kernels.py --build build --all --again       survivors once more, and what was not tried yet
+    tests/cuda/mutate_kernels.py --build build --record --file X   the changes of a file that noticed_mutations.txt lacks, and writes that
 
 What a change is: kernel_changes.py. The kernels are compiled with all of their changes in them; each trial is a process that
 chooses one and runs the checks that come by its place, the fastest first, until one is wrong, ends or hangs
 (kernel_mutants.cpp). Where the compiler needs the changed value, the file is compiled with the one change. Changes that do not
 compile are not counted; those that leave every result as it is stand in harmless_mutations.txt, with the reason. Exit 1 where
-another one survives. Results are kept in the build folder, and begin anew when a kernel or a check has changed.
+another one survives. Results are kept in the build folder, and begin anew when a kernel or a check has changed. The record
+of a file stays: it knows a change by its line, so that only lines that were written since are tried (noticed_mutations.py).
 """
 
 import argparse
@@ -20,22 +22,23 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
+from itertools import accumulate
 from pathlib import Path
 
 from kernel_changes import changes_of, with_all, with_change
+from noticed_mutations import FOLDER, HARMLESS, INVALID, Record, listed_in, row_of
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 sys.path.append(str(ROOT / "tools"))
 from tiers import Choice  # noqa: E402
-FOLDER = "espalier/ops/cuda"
 # Of checks: those that come by a file. Other headers are met by all.
 GROUPS = {"activation.cu": ["Variants"], "attention_merge.cu": ["Merging"], "attention_plain.cu": ["Attention"], "attention_sinks.cu": ["Attention"],
           "attention_tiles.cu": ["Attention", "Formula", "Unseen"], "choice.cu": ["Optimizer"],
           "columns.cu": ["Head", "Products", "Rows"], **{f"hopper/{name}": ["Hopper", "HopperTiles"] for name in (
               "backward.cu", "backward.h", "backward_keys.cu", "backward_queries.cu", "forward.cu", "key_stages.h", "launch.h", "products.h",
               "query_sums.h", "tile_facts.cu", "tile_facts.h")}, "delta_rows.h": ["States"], "delta_rule.cu": ["States"],
-           **{name: ["Chunks", "States"] for name in (
+           **{name: ["Chunks", "States:bfloat16"] for name in (
                "delta_chunk_gradients.cu", "delta_chunk_inverse.cu", "delta_chunk_rows.cu", "delta_chunk_scans.cu", "delta_chunk_tiles.h",
                "delta_chunks.cu", "delta_chunks.h", "split_tiles.h")},
           "delta_rule_backward.cu": ["States"], "expert_rows.cu": ["Experts", "Variants"],
@@ -45,6 +48,7 @@ GROUPS = {"activation.cu": ["Variants"], "attention_merge.cu": ["Merging"], "att
           "router.cu": ["Experts", "Variants"], "short_convolution.cu": ["States"], "swiglu.cu": ["Experts", "Rows"],
           "key_tiles.h": ["Attention", "Formula", "Hopper", "HopperTiles", "Unseen"],
           "visible.h": ["Attention", "Formula", "Hopper", "HopperTiles", "Unseen"]}
+FEW, SIZES = "heads of 64", "hopper/attention.h"
 HOPPER = "hopper/"  # kernels of this folder see tests/cuda/hopper/twins.h before them
 HEADERS = ["delta_chunk_tiles.h", "delta_chunks.h", "delta_rows.h", "hopper/backward.h", "hopper/key_stages.h", "hopper/launch.h", "hopper/products.h",
            "hopper/query_sums.h", "hopper/tile_facts.h", "kernel.h", "key_tiles.h", "launch.h", "split_tiles.h", "tiles.h", "visible.h"]
@@ -60,18 +64,12 @@ OF_A_FILE = 1536  # numbers of changes; changes.h has room for as many files as 
 
 
 def limit_of(seconds):
-    """Of the processor, for a check that takes so many: what takes ten times as long hangs."""
-    return 10 * seconds + 1
+    """Of the processor, for a check that takes so many: what takes five times as long hangs."""
+    return 5 * seconds + 1
 
 
 def digest(*texts):
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
-
-
-def listed_in(name):
-    """{"file: changed line"}"""
-    lines = (HERE / name).read_text(encoding="utf-8").splitlines()
-    return {line.strip() for line in lines if line.strip() and not line.startswith(("#", "="))}
 
 
 class Library:
@@ -86,6 +84,12 @@ class Library:
         """By itself, or by a header that it includes."""
         text = self.sources[file]
         return f'"{FOLDER}/{header}"' in text or any(f'"{FOLDER}/{other}"' in text and self.includes(other, header) for other in HEADERS if other != file)
+
+    def made_of(self, name):
+        """The kernels' files that have what stands in a file."""
+        if name.endswith(".cu"):
+            return [name]
+        return [file for file in self.sources if file.endswith(".cu") and (self.includes(file, name) or name == "kernel.h")]
 
     def compile(self, source, target, folders):
         """What the compiler says where it fails, else None."""
@@ -139,19 +143,20 @@ class Library:
         objects = [self.object_of(file, stamps[file]) for file in files]
         return self.link([*objects, self.folder / "changes.o"], self.folder / "all.so"), {n: c[0] for n, c in numbered.items()}
 
-    def with_one(self, change):
-        """The library with one change, or None where it does not compile."""
+    def with_one(self, change, few=False):
+        """The library with one change, or None where it does not compile. Few: of Hopper's kernels those for FEW alone, which
+        compile in a sixth of the time."""
         alone = self.folder / "alone" / FOLDER
         (alone / HOPPER).mkdir(parents=True, exist_ok=True)
         for old in alone.rglob("*"):
             if old.is_file():
                 old.unlink()
         (alone / change.file).write_text(with_change(self.sources[change.file], change), encoding="utf-8")
-        files = [change.file] if change.file.endswith(".cu") else \
-            [file for file in self.sources if file.endswith(".cu") and
-             (self.includes(file, change.file) or change.file == "kernel.h")]
+        if few:
+            sizes = (ROOT / FOLDER / SIZES).read_text(encoding="utf-8")
+            (alone / SIZES).write_text(re.sub(r"\n    case 96:.*?\n  }", "\n  }", sizes, flags=re.DOTALL), encoding="utf-8")
         objects = []
-        for file in files:
+        for file in self.made_of(change.file):
             source = alone / file if (alone / file).exists() else ROOT / FOLDER / file
             objects.append(self.object_of(file, "alone"))
             if self.compile(source, objects[-1], [self.folder / "alone"]) is not None:
@@ -204,14 +209,14 @@ class Results:
     """What was found so far, in a file: a line for each change, with the state of its kernel and of the checks."""
 
     def __init__(self, path, kernels, checks, again):
-        self.path, self.kernels, self.checks, self.found = path, kernels, checks, {}
+        self.path, self.kernels, self.checks, self.found, self.by = path, kernels, checks, {}, {}
         for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-            name, outcome, kernel, check, *_ = line.split("\t")
+            name, outcome, kernel, check, said = line.split("\t")
             if kernel == kernels.get(name.split(":")[0]) and (check == checks or again and outcome != "survived"):
-                self.found[name] = outcome
+                self.found[name], self.by[name] = outcome, said.partition(" | ")[0]
 
     def note(self, change, outcome, said=""):
-        self.found[name_of(change)] = outcome
+        self.found[name_of(change)], self.by[name_of(change)] = outcome, said.partition(" | ")[0]
         with self.path.open("a", encoding="utf-8") as file:
             file.write("\t".join([name_of(change), outcome, self.kernels[change.file], self.checks, said]) + "\n")
 
@@ -232,17 +237,18 @@ def measured(server, path, version, groups):
 
 def try_all(arguments, library, everything, program, results):
     """everything: {id: (Change, pieces)}. Notes the outcome of each that is asked for and has none yet."""
-    files = sorted(file for file in library.sources if file.endswith(".cu"))
     asked = {n: change for n, (change, _) in everything.items()
              if arguments.asks_for(change) and name_of(change) not in results.found}
     if not asked:
         return
-    made, switched = library.with_all(files, {n: c for n, c in everything.items() if c[0].switched})
+    changed = {change.file for change in asked.values()}
+    files = sorted({file for name in changed for file in library.made_of(name)})
+    made, switched = library.with_all(files, {n: c for n, c in everything.items() if c[0].switched and c[0].file in changed})
 
     def note(change, outcome, check, said):
         if outcome == "survived":
             print(f"survived{', no check comes there' if check == -2 else ''}: {change.file}:{change.line}: {change.text}", flush=True)
-        results.note(change, outcome, f"{checks[check][1]}: {said}" if check >= 0 else "")
+        results.note(change, outcome, f"{checks[check][1]} | {said}" if check >= 0 else "")
 
     with Server(program, made) as server:
         met_by = [GROUPS.get(change.file) for change in asked.values()]
@@ -251,13 +257,19 @@ def try_all(arguments, library, everything, program, results):
                           [] if None in met_by else sorted({group for groups in met_by for group in groups}))
         by_seconds = sorted(range(len(checks)), key=lambda n: checks[n][0])
         first = {}  # the check that noticed the last change of a file is tried first
+
+        def of_time(plan):
+            """The first checks of a plan that take so many seconds together (--seconds)."""
+            taken = list(accumulate(checks[n][0] for n in plan))
+            return [n for n, seconds in zip(plan, taken, strict=True) if seconds <= (arguments.seconds or seconds)] or plan[:1]
+
         for number, change in asked.items():
             if number not in switched:
                 continue
             plan = [n for n in by_seconds if number in checks[n][2]]
             if first.get(change.file) in plan:
                 plan = [first[change.file], *[n for n in plan if n != first[change.file]]]
-            outcome, check, said = server.attempt(number, checks, plan)
+            outcome, check, said = server.attempt(number, checks, of_time(plan))
             first[change.file] = check if outcome == "noticed" else first.get(change.file)
             note(change, outcome, check if plan else -2, said)
     of_file = defaultdict(set)
@@ -267,13 +279,31 @@ def try_all(arguments, library, everything, program, results):
     for number, change in asked.items():
         if number in switched:
             continue
-        alone = library.with_one(change)
-        if alone is None:
-            results.note(change, "invalid")
-            continue
         plan = [n for n in by_seconds if n in of_file[change.file]]
-        with Server(program, alone) as server:
-            note(change, *server.attempt(number, checks, plan))
+        of_few = [n for n in plan if FEW in checks[n][1]] if change.file.startswith(HOPPER) and change.file.endswith(".cu") else []
+        if first.get(change.file) in plan:
+            plan = [first[change.file], *[n for n in plan if n != first[change.file]]]
+        for few in (True, False) if of_few else (False,):
+            alone = library.with_one(change, few)
+            if alone is None:
+                results.note(change, "invalid", INVALID)
+                break
+            with Server(program, alone) as server:
+                outcome, check, said = server.attempt(number, checks, of_time(of_few if few else plan))
+            if outcome == "noticed" or not few:
+                note(change, outcome, check, said)
+                break
+
+
+def noticed_of(file, everything, results):
+    """{key: the check, INVALID, or ""}: of changes with one line, the one that was not noticed counts."""
+    found = {}
+    for change, _ in everything.values():
+        if change.file == file and (outcome := results.found.get(name_of(change))):
+            by = results.by[name_of(change)] if outcome != "survived" else ""
+            known = found.get(change.key(), by)
+            found[change.key()] = by if known == INVALID else known and by and (known if by == INVALID else by)
+    return found
 
 
 def report(arguments, everything, results, seconds):
@@ -320,6 +350,8 @@ def main():
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--again", action="store_true", help="keeps what was noticed, whatever has changed in the checks")
     parser.add_argument("--file", action="append", help="of the kernels, alone")
+    parser.add_argument("--record", action="store_true", help="tries what noticed_mutations.txt lacks of these files, and writes it")
+    parser.add_argument("--seconds", type=float, default=0, help="of the checks of a change, the shortest first; 0: all that come by it")
     arguments = parser.parse_args()
     build, begun = (ROOT / arguments.build).resolve(), time.monotonic()
     folder, program = build / "kernel_changes", build / "tests/cuda/kernel_mutants"
@@ -331,20 +363,33 @@ def main():
     found = [(name, n, change) for name in names for n, change in enumerate(changes_of(name, sources[name]))]
     everything = {OF_A_FILE * names.index(name) + n: change for name, n, change in found}
     assert len(everything) == len(found), "a file has more changes than OF_A_FILE"
-    arguments.harmless = listed_in("harmless_mutations.txt")
+    arguments.harmless = listed_in(HARMLESS)
     stale = arguments.harmless - {change.key() for change, _ in everything.values()}
     for line in sorted(stale):
         print(f"harmless_mutations.txt has a change that there is not: {line}")
     if stale:
         return 1
-    if not arguments.all:
+    if not arguments.all and not arguments.record:
         return 0 if try_sample(Library(folder / "sample", sources), everything, program) else 1
-    arguments.asks_for = lambda change: (arguments.file is None or change.file in arguments.file) and change.key() not in arguments.harmless
+    record = Record()
+    files = arguments.file or (record.files() if arguments.record else names)
+    arguments.asks_for = lambda change: (change.file in files and change.key() not in arguments.harmless and
+                                         not (arguments.record and record.has(change)))
     headers = [sources[header] for header in HEADERS]
     results = Results(folder / "results.tsv", {name: digest(source, *headers) for name, source in sources.items()},
                       digest(*[(ROOT / file).read_text(encoding="utf-8") for file in MADE_OF]), arguments.again)
     try_all(arguments, Library(folder, sources), everything, program, results)
-    asked = [change for change, _ in everything.values() if arguments.file is None or change.file in arguments.file]
+    if arguments.record:
+        record = Record()  # another run may have written since
+        for file in files:
+            record.note(file, noticed_of(file, everything, results))
+        record.write()
+        for file in files:
+            print(row_of(file, record.counts(file, arguments.harmless)))
+        missing = [key for file in files for key in record.missing(file, arguments.harmless)]
+        print("\n".join(f"survived: {key}" for key in missing))
+        return 1 if missing else 0
+    asked = [change for change, _ in everything.values() if change.file in files]
     return 1 if report(arguments, asked, results, time.monotonic() - begun) else 0
 
 
