@@ -7,9 +7,16 @@
 // causal square, without the merge of the two (which it would also need). One JSON object a case: rates over that of
 // the product of the same dtype, ATen's seconds over our own, and for float32 rates over what the multiply-add units
 // can do at most (fma_peak.h): no kernel is faster than 1 of it.
-#include <ATen/ATen.h>
+#include <ATen/Context.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/randn.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <omp.h>
 
 #include <cmath>

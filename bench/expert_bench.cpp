@@ -6,7 +6,10 @@
 //
 // One JSON object: rate of the experts' products over that of the dense ones (router included), the same of everything
 // (gathering, sums, norms), and the rates in GFLOP/s.
-#include <ATen/ATen.h>
+#include <ATen/Context.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/randn.h>
 
 #include <cstdio>
 #include <cstdlib>

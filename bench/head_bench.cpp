@@ -5,7 +5,16 @@
 //
 // The two take turns. One JSON object: seconds materialised over seconds fused, and the bytes of logits of each. With
 // `kept` also seconds with a kept set of so many tokens for each row, over those without.
-#include <ATen/ATen.h>
+#include <ATen/Context.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/_log_softmax_backward_data.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/log_softmax.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/randint.h>
+#include <ATen/ops/randn.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
 #include <cmath>

@@ -5,8 +5,11 @@
 //
 // One JSON object a line: dtype, sizes, the form, the library's rate in GFLOP/s, and the own rate over it and over the
 // peak, which is that of float32, half of it for float64, twice for bfloat16 where there are instructions.
-#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/randn.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
 #include <cstdio>

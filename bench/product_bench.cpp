@@ -4,8 +4,11 @@
 //   product_bench [rounds 7] [threads 0: all]
 //
 // One JSON object a line: sizes, float32's rate in GFLOP/s, and the rates of the other two over it.
-#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/randn.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
 #include <cstdio>

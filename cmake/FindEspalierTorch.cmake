@@ -32,8 +32,9 @@ if(EspalierTorch_FOUND AND NOT TARGET EspalierTorch::cpu)
   foreach(_d ${_libraries})
     list(APPEND _rl "LINKER:-rpath-link,${_d}")   # what libtorch_cpu.so itself needs, at link time only
   endforeach()
-  # the second folder holds torch/types.h, which even c10d headers include (through logger.hpp, reducer.hpp, rpc)
-  set(_inc "${EspalierTorch_INCLUDE};${EspalierTorch_INCLUDE}/torch/csrc/api/include")
+  # The first folder takes the place of a header of ATen's (see there);
+  # the third holds torch/types.h, which even c10d headers include (through logger.hpp, reducer.hpp, rpc)
+  set(_inc "${CMAKE_CURRENT_LIST_DIR}/torch;${EspalierTorch_INCLUDE};${EspalierTorch_INCLUDE}/torch/csrc/api/include")
   add_library(EspalierTorch::c10 SHARED IMPORTED)
   set_target_properties(EspalierTorch::c10 PROPERTIES IMPORTED_LOCATION "${EspalierTorch_C10}"
     INTERFACE_INCLUDE_DIRECTORIES "${_inc}" INTERFACE_SYSTEM_INCLUDE_DIRECTORIES "${_inc}")

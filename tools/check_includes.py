@@ -2,7 +2,7 @@
 (mixers/<kind>/) belong to stages by their role: shape, work, layer. So do declarations of buffers (*_buffers), whatever their folder: they know
 no tensors, and the forecast reads them. The engine is the first part of the order; what stands beside it comes after.
 
-Also: the folders of TORCH_FREE name neither ATen nor torch, nobody includes torch/torch.h, and what stands above the operations
+Also: the folders of TORCH_FREE name neither ATen nor torch, nobody includes torch/torch.h or ATen/ATen.h, and what stands above the operations
 (espalier/ops/operations.h) touches no tensor's memory and no kernel: it calls operations and the device's copies. ops/cpu and ops/cuda
 do not know each other. espalier/CMakeLists.txt lists every source
 file. Exit 1 with one line per fault.
@@ -31,7 +31,9 @@ ABOVE_OPERATIONS = set(ORDER[ORDER.index("ops") + 1:]) - {"settings", "checkpoin
 BELOW = re.compile(r"\b(data_ptr|pointer<|dispatch\(|memcpy|memmove|memset|omp\.h|omp_get\w+|espalier/ops/cpu/[\w/.]+)|#pragma omp")
 # Of those, what runs in a step: its tensors are a device's throughout.
 IN_A_STEP = {"model", "mixers.layer", "objective", "gradient", "execute", "optimizer", "generate"}
-KERNEL = re.compile(r"(\.(?:zero_|copy_|fill_|add_|mul_|sub_|clone|item)\b|\bat::(?:mm|addmm|cat|add|mul|empty|zeros|ones)\w*\()")
+KERNEL = re.compile(r"(\.(?:zero_|copy_|fill_|add_|mul_|sub_|clone|item)\b|\bat::(?:mm|addmm|cat|concat|add|mul|empty|zeros|ones)\w*\()")
+# The precompiled headers have single ones of ATen's (cmake/EspalierTargets.cmake).
+TOO_LARGE = {"torch/torch.h": "40 seconds", "torch/extension.h": "40 seconds", "ATen/ATen.h": "some seconds"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.M)
 
 
@@ -82,8 +84,8 @@ def faults_of(name):
     for match in INCLUDE.finditer(text):
         where = f"{name}:{text.count(chr(10), 0, match.start()) + 1}"
         included = match.group(2)
-        if included in ("torch/torch.h", "torch/extension.h") and parts[0] != "python":
-            yield f"{where}: {included} costs 40 seconds to compile; include single ATen headers"
+        if included in TOO_LARGE and parts[0] != "python":
+            yield f"{where}: {included} takes {TOO_LARGE[included]} to compile; include single ATen headers, as ATen/core/Tensor.h and ATen/ops/zeros.h"
         if folder in TORCH_FREE and included.split("/")[0] in ("ATen", "c10", "torch"):
             yield f"{where}: espalier/{folder} is free of torch, found <{included}>"
         target = Path(included).parts

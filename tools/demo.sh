@@ -18,7 +18,7 @@ rm -rf build/demo
 mkdir -p build/demo
 show "A fresh model learns to recite from a long document: warm start, then GRPO" \
   "$program" grpo --out "$run" --seed "${SEED:-0}" --task recite --prompt-length 512 --max-response-length 16 \
-  --train-batch-size 32 --n 16 --lr 1e-3 --steps 120 --test-freq 20 --save-freq 60 --show 1 --schedule phased \
+  --train-batch-size 32 --n 16 --lr 1e-3 --steps 60 --test-freq 20 --save-freq 30 --show 1 --schedule phased \
   --expect-accuracy 0.55
 show "How fast is an update on its last rollouts, dense and shared" "$program" bench "${data[@]}"
 show "The run as one page" "$program" report "$run"

@@ -1,6 +1,10 @@
 #include "espalier/doctor/probe.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/amax.h>
+#include <ATen/ops/logsumexp.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/topk.h>
 
 #include <algorithm>
 #include <tuple>

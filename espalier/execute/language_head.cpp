@@ -1,6 +1,6 @@
 #include "espalier/execute/language_head.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <limits>
 

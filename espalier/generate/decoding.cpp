@@ -1,6 +1,6 @@
 #include "espalier/generate/decoding.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <algorithm>
 #include <cmath>

@@ -1,6 +1,6 @@
 #include "espalier/generate/prompt_group.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <numeric>
 

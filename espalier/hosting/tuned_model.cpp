@@ -1,6 +1,8 @@
 #include "espalier/hosting/tuned_model.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/sub.h>
 
 #include <cmath>
 #include <set>

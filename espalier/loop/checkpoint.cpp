@@ -1,6 +1,6 @@
 #include "espalier/loop/checkpoint.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include "espalier/base/error.h"
 #include "espalier/base/json.h"

@@ -1,6 +1,6 @@
 #include "espalier/model/decoder_pass.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <algorithm>
 

@@ -1,6 +1,6 @@
 #include "espalier/model/expert_exchange.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <numeric>
 

@@ -1,6 +1,6 @@
 #include "espalier/model/expert_mlp.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include "espalier/base/error.h"
 #include "espalier/device/held_buffers.h"

@@ -1,6 +1,6 @@
 #include "espalier/model/expert_products.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include "espalier/device/scalar_type.h"
 #include "espalier/model/block_buffers.h"

@@ -1,6 +1,6 @@
 #include "espalier/model/layer.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include "espalier/device/held_buffers.h"
 #include "espalier/model/branch.h"

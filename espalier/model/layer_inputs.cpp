@@ -1,6 +1,6 @@
 #include "espalier/model/layer_inputs.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <algorithm>
 #include <cmath>

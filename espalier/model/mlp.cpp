@@ -2,7 +2,7 @@
 // and experts. R rows, M width, F inner width.
 #include "espalier/model/mlp.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include "espalier/device/held_buffers.h"
 #include "espalier/model/branch.h"

@@ -1,6 +1,6 @@
 #include "espalier/model/open_path.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <algorithm>
 #include <span>

@@ -8,7 +8,7 @@
 // The gradient of a raw logit already holds 1 / temperature, so both products can use it.
 #include "espalier/objective/fused_head.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <algorithm>
 #include <cstddef>

@@ -1,6 +1,6 @@
 #include "espalier/optimizer/adamw.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <algorithm>
 #include <cmath>

@@ -1,7 +1,7 @@
 // The only file that names c10d. Traps: alltoall_base moves from its counts; a send may wait for its receive.
 #include "espalier/parallel/processes.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <malloc.h>
 
 #include <algorithm>

@@ -1,6 +1,6 @@
 #include "espalier/prove/bench.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <algorithm>
 #include <array>

@@ -1,6 +1,6 @@
 #include "espalier/prove/verified_step.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <utility>
 

@@ -1,7 +1,8 @@
 #include "espalier/prove/verify.h"
 
-#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/dot.h>
 
 #include <algorithm>
 #include <bit>

@@ -1,6 +1,8 @@
 #include "espalier/selftest/attention_rates.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/clamp_max.h>
 
 #include <algorithm>
 

@@ -1,6 +1,13 @@
 #include "espalier/selftest/large_attention.h"
 
-#include <ATen/ATen.h>
+#include <ATen/TensorIndexing.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/concat.h>
+#include <ATen/ops/dot.h>
+#include <ATen/ops/mv.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <cmath>
@@ -90,8 +97,8 @@ class Samples {
   Samples(const Problem& problem, const Results& results)
       : p_(problem),
         got_(results),
-        k_(at::cat({p_.path_k, p_.own_k}).to(at::kDouble)),
-        v_(at::cat({p_.path_v, p_.own_v}).to(at::kDouble)),
+        k_(at::concat({p_.path_k, p_.own_k}).to(at::kDouble)),
+        v_(at::concat({p_.path_v, p_.own_v}).to(at::kDouble)),
         row_(at::arange(p_.R)) {
     for (std::int64_t i = 0; i < kSamples; ++i) {
       const std::int64_t row = i * (p_.R - 1) / (kSamples - 1);
@@ -110,7 +117,7 @@ class Samples {
 
   // out = sum_j p_j v_j,  p = softmax(scale q . k),  dq = scale sum_j p_j (dO . v_j - dO . out) k_j
   void add_query(std::int64_t head, std::int64_t row) {
-    const at::Tensor seen = at::cat({at::ones({p_.R}, at::kBool), row_.le(row).logical_and(p_.ends.gt(row))});
+    const at::Tensor seen = at::concat({at::ones({p_.R}, at::kBool), row_.le(row).logical_and(p_.ends.gt(row))});
     const at::Tensor k = k_.index({seen}), v = v_.index({seen});
     const at::Tensor scores = at::mv(k, of_head(p_.q[row], head)) * scale_, weights = scores.softmax(0);
     const at::Tensor result = at::mv(v.t(), weights), go = of_head(p_.grad_out[row], head);

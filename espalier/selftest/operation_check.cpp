@@ -1,6 +1,9 @@
 #include "espalier/selftest/operation_check.h"
 
-#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/randn.h>
 
 #include <algorithm>
 #include <cmath>

@@ -1,7 +1,7 @@
 #include "espalier/selftest/operation_rates.h"
 
-#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
 
 #include <algorithm>
 

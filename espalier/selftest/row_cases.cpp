@@ -1,5 +1,7 @@
 // Cases of norms, rotations, SwiGLU, the moving of rows and products.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 
 #include <cmath>
 

@@ -1,6 +1,7 @@
 // Cases of layers that carry a state from row to row: the gated delta rule, Mamba-2, the gates around them, and short
 // convolutions.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <cmath>

@@ -1,6 +1,8 @@
 #include "espalier/selftest/timed_calls.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/full.h>
 
 #include <algorithm>
 #include <cmath>

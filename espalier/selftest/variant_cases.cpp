@@ -1,6 +1,9 @@
 // Cases of what newer families have in place of Llama's blocks: other norms, rotations, activations, routers and
 // experts, shaped logits, latent attention.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/round.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <cmath>

@@ -1,6 +1,6 @@
 #include "espalier/train/trained_model.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <algorithm>
 #include <cstdlib>

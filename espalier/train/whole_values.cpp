@@ -1,6 +1,7 @@
 #include "espalier/train/whole_values.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <utility>

@@ -1,7 +1,7 @@
 // Gradients of the chunked delta rule (espalier/ops/cuda/delta_chunks.h) against the CPU's float64, within what tensor
 // cores lose of numbers that are two bfloat16: far less than one bfloat16 would lose.
 // The bound is error_of_chunks (espalier/ops/cuda/chunk_trial.h), and 2^-8 of each number that is rounded to bfloat16.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include "espalier/base/error.h"
 #include "espalier/ops/cuda/chunk_trial.h"

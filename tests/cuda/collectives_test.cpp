@@ -2,7 +2,10 @@
 // its own that run late and out of step.
 #include "espalier/ops/cuda/collectives.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/concat.h>
+#include <ATen/ops/full.h>
 #include <gtest/gtest.h>
 
 #include <array>
@@ -65,7 +68,7 @@ TEST_P(DeviceGroup, SumsMaximaPartsAndCopiesAreThoseOfTheHost) {
       Pending summed = group.start_add(copy);
       summed.wait(), gathered.wait();
       expect_equal(copy, numbers(5, 3));
-      expect_equal(parts, at::cat({numbers(0, 3), numbers(1, 3), numbers(2, 3)}));
+      expect_equal(parts, at::concat({numbers(0, 3), numbers(1, 3), numbers(2, 3)}));
     }
     const at::Tensor of_one = computed(numbers(rank, 4));
     group.broadcast(of_one, 1);

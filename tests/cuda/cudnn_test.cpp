@@ -1,6 +1,8 @@
 // `--attention cudnn` without a GPU: what a graph is told of memory, by attending over exactly these addresses, and
 // that cuDNN itself builds the graphs, kernels and all, for an H100 that is described to it.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <ATen/record_function.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>

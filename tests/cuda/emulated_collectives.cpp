@@ -1,5 +1,7 @@
 // Collectives of emulated GPUs: work of their streams that the host's group of the same ranks does meanwhile.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/from_blob.h>
 
 #include <chrono>
 #include <set>

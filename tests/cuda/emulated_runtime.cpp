@@ -1,6 +1,9 @@
 #include "tests/cuda/emulated_runtime.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/_grouped_mm.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/mm.h>
 #include <sys/mman.h>
 #include <unistd.h>
 

@@ -1,7 +1,13 @@
 // The host code of a GPU on streams that run late and out of step (emulated_runtime.h): right under every order, and
 // each deliberate fault of host_faults.py noticed. Every run is a process of its own, which a fault may end.
-#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/full_like.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/sin.h>
+#include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>

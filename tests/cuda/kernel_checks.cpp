@@ -1,6 +1,11 @@
 #include "tests/cuda/kernel_checks.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/lerp.h>
+#include <ATen/ops/logaddexp.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 
 #include <limits>
 #include <memory>

@@ -1,6 +1,12 @@
 // Emulated kernels that give a row the same bits beside any other rows, in any number of rows and at any place among
 // them; and the cases in which attention does not (docs/cuda.md).
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/allclose.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/concat.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/remainder.h>
+#include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
 #include <functional>
@@ -126,8 +132,8 @@ struct Branches {
     constexpr std::int64_t kHeads = 2;
     const std::int64_t D = head_dim, T = before + rows + behind;
     const auto own = [&](std::int64_t width, std::uint64_t seed) {
-      return at::cat({normal({before, width}, 100 + seed), normal({rows, width}, seed),
-                      normal({behind, width}, 200 + seed)})
+      return at::concat({normal({before, width}, 100 + seed), normal({rows, width}, seed),
+                         normal({behind, width}, 200 + seed)})
           .to(dtype);
     };
     std::vector<std::int32_t> ends, queries;

@@ -1,6 +1,8 @@
 #include "tests/device/guarded_device.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/full.h>
 #include <sys/mman.h>
 #include <unistd.h>
 

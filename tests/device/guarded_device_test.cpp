@@ -2,7 +2,11 @@
 // has run, and it runs work in order, late, with the values of the call.
 #include "tests/device/guarded_device.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
 #include <csignal>

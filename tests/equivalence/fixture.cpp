@@ -1,6 +1,10 @@
 #include "tests/equivalence/fixture.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/concat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -426,7 +430,7 @@ std::vector<at::Tensor> places_of(const at::Tensor& whole, const Shard& shard) {
 
 at::Tensor part_of(const at::Tensor& whole, const Shard& shard) {
   const std::vector<at::Tensor> places = places_of(whole, shard);
-  return places.size() == 1 ? places.front() : at::cat(places, shard.dim);
+  return places.size() == 1 ? places.front() : at::concat(places, shard.dim);
 }
 
 void put_part(const at::Tensor& whole, const Shard& shard, const at::Tensor& part) {

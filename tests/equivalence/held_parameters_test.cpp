@@ -1,6 +1,7 @@
 // --train: parameters that train have the gradients of a run in which everything trains; the others have none, cost
 // nothing and stay as they are.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/from_blob.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
 

@@ -1,6 +1,9 @@
 // LoRA: adapters have the gradient that the chain rule gives of W + s B A, under every plan; what is held costs
 // nothing.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/randn.h>
 #include <gtest/gtest.h>
 
 #include "espalier/base/error.h"

@@ -1,6 +1,7 @@
 // Every trunk and every wave in a state of its own, drawn at random: the bits of a run that keeps everything, and the
 // bytes that were predicted.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/equal.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>

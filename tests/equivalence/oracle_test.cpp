@@ -1,5 +1,7 @@
 // The oracle itself: its gradient against central differences of its loss, so that agreement with it means something.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/dot.h>
+#include <ATen/ops/zeros_like.h>
 #include <gtest/gtest.h>
 
 #include "espalier/base/random.h"

@@ -1,5 +1,6 @@
 // Every plan of a step gives the gradient, the loss and the log-probs of torch autograd on a plain forward.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/equal.h>
 #include <gtest/gtest.h>
 
 #include <cstdlib>

@@ -1,6 +1,8 @@
 // Router losses and loads: every plan and both scopes agree with a dense autograd run, a shared token counted once
 // for each rollout that has it.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/dot.h>
+#include <ATen/ops/zeros_like.h>
 #include <gtest/gtest.h>
 
 #include <cmath>

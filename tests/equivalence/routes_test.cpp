@@ -1,6 +1,6 @@
 // Recorded experts are chosen again: own choices change nothing, other choices give what a dense run with them gives,
 // and a prefix ends where records differ.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <gtest/gtest.h>
 
 #include <cmath>

@@ -1,5 +1,5 @@
 // Whole runs through files: continuation, recording and replay, each to the bit.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
 

@@ -1,5 +1,5 @@
 // `verify` of models with experts below float64: what a nearly tied router chooses by rounding does not count.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
 

@@ -1,7 +1,8 @@
 #include "tests/mutation/battery.h"
 
-#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/zeros.h>
 #include <stdlib.h>
 
 #include <algorithm>

@@ -1,5 +1,6 @@
 // AdamW, mini-batches and resume against plain loops and against an uninterrupted run.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_like.h>
 
 #include <cmath>
 #include <filesystem>

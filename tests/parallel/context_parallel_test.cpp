@@ -1,5 +1,5 @@
 // Rows of trunks sharded over cp and waves dealt to its ranks: the gradient of one process.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>

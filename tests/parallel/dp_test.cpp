@@ -1,5 +1,5 @@
 // Data parallel: whatever the number of ranks, the gradient, the loss, the log-probs and the counts of one process.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <gtest/gtest.h>
 
 #include <cmath>

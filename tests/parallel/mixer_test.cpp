@@ -1,7 +1,7 @@
 // A layer's state at a fork belongs to its mixer alone: with another recurrence in place of the gated delta rule,
 // here a sum of the rows so far, trunks, waves, chains, stored states, plans and ranks give the gradient of autograd
 // without knowing it.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <gtest/gtest.h>
 
 #include <cmath>

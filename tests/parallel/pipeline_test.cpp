@@ -1,5 +1,5 @@
 // Layers divided over stages: the gradient of one process, and the time that stages wait for each other.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -1,7 +1,8 @@
 // Whole training runs of several ranks, threads of this process, and the files that they write.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/from_blob.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
 

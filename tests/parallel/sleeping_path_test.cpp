@@ -1,6 +1,7 @@
 // A path whose layers are offloaded or sharded over cp (--path-state) where ranks shard rows, layers, heads or
 // weights.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/arange.h>
 #include <gtest/gtest.h>
 
 #include <string>

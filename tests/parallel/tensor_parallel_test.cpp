@@ -1,5 +1,5 @@
 // Heads, inner columns, vocabulary and experts sharded over tp: the gradient of one process, put together whole.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <gtest/gtest.h>
 
 #include "espalier/base/error.h"

@@ -1,5 +1,5 @@
 // Whole runs on several ranks, through files: what rank 0 writes is what one process writes.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
 

@@ -1,6 +1,8 @@
 #include "tests/support/in_process.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/concat.h>
+#include <ATen/ops/maximum.h>
 #include <omp.h>
 
 #include <algorithm>
@@ -198,7 +200,7 @@ class ThreadGroup : public Group {
     const auto combine = [](Collective& c) {
       std::vector<at::Tensor> parts;
       for (const Offer& offer : c.offers) parts.push_back(offer.tensor.view(-1));
-      c.result = at::cat(parts);
+      c.result = at::concat(parts);
     };
     return offer({"gather", 0, part, {}}, combine, [whole](const Collective& c) { whole.view(-1).copy_(c.result); });
   }

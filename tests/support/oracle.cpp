@@ -1,6 +1,25 @@
 #include "tests/support/oracle.h"
 
-#include <ATen/ATen.h>
+#include <ATen/TensorIndexing.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/concat.h>
+#include <ATen/ops/full_like.h>
+#include <ATen/ops/gelu.h>
+#include <ATen/ops/layer_norm.h>
+#include <ATen/ops/matmul.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/minimum.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/outer.h>
+#include <ATen/ops/rsqrt.h>
+#include <ATen/ops/sort.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
 #include <cmath>
@@ -95,10 +114,10 @@ Tensor rotate(bool interleaved, const Tensor& x, const Tensor& cos, const Tensor
   const Tensor turning = x.slice(2, 0, rotary), rest = x.slice(2, rotary);
   if (interleaved) {
     const Tensor a = turning.slice(2, 0, rotary, 2), b = turning.slice(2, 1, rotary, 2);
-    return at::cat({at::stack({a * cos - b * sin, b * cos + a * sin}, 3).flatten(2), rest}, 2);
+    return at::concat({at::stack({a * cos - b * sin, b * cos + a * sin}, 3).flatten(2), rest}, 2);
   }
   const Tensor a = turning.slice(2, 0, rotary / 2), b = turning.slice(2, rotary / 2);
-  return at::cat({a * cos - b * sin, b * cos + a * sin, rest}, 2);
+  return at::concat({a * cos - b * sin, b * cos + a * sin, rest}, 2);
 }
 
 Tensor activation(const ModelShape& shape, const Tensor& x) {
@@ -202,7 +221,7 @@ Tensor mamba(const RecurrenceShape& s, double eps, const Weights& w, const Tenso
                      each = H / G;
   const auto parts = at::matmul(h, w[p + "in_proj.weight"].t()).split_with_sizes({V, V + 2 * G * N, H}, 1);
   const Tensor z = parts[0], x = parts[1], conv = w[p + "conv1d.weight"].squeeze(1);
-  const Tensor padded = at::cat({at::zeros({s.kernel - 1, x.size(1)}, x.options()), x});
+  const Tensor padded = at::concat({at::zeros({s.kernel - 1, x.size(1)}, x.options()), x});
   Tensor c = s.conv_bias ? w[p + "conv1d.bias"] : at::zeros({x.size(1)}, x.options());
   for (std::int64_t j = 0; j < s.kernel; ++j) c = c + conv.select(1, j) * padded.slice(0, j, j + n);
   c = c * c.sigmoid();
@@ -228,7 +247,7 @@ Tensor short_convolution(const ShortConvolutionShape& s, const Weights& w, const
   const std::int64_t n = h.size(0);
   const auto parts = affine(h, w[p + "in_proj.weight"], w.bias(p + "in_proj.bias")).chunk(3, 1);
   const Tensor gated = parts[0] * parts[2], conv = w[p + "conv.weight"].squeeze(1);
-  const Tensor padded = at::cat({at::zeros({s.kernel - 1, s.channels}, h.options()), gated});
+  const Tensor padded = at::concat({at::zeros({s.kernel - 1, s.channels}, h.options()), gated});
   Tensor mixed = s.bias ? w[p + "conv.bias"].expand({n, s.channels}) : at::zeros({n, s.channels}, h.options());
   for (std::int64_t j = 0; j < s.kernel; ++j) mixed = mixed + conv.select(1, j) * padded.slice(0, j, j + n);
   return affine(parts[1] * mixed, w[p + "out_proj.weight"], w.bias(p + "out_proj.bias"));
@@ -241,7 +260,7 @@ Tensor channel_delta_rule(const RecurrenceShape& s, double eps, const Weights& w
   const auto product = [&](const Tensor& x, const char* name) { return at::matmul(x, w[p + name + ".weight"].t()); };
   const auto mixed = [&](const char* projection, const char* convolution) {
     const Tensor x = product(h, projection), conv = w[p + convolution + ".weight"].squeeze(1);
-    const Tensor padded = at::cat({at::zeros({s.kernel - 1, x.size(1)}, x.options()), x});
+    const Tensor padded = at::concat({at::zeros({s.kernel - 1, x.size(1)}, x.options()), x});
     Tensor c = at::zeros_like(x);
     for (std::int64_t j = 0; j < s.kernel; ++j) c = c + conv.select(1, j) * padded.slice(0, j, j + n);
     return (c * c.sigmoid()).view({n, H, D});
@@ -290,8 +309,8 @@ Tensor delta_rule(const RecurrenceShape& s, double eps, const Weights& w, const 
     return at::matmul(o.reshape({n, Hv * dv}), w[p + "out_proj.weight"].t());
   };
   if (replaced_delta_rule != nullptr) return gated_output(replaced_delta_rule(q, k, v).reshape({n, Hv, dv}));
-  const Tensor x = at::cat({q, k, v}, 1), conv = w[p + "conv1d.weight"].squeeze(1);
-  const Tensor padded = at::cat({at::zeros({s.kernel - 1, x.size(1)}, x.options()), x});
+  const Tensor x = at::concat({q, k, v}, 1), conv = w[p + "conv1d.weight"].squeeze(1);
+  const Tensor padded = at::concat({at::zeros({s.kernel - 1, x.size(1)}, x.options()), x});
   Tensor c = at::zeros_like(x);
   for (std::int64_t j = 0; j < s.kernel; ++j) c = c + conv.select(1, j) * padded.slice(0, j, j + n);
   c = c * c.sigmoid();
@@ -327,7 +346,7 @@ Tensor attend(Tensor q, Tensor k, Tensor v, double scale, double soft_cap, std::
   Tensor hidden = at::ones({n, n}, at::kBool).triu(1);
   if (window > 0) hidden = hidden.logical_or(at::ones({n, n}, at::kBool).tril(-window));
   scores = scores.masked_fill(hidden, -INFINITY);
-  if (sinks.defined()) scores = at::cat({scores, sinks.view({H, 1, 1}).expand({H, n, 1})}, 2);
+  if (sinks.defined()) scores = at::concat({scores, sinks.view({H, 1, 1}).expand({H, n, 1})}, 2);
   return at::matmul(scores.softmax(-1).slice(2, 0, n), v).transpose(0, 1).flatten(1);
 }
 
@@ -348,9 +367,9 @@ Tensor latent_attention(const LatentShape& s, const Weights& w, const Tensor& h,
     return s.rotates ? rotate(s.interleaved, x, cos, sin) : x;
   };
   const Tensor shared = turned(down.slice(1, s.key_value).unsqueeze(1));
-  return attend(at::cat({q.slice(2, 0, s.plain), turned(q.slice(2, s.plain))}, 2),
-                at::cat({kv.slice(2, 0, s.plain), shared.expand({n, H, s.rotary})}, 2), kv.slice(2, s.plain), s.scale,
-                s.soft_cap, 0, {});
+  return attend(at::concat({q.slice(2, 0, s.plain), turned(q.slice(2, s.plain))}, 2),
+                at::concat({kv.slice(2, 0, s.plain), shared.expand({n, H, s.rotary})}, 2), kv.slice(2, s.plain),
+                s.scale, s.soft_cap, 0, {});
 }
 
 std::string without_weight(const std::string& name) { return name.substr(0, name.size() - std::strlen(".weight")); }
@@ -567,8 +586,8 @@ Tensor balance(const ModelShape& shape, const std::vector<std::vector<Routing>>&
       probability.push_back(layers[l].probability);
       chosen.push_back(layers[l].chosen);
     }
-    const Tensor share = at::cat(chosen).mean(0) / static_cast<double>(shape.experts_per_token);
-    total = total + static_cast<double>(shape.experts) * (share * at::cat(probability).mean(0)).sum();
+    const Tensor share = at::concat(chosen).mean(0) / static_cast<double>(shape.experts_per_token);
+    total = total + static_cast<double>(shape.experts) * (share * at::concat(probability).mean(0)).sum();
   }
   return total;
 }

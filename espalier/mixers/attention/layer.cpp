@@ -7,7 +7,7 @@
 // layer may read the keys and values of an earlier one.
 //
 // Shapes: T rows, R rows with a query, H query heads, J key/value heads, D head size, M width.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include "espalier/device/held_buffers.h"
 #include "espalier/mixers/attention/work.h"

@@ -7,7 +7,7 @@
 // again (path_latents.h). Where ranks of cp share the rows, they give each other latents.
 //
 // Shapes: T rows, R rows with a query, H heads, C width of a latent, M width.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include "espalier/device/held_buffers.h"
 #include "espalier/mixers/latent_attention/latent.h"

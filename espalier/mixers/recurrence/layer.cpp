@@ -1,6 +1,6 @@
 #include "espalier/mixers/recurrence/layer.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 namespace espalier {
 namespace {

@@ -1,6 +1,6 @@
 // A short convolution at work: b, c, x = the projected columns of n,  y = short_convolution(b, c, x)
 // (ops/short_convolution.h).
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include "espalier/mixers/short_convolution/shape.h"
 #include "espalier/mixers/states/layer.h"

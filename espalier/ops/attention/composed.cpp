@@ -1,6 +1,9 @@
 #include "espalier/ops/attention/composed.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/logaddexp.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <limits>

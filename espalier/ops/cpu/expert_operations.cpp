@@ -1,6 +1,6 @@
 // Routers and experts on a CPU: an expert's products run over the rows that chose it, one expert after the other, so
 // nothing is padded and an expert that nobody chose costs nothing.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include "espalier/ops/cpu/expert_kernels.h"
 #include "espalier/ops/cpu/operations.h"

@@ -1,5 +1,9 @@
 // ATen's FlashAttention of processors as the calls that attention is composed of (ops/attention/composed.h).
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
+#include <ATen/ops/concat.h>
+#include <ATen/ops/tensor.h>
 
 #include "espalier/device/host_values.h"
 #include "espalier/ops/attention/composed.h"
@@ -38,7 +42,7 @@ class CpuFlash final : public LibraryAttention {
       out.push_back(std::move(one.out));
       lse.push_back(std::move(one.lse));
     });
-    return {at::cat(out), at::cat(lse, 1)};
+    return {at::concat(out), at::concat(lse, 1)};
   }
   Gradients rectangle_backward(const Saved& saved, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                double scale, ListsOnDevice&) const override {
@@ -55,7 +59,7 @@ class CpuFlash final : public LibraryAttention {
       grad_k.push_back(std::move(one.k));
       grad_v.push_back(std::move(one.v));
     });
-    return {at::cat(grad_q), at::cat(grad_k), at::cat(grad_v)};
+    return {at::concat(grad_q), at::concat(grad_k), at::concat(grad_v)};
   }
 
  private:

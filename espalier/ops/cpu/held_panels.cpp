@@ -1,7 +1,8 @@
 #include "espalier/ops/cpu/held_panels.h"
 
-#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 
 #include <map>
 #include <mutex>

@@ -1,6 +1,9 @@
 // Matrix products on a CPU, with their sums where they are kept: ATen's, or own ones where sums have a defined order.
-#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
 #include <omp.h>
 
 #include <algorithm>

@@ -1,5 +1,5 @@
 // Norm, rotation, SwiGLU and the moving of rows on a CPU: tensors to the kernels of row_kernels.h.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <algorithm>
 #include <cstring>

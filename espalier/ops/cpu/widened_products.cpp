@@ -1,6 +1,8 @@
 #include "espalier/ops/cpu/widened_products.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
 
 #include <algorithm>
 

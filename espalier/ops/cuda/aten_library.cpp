@@ -1,6 +1,7 @@
 #include "espalier/ops/cuda/aten_library.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/tensor.h>
 
 #include "espalier/ops/cuda/attention.h"
 #include "espalier/ops/cuda/launch.h"

@@ -1,6 +1,9 @@
 #include "espalier/ops/cuda/chunk_trial.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/sin.h>
+#include <ATen/ops/zeros.h>
 
 #include <atomic>
 #include <cmath>

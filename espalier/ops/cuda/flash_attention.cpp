@@ -1,5 +1,9 @@
 // FlashAttention-2 of ATen as the calls that attention is composed of (ops/attention/composed.h).
-#include <ATen/ATen.h>
+#include <ATen/Context.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/_flash_attention_backward.h>
+#include <ATen/ops/_flash_attention_forward.h>
+#include <ATen/ops/empty.h>
 
 #include <memory>
 

@@ -1,6 +1,7 @@
 // The host code of a GPU down to its calls of CUDA and NCCL, which a recorder takes (recorder.h): the rules of events,
 // memory, pages and communicators hold, and each deliberate fault of call_faults.py is noticed.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/arange.h>
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 #include <sys/wait.h>

@@ -1,6 +1,7 @@
 #include "tests/cuda/hopper/hopper_checks.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/zeros.h>
 
 #include <memory>
 

@@ -2,7 +2,10 @@
 // (docs/mathematics.md). Since 2.14 torch's is 0 there.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/clamp.h>
+#include <ATen/ops/clamp_max.h>
+#include <ATen/ops/where.h>
 
 namespace espalier {
 

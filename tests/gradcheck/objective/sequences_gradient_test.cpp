@@ -1,6 +1,18 @@
 // The objective with trajectories and branches, against torch autograd on the loss written plainly: every policy loss,
 // aggregation, unit and rule of shared tokens, with importance weights, rejection and KL terms taking turns.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/concat.h>
+#include <ATen/ops/exp.h>
+#include <ATen/ops/full_like.h>
+#include <ATen/ops/log.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/minimum.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/sigmoid.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -251,8 +263,8 @@ Result run_plain(const Case& made, const Options& o) {
                                  entropies[i]};
       for (std::size_t k = 0; k < 7; ++k) parts[k].push_back(each[k]);
     }
-    const Plain p{at::cat(parts[0]), at::cat(parts[1]), at::cat(parts[2]), at::cat(parts[3]),
-                  at::cat(parts[4]), at::cat(parts[5]), at::cat(parts[6])};
+    const Plain p{at::concat(parts[0]), at::concat(parts[1]), at::concat(parts[2]), at::concat(parts[3]),
+                  at::concat(parts[4]), at::concat(parts[5]), at::concat(parts[6])};
     const at::Tensor weight = plain_weight(o, p);
     const at::Tensor factor = o.policy_loss == PolicyLoss::vespo ? at::ones_like(weight) : weight;
     const at::Tensor token =

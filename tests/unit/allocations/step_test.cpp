@@ -1,7 +1,8 @@
 // A step takes what it needs from the arena: from the second step of equal shapes on the heap gives no large block, and
 // the number of small ones stands still. The heap still gives book-keeping: about a hundred bytes a row, and a
 // tensor's header for each buffer of the arena.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <gtest/gtest.h>
 
 #include "espalier/data/training_data.h"

@@ -1,7 +1,7 @@
 // Declared buffers: what they add up to, and that the arena holds exactly them, stage by stage.
 #include "espalier/device/buffers.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <gtest/gtest.h>
 
 #include "espalier/base/error.h"

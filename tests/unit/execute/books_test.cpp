@@ -1,7 +1,8 @@
 // The seconds, peak and bytes of a step are booked under its phase.
 #include "espalier/execute/books.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/ones.h>
 #include <gtest/gtest.h>
 
 #include <chrono>

@@ -2,7 +2,10 @@
 // plan, and an error leaves nothing behind.
 #include "espalier/execute/stage.h"
 
-#include <ATen/ATen.h>
+#include <ATen/Context.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/allclose.h>
+#include <ATen/ops/randn_like.h>
 #include <gtest/gtest.h>
 
 #include <array>

@@ -1,6 +1,14 @@
 // Heads by themselves, on drawn hidden rows: log-probs, entropies and values of every edge against plain formulas, and
 // the gradients that they give back.
-#include <ATen/ATen.h>
+#include <ATen/Context.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/allclose.h>
+#include <ATen/ops/full_like.h>
+#include <ATen/ops/outer.h>
+#include <ATen/ops/randn.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <gtest/gtest.h>
 
 #include <cmath>

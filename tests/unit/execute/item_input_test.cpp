@@ -1,7 +1,7 @@
 // An item's rows as the model and the head read them, against the rollouts that they come from.
 #include "espalier/execute/item_input.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <gtest/gtest.h>
 
 #include <set>

@@ -1,7 +1,8 @@
 // Sampling with shared prompts against the plain way, and against itself under every other arrangement of the work.
 #include "espalier/generate/sampler.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/full.h>
 #include <gtest/gtest.h>
 
 #include <cmath>

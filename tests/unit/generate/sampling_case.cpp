@@ -1,6 +1,8 @@
 #include "tests/unit/generate/sampling_case.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/log_softmax.h>
+#include <ATen/ops/mm.h>
 
 #include "espalier/base/random.h"
 #include "espalier/model/decoder_pass.h"

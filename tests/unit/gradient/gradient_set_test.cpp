@@ -2,7 +2,7 @@
 // divide the weights, unit by unit.
 #include "espalier/gradient/gradient_set.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <gtest/gtest.h>
 
 #include <string>

@@ -2,7 +2,7 @@
 // stage of pp have a gradient of.
 #include "espalier/gradient/reduction.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <gtest/gtest.h>
 
 #include <cmath>

@@ -1,7 +1,9 @@
 // Memory that calls use in turns: what one holds open makes way for another, and comes back.
 #include "espalier/hosting/call_memory.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/equal.h>
 #include <gtest/gtest.h>
 
 #include <functional>

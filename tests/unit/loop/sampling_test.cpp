@@ -1,7 +1,7 @@
 // The memory that the loop samples under: the run's models leave room for the keys and values, and for no more.
 #include "espalier/loop/sampling.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <gtest/gtest.h>
 
 #include <stdexcept>

@@ -38,7 +38,7 @@ Tensor plain_attention(const Tensor& normed, const LayerViews& w) {
                         .masked_fill(hidden, -INFINITY)
                         .softmax(1)
                         .mm(v));
-  return at::cat(heads, 1);
+  return at::concat(heads, 1);
 }
 
 // Rows `out` of the block, all where there are none.

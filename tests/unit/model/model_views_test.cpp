@@ -1,7 +1,11 @@
 // Views of flat buffers: every element is seen where its name says, once, as the product that reads it wants it.
 #include "espalier/model/model_views.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/concat.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -43,14 +47,14 @@ TEST(ModelViews, JoinTheNeighboursThatOneProductReads) {
   const LayerViews& layer = views.layers[1];
   const auto weight = [&](const std::string& name) { return named(flat, "model.layers.1." + name); };
   const Projection& kv = layer.mixer.products[Attention::key_value];
-  EXPECT_TRUE(kv.weight.equal(at::cat({weight("self_attn.k_proj.weight"), weight("self_attn.v_proj.weight")})));
-  EXPECT_TRUE(kv.bias.equal(at::cat({weight("self_attn.k_proj.bias"), weight("self_attn.v_proj.bias")})));
+  EXPECT_TRUE(kv.weight.equal(at::concat({weight("self_attn.k_proj.weight"), weight("self_attn.v_proj.weight")})));
+  EXPECT_TRUE(kv.bias.equal(at::concat({weight("self_attn.k_proj.bias"), weight("self_attn.v_proj.bias")})));
   EXPECT_TRUE(layer.mixer.products[Attention::query].weight.equal(weight("self_attn.q_proj.weight")));
   EXPECT_TRUE(layer.mixer.products[Attention::output].weight.equal(weight("self_attn.o_proj.weight")));
   EXPECT_FALSE(layer.mixer.products[Attention::output].bias.defined());
   EXPECT_TRUE(layer.mixer.tensors[Attention::query_norm].equal(weight("self_attn.q_norm.weight")));
-  EXPECT_TRUE(layer.gate_up.weight.equal(at::cat({weight("mlp.gate_proj.weight"), weight("mlp.up_proj.weight")})));
-  EXPECT_TRUE(layer.gate_up.bias.equal(at::cat({weight("mlp.gate_proj.bias"), weight("mlp.up_proj.bias")})));
+  EXPECT_TRUE(layer.gate_up.weight.equal(at::concat({weight("mlp.gate_proj.weight"), weight("mlp.up_proj.weight")})));
+  EXPECT_TRUE(layer.gate_up.bias.equal(at::concat({weight("mlp.gate_proj.bias"), weight("mlp.up_proj.bias")})));
   EXPECT_TRUE(layer.down.weight.equal(weight("mlp.down_proj.weight")));
   EXPECT_TRUE(layer.mixer_norm_M.equal(weight("input_layernorm.weight")));
   EXPECT_TRUE(layer.mlp_norm_M.equal(weight("post_attention_layernorm.weight")));
@@ -102,7 +106,7 @@ TEST(ModelViews, ExpertsStandOneBehindTheOther) {
   for (std::int64_t e = 0; e < 3; ++e) {
     const std::string expert = "model.layers.1.mlp.experts." + std::to_string(e) + ".";
     EXPECT_TRUE(layer.expert_gate_up_EWM[e].equal(
-        at::cat({named(flat, expert + "gate_proj.weight"), named(flat, expert + "up_proj.weight")})));
+        at::concat({named(flat, expert + "gate_proj.weight"), named(flat, expert + "up_proj.weight")})));
     EXPECT_TRUE(layer.expert_down_EMF[e].equal(named(flat, expert + "down_proj.weight")));
   }
   EXPECT_TRUE(layer.router.weight.equal(named(flat, "model.layers.1.mlp.gate.weight")));

@@ -1,7 +1,7 @@
 // A path counts what is added to the gradients of its trunks, and tells too few and too many.
 #include "espalier/model/open_path.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <gtest/gtest.h>
 
 #include "espalier/base/error.h"

@@ -2,7 +2,16 @@
 // scores, and the sums of the path's gradients over several sets.
 #include "espalier/model/path_source.h"
 
-#include <ATen/ATen.h>
+#include <ATen/Context.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/allclose.h>
+#include <ATen/ops/concat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/randn.h>
+#include <ATen/ops/randn_like.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -65,8 +74,8 @@ struct Dense {
   Tensor out, grad_q, grad_k, grad_v;  // the last two of path and own rows
 };
 Dense dense(const Rows& rows, const Numbers& x, const Tensor& path_k, const Tensor& path_v, std::int64_t window) {
-  const Tensor q = x.q.clone().requires_grad_(), k = at::cat({path_k, x.k}).requires_grad_(),
-               v = at::cat({path_v, x.v}).requires_grad_();
+  const Tensor q = x.q.clone().requires_grad_(), k = at::concat({path_k, x.k}).requires_grad_(),
+               v = at::concat({path_v, x.v}).requires_grad_();
   const std::int64_t group = kHeads / kKeyHeads;
   const Tensor mask = visible(rows, window).logical_not();
   std::vector<Tensor> heads;
@@ -75,7 +84,7 @@ Dense dense(const Rows& rows, const Numbers& x, const Tensor& path_k, const Tens
     const Tensor scores = of(q, h).mm(of(k, h / group).t()) / std::sqrt(static_cast<double>(kDim));
     heads.push_back(scores.masked_fill(mask, -INFINITY).softmax(1).mm(of(v, h / group)));
   }
-  const Tensor out = at::cat(heads, 1);
+  const Tensor out = at::concat(heads, 1);
   (out * x.grad_out).sum().backward();
   return {out.detach(), q.grad(), k.grad(), v.grad()};
 }

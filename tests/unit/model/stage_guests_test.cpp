@@ -1,6 +1,9 @@
 // Guests of several ranks: rows and gradients go from stage to stage where a stage's layers begin and end; sharded
 // weights are whole between a stop's enter and the next unit's.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
 #include "espalier/mixers/attention/shape.h"

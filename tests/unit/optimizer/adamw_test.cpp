@@ -1,7 +1,9 @@
 // AdamW over a model's flat buffer against its formula, one number at a time.
 #include "espalier/optimizer/adamw.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/equal.h>
 #include <gtest/gtest.h>
 
 #include <cmath>

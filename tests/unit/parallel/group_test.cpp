@@ -1,7 +1,13 @@
 // Collectives of ranks in one process, against what every rank can work out by itself.
 #include "espalier/parallel/group.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/concat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/equal.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -72,8 +78,8 @@ TEST(Group, AnUnevenExchangeBringsEveryRowToItsPlace) {
       expected.push_back(at::full({rows.back(), 2}, 10.0 * other + rank, at::kFloat));
     }
     const at::Tensor receive = at::empty({4 * rank + 6, 2}, at::kFloat);
-    group.exchange(at::cat(sent), rows, receive, rows);
-    expect_equal(receive, at::cat(expected));
+    group.exchange(at::concat(sent), rows, receive, rows);
+    expect_equal(receive, at::concat(expected));
     EXPECT_EQ(group.bytes(), (4 * rank + 6 - 2 * rank) * 8) << "rows that stay are not counted";
   });
 }

@@ -1,7 +1,8 @@
 // `verify` by itself: what its verdict depends on, and that it notices an engine whose shared path is wrong.
 #include "espalier/prove/verify.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/zeros_like.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
 

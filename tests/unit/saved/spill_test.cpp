@@ -1,5 +1,8 @@
 // A trunk's state in the spill file: what comes back is what went away, whatever the disk does; nothing stays behind.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/equal.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/randn.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <sys/resource.h>

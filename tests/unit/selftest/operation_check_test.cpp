@@ -1,7 +1,7 @@
 // `selftest` notices an operation that is wrong, one that answers another time with other bits, and no others.
 #include "espalier/selftest/operation_check.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <gtest/gtest.h>
 
 #include "espalier/ops/cpu/operations.h"

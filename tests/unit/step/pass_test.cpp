@@ -1,7 +1,7 @@
 // One pass over a batch, with gradients and without, and the update behind it.
 #include "espalier/step/pass.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <gtest/gtest.h>
 
 #include <cmath>

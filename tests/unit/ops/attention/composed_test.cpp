@@ -1,5 +1,7 @@
 // Attention composed of calls of a library, with ATen's FlashAttention of processors.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/tensor.h>
 #include <gtest/gtest.h>
 
 #include <limits>
