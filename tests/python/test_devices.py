@@ -60,9 +60,9 @@ def test_a_continued_run_notes_that_nccl_sums_in_another_order(espalier, program
     words = words_of(model_of, tmp_path, "qwen3_tied", "--device", "emulate", "--tp", 2, "--steps", 1)
     words = words[:words.index("--gradients")] + words[words.index("--gradients") + 2:]
     resumed = [program, "train", "--resume", tmp_path / "out", "--out", tmp_path / "out", "--rollouts", tmp_path / "rollouts.jsonl",
-               "--device", "emulate", "--tp", "2", "--steps", "1"]
+               "--device", "emulate", "--tp", "2", "--epochs"]
     said = {}
-    for algorithm, command in (("Ring", [program, *words]), ("Ring", resumed), ("Tree", resumed)):
+    for algorithm, command in (("Ring", [program, *words]), ("Ring", [*resumed, "2"]), ("Tree", [*resumed, "3"])):
         done = subprocess.run(torchrun(2, command), capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1", "NCCL_ALGO": algorithm})
         assert done.returncode == 0, done.stderr
         said[algorithm] = done.stderr
