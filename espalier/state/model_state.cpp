@@ -215,8 +215,7 @@ void load_weights(ModelState& state, const std::filesystem::path& directory, Val
   const std::string on_own_kernels =
       layers_beside_library(state.shape, opened_gpu().attention, opened_gpu().capability);
   if (!on_own_kernels.empty()) progress.note(on_own_kernels);
-  const std::string row_by_row = layers_without_chunks(state.shape, state.dtype, device.operations().without_chunks);
-  if (!row_by_row.empty()) progress.note(row_by_row);
+  if (!state.row_by_row.empty()) progress.note(state.row_by_row);
   if (const std::int64_t further = further_layer_tensors(directory); further > 0)
     progress.note(
         text_of(directory.string(), ": ", further,
@@ -268,6 +267,7 @@ ModelState::ModelState(const LocalShape& model_shape, DType model_dtype, Device&
     : mesh(ranks),
       shape(model_shape.whole()),
       dtype(model_dtype),
+      row_by_row(layers_without_chunks(shape, dtype, device.operations().without_chunks)),
       table(model_shape, Parameters::trained),
       weights(device.allocate({table.kept_size()}, scalar_type(dtype))),
       rooms(device.allocate({table.units().rooms}, scalar_type(dtype))),

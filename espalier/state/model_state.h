@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <functional>
 #include <memory>
+#include <string>
 
 #include "espalier/checkpoint/mapped_weights.h"
 #include "espalier/metrics/progress.h"
@@ -28,9 +29,10 @@ struct ModelState {
   const Mesh& mesh;  // must outlive the object
   ModelShape shape;  // of the whole model
   DType dtype;
-  ParameterTable table;       // trained parameters; all unless --train selects some
-  at::Tensor weights;         // flat, in the table's layout, on the device
-  at::Tensor rooms;           // buffers for gathered units (shape/units.h)
+  std::string row_by_row;  // why recurrent layers do not run in chunks (layers_without_chunks); empty: nothing is said
+  ParameterTable table;    // trained parameters; all unless --train selects some
+  at::Tensor weights;      // flat, in the table's layout, on the device
+  at::Tensor rooms;        // buffers for gathered units (shape/units.h)
   ParameterTable held_table;  // held parameters, which never change
   at::Tensor held_weights, held_rooms;
   ParameterTable narrow_table;  // held matrices that stay in bfloat16 (TrainedParameters::narrow)

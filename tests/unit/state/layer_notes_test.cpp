@@ -1,7 +1,10 @@
 #include "espalier/state/layer_notes.h"
 #include "espalier/mixers/delta_rule/shape.h"
 #include "espalier/mixers/latent_attention/shape.h"
+#include "espalier/ops/cpu/operations.h"
+#include "espalier/state/model_state.h"
 #include "tests/support/layers.h"
+#include "tests/unit/plan/shapes.h"
 
 #include <gtest/gtest.h>
 
@@ -67,6 +70,22 @@ TEST(LayersWithoutChunks, AreTriedForRecurrentOnesInBfloat16Alone) {
   found = "";
   EXPECT_EQ(layers_without_chunks(shape, DType::bfloat16, try_chunks), "");
   EXPECT_EQ(trials, 2);
+}
+
+// Whether its weights come from files or are drawn: before the first of its kernels.
+TEST(LayersWithoutChunks, AreTriedWhereAModelIsMade) {
+  ModelShape shape = testing::tiny_shape();
+  RecurrenceShape recurrence;
+  recurrence.key_heads = recurrence.value_heads = 2, recurrence.key_dim = recurrence.value_dim = 16;
+  recurrence.kernel = 4;
+  shape.layer[1].mixer = std::make_shared<const DeltaRule>(recurrence);
+  Operations counting = cpu::operations();
+  counting.without_chunks = try_chunks;
+  const std::unique_ptr<Device> device = cpu::device_with(counting);
+  trials = 0, found = "states differ";
+  const ModelState model(LocalShape(shape, {}, {}), DType::bfloat16, *device);
+  EXPECT_EQ(trials, 1);
+  EXPECT_NE(model.row_by_row.find("states differ"), std::string::npos);
 }
 
 }  // namespace
