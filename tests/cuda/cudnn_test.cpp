@@ -570,13 +570,21 @@ TEST(Cudnn, OtherGpusAreRefusedByName) {
   for (const int capability : {100, 103}) EXPECT_FALSE(row_of(AttentionKernels::hopper).run_on(capability));
 }
 
-TEST(Cudnn, ANewerOneAddsInTurnOnHopperIfItIsTold) {
-  EXPECT_FALSE(adds_in_turn(91900, 9, true));
-  EXPECT_FALSE(adds_in_turn(92499, 9, true));
-  EXPECT_TRUE(adds_in_turn(92500, 9, true));
-  EXPECT_TRUE(adds_in_turn(92700, 9, true));
-  EXPECT_FALSE(adds_in_turn(92700, 10, true)) << "Blackwell has another order";
-  EXPECT_FALSE(adds_in_turn(92700, 9, false)) << "the environment has a limit for gradients of scores";
+TEST(Cudnn, ANewerOneCanAddInTurnOnHopper) {
+  EXPECT_FALSE(can_add_in_turn(91900, 9));
+  EXPECT_FALSE(can_add_in_turn(92499, 9));
+  EXPECT_TRUE(can_add_in_turn(92500, 9));
+  EXPECT_TRUE(can_add_in_turn(92700, 9));
+  EXPECT_FALSE(can_add_in_turn(92700, 10)) << "Blackwell has another order";
+}
+
+// cudnn-frontend's limit is a variable of the process, so a library that cannot add in turn leaves it alone.
+TEST(Cudnn, AnOlderOneKeepsItsLimitForGradientsOfScores) {
+  if (!no_plans_here().empty()) GTEST_SKIP() << no_plans_here();
+  constexpr const char* kLimit = "CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT";
+  unsetenv(kLimit);
+  (void)cudnn_without_gpu(kB200, 10);
+  EXPECT_EQ(std::getenv(kLimit), nullptr);
 }
 
 // 16,384 rows against as many: gradients of scores would take 17 GB for 32 heads.

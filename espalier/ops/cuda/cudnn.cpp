@@ -35,7 +35,7 @@ constexpr const char* kRemedy = "use --attention own";
 constexpr std::size_t kOldest = 91900;
 constexpr int kHopper = 9, kBlackwell = 10;  // compute capabilities
 
-// True if cudnn-frontend is told, and knows how, to let cuDNN add in turn.
+// Tells cudnn-frontend to let cuDNN add in turn. False if it does not know how, or if the environment has a limit.
 bool told_to_add_in_turn() {
   constexpr const char* kLimit = "CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT";
   constexpr int kFirstThatKnows = 13200;
@@ -181,7 +181,7 @@ class CudnnGraphs final : public SequenceGraphs {
   }
 
   int capability_;
-  bool adds_in_turn_ = cuda::adds_in_turn(fe::detail::get_backend_version(), capability_, told_to_add_in_turn());
+  bool adds_in_turn_ = can_add_in_turn(fe::detail::get_backend_version(), capability_) && told_to_add_in_turn();
   cudnnHandle_t handle_ = nullptr;
   std::shared_ptr<const fe::DeviceProperties> device_;
   std::map<SequenceGraph, std::unique_ptr<Built>> built_;

@@ -9,10 +9,10 @@ std::int64_t size_class(std::int64_t rows, std::int64_t least) {
   return std::max(least, static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(rows))));
 }
 
-bool adds_in_turn(std::size_t cudnn_version, int capability, bool told) {
+bool can_add_in_turn(std::size_t cudnn_version, int capability) {
   constexpr std::size_t kFirst = 92500;
   constexpr int kHopper = 9;
-  return told && cudnn_version >= kFirst && capability == kHopper;
+  return cudnn_version >= kFirst && capability == kHopper;
 }
 
 std::vector<OperandPlace> places_of(const SequenceGraph& g) {

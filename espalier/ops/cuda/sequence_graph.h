@@ -53,8 +53,8 @@ std::vector<OperandPlace> places_of(const SequenceGraph& graph);
 std::int64_t size_class(std::int64_t rows, std::int64_t least);
 
 // True if a deterministic backward of this cuDNN adds to the gradients of queries in turn, in float32. Then it keeps no
-// number for each pair of a query and a key. cuDNN 9.25 can, on compute capability 9, where cudnn-frontend is told so.
-bool adds_in_turn(std::size_t cudnn_version, int capability, bool told);
+// number for each pair of a query and a key. cuDNN 9.25 can, on compute capability 9, if cudnn-frontend is told so.
+bool can_add_in_turn(std::size_t cudnn_version, int capability);
 
 // Graphs, built on first use and kept.
 class SequenceGraphs {
