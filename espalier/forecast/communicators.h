@@ -11,17 +11,16 @@
 #include <cstdint>
 
 #include "espalier/parallel/degrees.h"
+#include "espalier/shape/model_shape.h"
 
 namespace espalier {
 
 inline constexpr std::int64_t kNcclChannels = 24;
 inline constexpr std::int64_t kNcclChannelBytes = (4 << 20) + 8 * 512 * 8 * 16 + 8 * 640 * 120 * 8;
 
-// The communicators that a rank of this layout uses; `experts`: of a model that has them. 0 for one rank.
-std::int64_t used_communicators(const Degrees& degrees, bool experts);
-
-inline std::int64_t communicator_bytes(const Degrees& degrees, bool experts) {
-  return used_communicators(degrees, experts) * kNcclChannels * kNcclChannelBytes;
-}
+// The communicators that a rank of this layout uses, at most. `experts`, `states`: the model has experts, or layers
+// whose states go along cp. 0 for one rank.
+std::int64_t used_communicators(const Degrees& degrees, bool experts, bool states);
+std::int64_t communicator_bytes(const Degrees& degrees, const ModelShape& shape);
 
 }  // namespace espalier

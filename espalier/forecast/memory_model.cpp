@@ -53,7 +53,7 @@ ActivationBytes::ActivationBytes(const LocalShape& local, DType dtype, const Ste
       kind_(kind),
       setting_(setting),
       cp_(local.degrees().cp),
-      communicator_bytes_(setting.device.cuda ? communicator_bytes(local.degrees(), local.whole().experts > 0) : 0),
+      communicator_bytes_(setting.device.cuda ? communicator_bytes(local.degrees(), local.whole()) : 0),
       in_flight_(local.waves_in_flight()),
       window_(shape_.window()),
       dtype_(dtype),

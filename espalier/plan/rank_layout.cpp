@@ -215,8 +215,7 @@ LayoutPlan plan_layout(const LayoutProblem& problem, const Degrees& given, Which
   degrees.full = problem.shard == Sharding::full && degrees.dp * degrees.cp > 1;
   LayoutPlan layout;
   layout.degrees = degrees, layout.shard = problem.shard;
-  if (problem.options.setting.device.cuda)
-    layout.communicator_bytes = communicator_bytes(degrees, problem.shape.experts > 0);
+  if (problem.options.setting.device.cuda) layout.communicator_bytes = communicator_bytes(degrees, problem.shape);
   std::vector<LocalShape> stages;
   for (std::int64_t stage = 0; stage < degrees.pp; ++stage) {
     stages.emplace_back(problem.shape, degrees, Place{.pp = stage});

@@ -50,25 +50,28 @@ TEST_F(Layouts, OneRankIsThePlanOfOneProcess) {
   EXPECT_EQ(one.bubble, 0);
 }
 
-// tp 8, dp 4: the world, tp, dp, and the sums of gradients over dp have a communicator each; of experts one more, and
-// of stages two.
+// tp 8, dp 4: the world, tp, dp, and the sums of gradients over dp have a communicator each; of experts one more,
+// of stages two, and one more for states along cp.
 TEST_F(Layouts, CommunicatorsOfNcclTakeMemoryOfEachRank) {
-  EXPECT_EQ(used_communicators({}, true), 0);
-  EXPECT_EQ(used_communicators({.dp = 8}, false), 2);
-  EXPECT_EQ(used_communicators({.tp = 8, .dp = 4}, false), 4);
-  EXPECT_EQ(used_communicators({.tp = 8, .dp = 4}, true), 5);
-  EXPECT_EQ(used_communicators({.tp = 8, .pp = 2, .dp = 4}, false), 6);
-  EXPECT_EQ(communicator_bytes({.dp = 8}, false), 2 * 24 * ((4 << 20) + 524288 + 4915200));
+  EXPECT_EQ(used_communicators({}, true, true), 0);
+  EXPECT_EQ(used_communicators({.dp = 8}, false, true), 2);
+  EXPECT_EQ(used_communicators({.tp = 8, .dp = 4}, false, false), 4);
+  EXPECT_EQ(used_communicators({.tp = 8, .dp = 4}, true, false), 5);
+  EXPECT_EQ(used_communicators({.tp = 8, .pp = 2, .dp = 4}, false, false), 6);
+  EXPECT_EQ(used_communicators({.cp = 2, .dp = 4}, false, true),
+            used_communicators({.cp = 2, .dp = 4}, false, false) + 1)
+      << "gradients of states go back along cp";
+  EXPECT_EQ(communicator_bytes({.dp = 8}, llama_), 2 * 24 * ((4 << 20) + 524288 + 4915200));
   options_.schedule = Schedule::dense, options_.memory_budget = 0;
   const LayoutPlan on_gpus = plan_layout(problem(llama_), {.tp = 8, .dp = 4});
-  EXPECT_EQ(on_gpus.communicator_bytes, communicator_bytes({.tp = 8, .dp = 4}, false));
+  EXPECT_EQ(on_gpus.communicator_bytes, communicator_bytes({.tp = 8, .dp = 4}, llama_));
   EXPECT_NE(explain(on_gpus).find("NCCL holds "), std::string::npos);
   EXPECT_EQ(to_json(on_gpus)["ranks"]["communicator_bytes"], on_gpus.communicator_bytes);
   const auto constant = [&](const Degrees& degrees) {
     return ActivationBytes(LocalShape(llama_, degrees, {}), DType::bfloat16, {}, options_.setting).constant();
   };
   const std::int64_t weights = constant({}) - constant({.dp = 4});
-  EXPECT_EQ(-weights, communicator_bytes({.dp = 4}, false)) << "the plan of a rank counts them";
+  EXPECT_EQ(-weights, communicator_bytes({.dp = 4}, llama_)) << "the plan of a rank counts them";
   options_.setting.device.cuda = false;
   const LayoutPlan on_cpus = plan_layout(problem(llama_), {.tp = 8, .dp = 4});
   EXPECT_EQ(on_cpus.communicator_bytes, 0);
