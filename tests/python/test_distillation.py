@@ -3,40 +3,31 @@ teacher_logprobs through score, metrics and errors."""
 
 import functools
 import json
-import random
 
 import pytest
 import torch
 
 import oracle
 from comparison import FLOAT64_RELATIVE, Trained, relative_errors
-from make_model import add_kept_sets, make_rollouts, write_records
+from make_model import make_rollouts, write_records
+from rule_cases import PLANS, case_with
 
 SEED, COEFFICIENT, CLIP = 71, .7, .4
-PLANS = ({"schedule": "dense"}, {"schedule": "packed"}, {"schedule": "phased", "token_budget": 6}, {"schedule": "phased", "trunk_state": "recompute"},
-         {"share": "prompt"})
 LOSSES = ("vanilla", "reinforce", "dppo_tv", "icepop")
 
 
 @pytest.fixture(scope="module")
 def case_of(model_of, tmp_path_factory):
     """Returns (model directory, oracle's model, records, their file), with kept sets or without."""
-    return functools.cache(lambda kept: made_case(kept, model_of("qwen3_tied"), tmp_path_factory.mktemp("distillation")))
+    return functools.cache(lambda kept: case_with(fill, SEED, kept, model_of("qwen3_tied"), tmp_path_factory.mktemp("distillation")))
 
 
-def made_case(kept, directory, folder):
-    draw, model = random.Random(SEED), oracle.load_model(directory, torch.float64)
-    records = make_rollouts(SEED)
-    if kept:
-        add_kept_sets(records, SEED)
-    for i, (record, logprobs) in enumerate(zip(records, oracle.score(model, records)[0])):
-        del record["reward"]
-        if i % 3:  # others have nothing but the teacher
-            record["advantage"] = [draw.gauss(0, 1) for _ in logprobs]
-        record["old_logprobs"] = [x + draw.gauss(0, .1) for x in logprobs]
-        record["rollout_logprobs"] = [x + draw.gauss(0, .1) for x in logprobs]
-        record["teacher_logprobs"] = [x + draw.gauss(0, .5) for x in logprobs]
-    return directory, model, records, write_records(records, folder / "records.jsonl")
+def fill(draw, i, record, logprobs):
+    if i % 3:  # others have nothing but the teacher
+        record["advantage"] = [draw.gauss(0, 1) for _ in logprobs]
+    record["old_logprobs"] = [x + draw.gauss(0, .1) for x in logprobs]
+    record["rollout_logprobs"] = [x + draw.gauss(0, .1) for x in logprobs]
+    record["teacher_logprobs"] = [x + draw.gauss(0, .5) for x in logprobs]
 
 
 def plain_loss(loss, lp, old, advantage):
@@ -84,11 +75,11 @@ def test_gradients_are_those_of_the_formula_in_every_plan(loss, plan, espalier, 
                   rollout_metrics=tmp_path / "each.csv", **PLANS[plan])
     errors = relative_errors(run.gradients, exact)
     assert max(errors.values()) <= FLOAT64_RELATIVE, f"seed {SEED}: {max(errors, key=errors.get)} is off by {max(errors.values()):.2e}"
-    assert metrics_of(run)["teacher_kl"] == pytest.approx(gap, rel=1e-12)
+    assert metrics_of(run)["teacher_kl"] == pytest.approx(gap, rel=FLOAT64_RELATIVE)
     head, *rows = [line.split(",") for line in (tmp_path / "each.csv").read_text().splitlines()]
     shares = [[row[head.index(name)] for name in ("teacher_kl", "loss_tokens")] for row in rows]
     tokens = sum(int(count) for _, count in shares)
-    assert sum(float(mean) * int(count) for mean, count in shares if int(count)) / tokens == pytest.approx(gap, rel=1e-9)
+    assert sum(float(mean) * int(count) for mean, count in shares if int(count)) / tokens == pytest.approx(gap, rel=FLOAT64_RELATIVE)
 
 
 def test_the_teacher_changes_the_gradient(case_of):

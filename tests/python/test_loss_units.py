@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 import oracle
 from comparison import FLOAT64_RELATIVE, Trained, flags, relative_errors
 from make_model import write_records
+from rule_cases import PLANS
 from test_parallel import Ranks
 
 SEED = 51
@@ -107,8 +108,6 @@ def case(model_of, tmp_path_factory):
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 KINDS = {"vanilla": {}, "gspo": {"policy_loss": "gspo"}, "sequence": {"ratio_level": "sequence"}, "reinforce": {"policy_loss": "reinforce"},
          "dppo": {"policy_loss": "dppo"}}
-PLANS = ({"schedule": "dense"}, {"schedule": "packed"}, {"schedule": "phased", "token_budget": 6}, {"schedule": "phased", "trunk_state": "recompute"},
-         {"share": "prompt"})
 
 
 def turns():

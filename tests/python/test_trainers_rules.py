@@ -4,14 +4,13 @@ docs/objectives.md, in every plan, also over kept sets. (dppo: test_loss_units.p
 import functools
 import itertools
 import math
-import random
 
 import pytest
 import torch
 
 import oracle
 from comparison import FLOAT64_RELATIVE, Trained, relative_errors
-from make_model import add_kept_sets, make_rollouts, write_records
+from rule_cases import PLANS, case_with
 
 SEED = 67
 LOW, HIGH = .8, 1.25
@@ -41,28 +40,19 @@ REJECTIONS = {
     "icepop": ({"policy_loss": "icepop", "icepop_ratio_low": LOW, "icepop_ratio_high": HIGH, "adv_tau": 1.5}, False, None),
 }
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
-PLANS = ({"schedule": "dense"}, {"schedule": "packed"}, {"schedule": "phased", "token_budget": 6}, {"schedule": "phased", "trunk_state": "recompute"},
-         {"share": "prompt"})
 
 
 @pytest.fixture(scope="module")
 def case_of(model_of, tmp_path_factory):
     """Returns (model directory, oracle's model, records, their file), with kept sets or without."""
-    return functools.cache(lambda kept: made_case(kept, model_of("qwen3_tied"), tmp_path_factory.mktemp("rules")))
+    return functools.cache(lambda kept: case_with(fill, SEED, kept, model_of("qwen3_tied"), tmp_path_factory.mktemp("rules")))
 
 
-def made_case(kept, directory, folder):
-    draw, model = random.Random(SEED), oracle.load_model(directory, torch.float64)
-    records = make_rollouts(SEED)
-    if kept:
-        add_kept_sets(records, SEED)
-    for record, logprobs in zip(records, oracle.score(model, records)[0]):
-        del record["reward"]
-        spread = draw.choice([.05, .3])  # some sequences stay whole
-        record["advantage"] = [draw.gauss(0, 1) for _ in logprobs]
-        record["rollout_logprobs"] = [x + draw.gauss(0, spread) for x in logprobs]
-        record["old_logprobs"] = [x + draw.gauss(0, .05) for x in logprobs]
-    return directory, model, records, write_records(records, folder / "records.jsonl")
+def fill(draw, _, record, logprobs):
+    spread = draw.choice([.05, .3])  # some sequences stay whole
+    record["advantage"] = [draw.gauss(0, 1) for _ in logprobs]
+    record["rollout_logprobs"] = [x + draw.gauss(0, spread) for x in logprobs]
+    record["old_logprobs"] = [x + draw.gauss(0, .05) for x in logprobs]
 
 
 def plain_gradients(model, records, rule, mode):
