@@ -150,7 +150,7 @@ void TraceRecorder::finish() {
   json["dtype"] = name_of(model_.dtype);
   json["positions"] = model_.decoder.positions();  // decides the factors of longrope
   json["model"] = "model";
-  if (model_.shape.trained.added.exist()) json["adapter"] = kAdapter;
+  if (model_.shape.trained.added.exist()) json[kAdapter] = kAdapter;
   json["rollouts"] = "rollouts.jsonl.gz";
   json["options"] = options_to_json(options_, 't');
   json["steps"] = steps_;
