@@ -14,7 +14,7 @@ std::int64_t used_communicators(const Degrees& degrees, bool experts, bool state
     GroupKey key = group_along(axis, 0, degrees);
     if (key.ranks.size() > 1) groups.insert(std::move(key));
   }
-  // Gradients of rows go to the stage before, and those of states to the cp rank before.
+  // Gradients of rows go to the stage before, and gradients of states to the cp rank before.
   const std::int64_t down = (degrees.pp > 1 ? 1 : 0) + (states && degrees.cp > 1 ? 1 : 0);
   return static_cast<std::int64_t>(groups.size()) + down;
 }

@@ -72,7 +72,7 @@ TEST(LayersWithoutChunks, AreTriedForRecurrentOnesInBfloat16Alone) {
   EXPECT_EQ(trials, 2);
 }
 
-// Whether its weights come from files or are drawn: before the first of its kernels.
+// A model with drawn weights has no progress to note it to, but needs the trial, too.
 TEST(LayersWithoutChunks, AreTriedWhereAModelIsMade) {
   ModelShape shape = testing::tiny_shape();
   RecurrenceShape recurrence;
