@@ -6,6 +6,7 @@
 #include <sstream>
 
 #include "cli/verbs.h"
+#include "espalier/base/error.h"
 #include "espalier/base/quantised_rows.h"
 #include "espalier/base/units.h"
 

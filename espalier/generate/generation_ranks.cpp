@@ -1,5 +1,6 @@
 // The part of a call of generate() that shares its prompts over ranks of dp and brings their results together.
 #include "espalier/generate/generation.h"
+#include "espalier/generate/kept_draws.h"
 
 namespace espalier::generation {
 
