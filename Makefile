@@ -16,7 +16,7 @@ GENERATOR = $$(if command -v ninja >/dev/null; then echo Ninja; else echo "Unix 
 # On a machine with a GPU's driver the CUDA library is a part of the program.
 CUDA_TARGET := $(if $(wildcard /dev/nvidiactl),espalier_cuda)
 
-.PHONY: all setup setup-tests configure configure-each t fast test sweep sweep-transformers torches aarch64 record faults cuda demo bench wheel check gpu-check gpu-bundle docs debug asan tsan clang clean help
+.PHONY: all setup setup-tests configure configure-each t each fast test sweep sweep-transformers torches aarch64 record faults cuda demo bench wheel check gpu-check gpu-bundle docs debug asan tsan clang clean help
 .DEFAULT_GOAL := all
 
 all: setup configure  ## set-up and optimised build: build/espalier
@@ -40,10 +40,15 @@ configure-each: setup-tests
 	  cmake -G "$(GENERATOR)" -B $(EACH) -S . -DCMAKE_BUILD_TYPE=Release -DESPALIER_UNITY=OFF -DESPALIER_PYTHON="$(PYTHON_USED)"; fi
 each = $$(if grep -q '^ESPALIER_UNITY:BOOL=OFF' $(BUILD)/CMakeCache.txt 2>/dev/null; then echo $(BUILD); else echo $(EACH); fi)
 
+# build/each compiles one file for an edit, build several as one; where `make each` was not run, a first verdict comes sooner from
+# what `make` has built. Files of Python alone need no more than the program.
 PYTHON_ALONE := $(if $(FILE),$(if $(filter-out %.py,$(FILE)),,yes))
-# Files of Python alone need no more than the program, which `make` may have built.
-t: $(if $(PYTHON_ALONE),configure,configure-each)  ## FILE=espalier/model/layer.cpp: build and run the tests of a file, within a minute behind the compiler
-	@"$(PYTHON_USED)" tools/tests_of.py --build $(if $(PYTHON_ALONE),$(BUILD),$(each)) --jobs $(JOBS) $(FILE)
+OF_T := $(if $(PYTHON_ALONE),$(BUILD),$(if $(wildcard $(EACH)/CMakeCache.txt),$(EACH),$(BUILD)))
+t: setup-tests configure  ## FILE=espalier/model/layer.cpp: build and run the tests of a file, within a minute behind the compiler
+	@"$(PYTHON_USED)" tools/tests_of.py --build $(OF_T) --jobs $(JOBS) $(FILE)
+
+each: configure-each  ## compiles every file alone, in build/each, where make t then compiles one file for an edit
+	@cmake --build $(each) --parallel $(JOBS) --target all sweep_tests
 
 fast: setup-tests configure  ## one case of every quick test: 3 minutes behind the build
 	@cmake --build $(BUILD) --parallel $(JOBS)
@@ -54,8 +59,9 @@ test: setup-tests configure  ## the tests that need no accelerator, C++ and Pyth
 	@cmake --build $(BUILD) --parallel $(JOBS) $(if $(filter all,$(SWEEPS)),--target all sweep_tests)
 	@"$(PYTHON_USED)" tools/run_tests.py --build $(BUILD) --tier $(if $(filter all,$(SWEEPS)),sweep,test --sweeps "$(SWEEPS)")
 
-sweep:  ## every case of every test, under every instruction set, deliberate faults and emulated devices included; make torches and make aarch64 where they can run
+sweep:  ## every case of every test, under every instruction set, deliberate faults and emulated devices included; every file compiled alone; make torches and make aarch64 where they can run
 	@$(MAKE) --no-print-directory test SWEEPS=all
+	@$(MAKE) --no-print-directory each
 	@tools/other_torches.sh --if-possible
 	@tools/aarch64.sh --if-possible
 
