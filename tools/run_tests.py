@@ -218,7 +218,7 @@ def print_failures(output):
 
 
 def python_environment(build, level):
-    environment = dict(os.environ, ESPALIER_BINARY=str(build / "espalier"), PYTHONDONTWRITEBYTECODE="1", **environment_of(level))
+    environment = dict(os.environ, ESPALIER_BINARY=str(build / "espalier"), **environment_of(level))
     environment.setdefault("GOMP_SPINCOUNT", "1000")  # threads that spin for long take the processor from each other
     environment.setdefault("ESPALIER_PYTHON", sys.executable)  # has what the tests need; the build's may have only torch
     if build.resolve() != ROOT / "build":  # where the Python package looks

@@ -56,7 +56,7 @@ def chosen_items(items, choice):
 
 def processor_seconds():
     times = os.times()
-    return times.user + times.system + times.children_user + times.children_system + rank_processes.spent
+    return times.user + times.system + times.children_user + times.children_system + rank_processes.spent + Copies.spent
 
 
 @pytest.hookimpl(wrapper=True)
@@ -83,6 +83,8 @@ def pytest_collection_modifyitems(config, items):
     if len(kept) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
         items[:] = kept
+    # This process keeps the compiled tests, which saves seconds of the next run. What it starts leaves nothing in folders of others.
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
 
 
@@ -104,6 +106,8 @@ class Copies:
     """Runs of the program as copies of one process (tests/hostile/cli/program_copies.cpp): the start of torch's library is most of a small run. Only in the
     environment that it was started with."""
 
+    spent = 0.0  # seconds of processors of copies that have ended, which are no children of this process
+
     def __init__(self, path, folder):
         self.out, self.err = folder / "out", folder / "err"
         self.environment = self.now()
@@ -122,8 +126,9 @@ class Copies:
             os.kill(pid, signal.SIGKILL)
             self.process.stdout.readline()
             raise subprocess.TimeoutExpired(words, PATIENCE)
-        status = int(self.process.stdout.readline())
-        return subprocess.CompletedProcess(words, status, self.out.read_text(), self.err.read_text())
+        status, seconds = self.process.stdout.readline().split()
+        Copies.spent += float(seconds)
+        return subprocess.CompletedProcess(words, int(status), self.out.read_text(), self.err.read_text())
 
     def end(self):
         self.process.stdin.close()

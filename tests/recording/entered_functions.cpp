@@ -163,13 +163,21 @@ double seconds_so_far() {
   return seconds;
 }
 
+double elsewhere = 0;
+
+// Adds seconds of processors to the next note: of processes that this one does not wait for.
+extern "C" __attribute__((visibility("default"))) void espalier_spent_elsewhere(double seconds) {
+  elsewhere += seconds;
+}
+
 // "test<TAB>seconds<TAB>NAME:index,index,...<TAB>NAME:...<TAB>python:file,file,..."
 extern "C" __attribute__((visibility("default"))) void espalier_note_entered(const char* test) {
   namespace fs = std::filesystem;
   std::ostringstream line;
   static double before = 0;
   const double now = seconds_so_far();
-  line << test << '\t' << now - before;
+  line << test << '\t' << now - before + elsewhere;
+  elsewhere = 0;
   for (const fs::directory_entry& each : fs::directory_iterator(folder())) {
     if (each.path().extension() != ".entered") continue;
     std::size_t count = 0;

@@ -3,8 +3,9 @@
 // With words it is the program. Without, it reads requests from its standard input: the number of strings in a line,
 // then each as a line with its length, and its bytes: a working folder, files for standard output and standard error,
 // the program's words. It answers each with two lines: the process id of the copy that runs them, and in the end its
-// exit status, or less than 0 for the signal that ended it.
+// exit status, or less than 0 for the signal that ended it, with the seconds of processors that it took.
 #include <fcntl.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -35,6 +36,10 @@ std::optional<Words> next_request(std::FILE* requests) {
   return request;
 }
 
+double seconds_of(const timeval& time) {
+  return static_cast<double>(time.tv_sec) + 1e-6 * static_cast<double>(time.tv_usec);
+}
+
 int open_to_write(const std::string& path) { return open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600); }
 
 }  // namespace
@@ -59,8 +64,10 @@ int main(int argc, char** argv) {
     std::fprintf(answers, "%d\n", static_cast<int>(copy));
     std::fflush(answers);
     int status = 0;
-    if (copy > 0) waitpid(copy, &status, 0);
-    std::fprintf(answers, "%d\n", WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status));
+    rusage used{};
+    if (copy > 0) wait4(copy, &status, 0, &used);
+    std::fprintf(answers, "%d %.3f\n", WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status),
+                 seconds_of(used.ru_utime) + seconds_of(used.ru_stime));
     std::fflush(answers);
   }
 }
