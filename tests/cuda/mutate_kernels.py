@@ -212,7 +212,7 @@ class Results:
         self.path, self.kernels, self.checks, self.found, self.by = path, kernels, checks, {}, {}
         for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
             name, outcome, kernel, check, said = line.split("\t")
-            if kernel == kernels.get(name.split(":")[0]) and (check == checks or again and outcome != "survived"):
+            if kernel == kernels.get(name.split(":")[0]) and (outcome != "survived" if again else check == checks):
                 self.found[name], self.by[name] = outcome, said.partition(" | ")[0]
 
     def note(self, change, outcome, said=""):
