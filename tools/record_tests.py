@@ -144,6 +144,7 @@ def record_pytest(build, files, tables, library, choice="one"):
         folder = Folder(path, tables_of([], tables))
         search = os.pathsep.join(filter(None, [str(ROOT / "tests/recording"), str(build / "python"), os.environ.get("PYTHONPATH")]))
         environment = folder.environment(library, PYTHONPATH=search, ESPALIER_BINARY=str(build / "espalier"), ESPALIER_SWEEPS=choice,
+                                         ESPALIER_CORE_LIBRARY=str(build / "libespalier_core.so"),  # its functions begin elsewhere than those of another build's
                                          PYTHONDONTWRITEBYTECODE="1", ESPALIER_PYTHON=sys.executable)
         done = subprocess.run([sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "notes_of_pytest", *map(str, files)],
                               cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
