@@ -26,6 +26,7 @@ struct DeltaSize {
   RecurrenceShape shape;
   std::vector<RunSize> runs;
   std::string name;
+  bool strong = false;  // logarithms of every third decay, and of all decays of every fifth row, are about -40
 };
 
 bool forks(const std::vector<RunSize>& sizes, std::size_t run) {
@@ -65,10 +66,15 @@ void add_delta_cases(std::vector<OperationCase>& cases, const DeltaSize& size) {
   const std::int64_t C = s.channels(), H = s.value_heads, V = s.value_width(), N = s.state(),
                      R = static_cast<std::int64_t>(size.runs.size());
   const bool bias = s.conv_bias, skip = s.mamba;
-  const std::vector<OperationCase::Argument> shared = {{normal({T, s.projected()}, 130)},
+  const at::Tensor projected = normal({T, s.projected()}, 130), steps = normal({s.decays()}, 133, 0.5);
+  if (size.strong) {
+    projected.slice(0, 0, T, 5).narrow(1, s.columns(0).a, s.decays()).add_(40);
+    steps.slice(0, 0, s.decays(), 3).add_(40);
+  }
+  const std::vector<OperationCase::Argument> shared = {{projected},
                                                        {normal({C, s.kernel}, 131, 0.5)},
                                                        {normal({H}, 132, 0.5)},
-                                                       {normal({s.decays()}, 133, 0.5)},
+                                                       {steps},
                                                        {normal({C}, 134, 0.5)},
                                                        {normal({H}, 135)},
                                                        {normal({R + 1, N}, 136, 0.3), Kind::sum, true}};
@@ -240,6 +246,9 @@ std::vector<OperationCase> state_cases() {
   large.key_heads = 1, large.value_heads = 2, large.key_dim = 100, large.value_dim = 40;
   RecurrenceShape of_channels = by_part, wide_channels = wide;
   of_channels.key_heads = 4, of_channels.gate_latent = wide_channels.gate_latent = 1, wide_channels.value_dim = 33;
+  RecurrenceShape strong_channels = wide_channels, large_channels = wide_channels;
+  strong_channels.key_dim = 64, strong_channels.value_dim = 20;
+  large_channels.key_dim = 128, large_channels.value_dim = 64;
   RecurrenceShape bare = mamba;
   bare.conv_bias = false, bare.least_step = 0, bare.largest_step = std::numeric_limits<double>::infinity();
   // A tree: a run of more than two blocks, branches behind it, one of them shorter than the convolution.
@@ -252,6 +261,8 @@ std::vector<OperationCase> state_cases() {
   add_delta_cases(cases, {bare, small, "Mamba-2 without biases"});
   add_delta_cases(cases, {of_channels, tree, "decays of channels, a tree"});
   add_delta_cases(cases, {wide_channels, {{70, -1}}, "decays of channels, heads of 20 and 33"});
+  add_delta_cases(cases, {strong_channels, {{70, -1}, {40, 0}}, "strong decays of channels, heads of 64 and 20", true});
+  add_delta_cases(cases, {large_channels, {{67, -1}, {3, 0}}, "decays of channels, heads of 128 and 64"});
   add_short_convolution_cases(cases, {.channels = 40, .kernel = 4, .bias = true}, tree, "a tree");
   add_short_convolution_cases(cases, {.channels = 130, .kernel = 3}, {{3, -2}, {33, 0}}, "without biases");
   add_gate_cases(cases, by_part, 7, "q, k, v of all heads");

@@ -39,6 +39,7 @@ GROUPS = {"activation.cu": ["Variants"], "attention_merge.cu": ["Merging"], "att
               "backward.cu", "backward.h", "backward_keys.cu", "backward_queries.cu", "forward.cu", "key_stages.h", "launch.h", "products.h",
               "query_sums.h", "tile_facts.cu", "tile_facts.h")}, "delta_rows.h": ["States"], "delta_rule.cu": ["States"],
            **{name: ["Chunks", "States:bfloat16"] for name in (
+               "delta_chunk_channel_gradients.cu", "delta_chunk_channels.cu", "delta_chunk_channels.h", "delta_chunk_value_sums.h",
                "delta_chunk_gradients.cu", "delta_chunk_inverse.cu", "delta_chunk_rows.cu", "delta_chunk_scans.cu", "delta_chunk_tiles.h",
                "delta_chunks.cu", "delta_chunks.h", "split_tiles.h")},
           "delta_rule_backward.cu": ["States"], "expert_rows.cu": ["Experts", "Variants"],
@@ -50,7 +51,7 @@ GROUPS = {"activation.cu": ["Variants"], "attention_merge.cu": ["Merging"], "att
           "visible.h": ["Attention", "Formula", "Hopper", "HopperTiles", "Unseen"]}
 FEW, SIZES = "heads of 64", "hopper/attention.h"
 HOPPER = "hopper/"  # kernels of this folder see tests/cuda/hopper/twins.h before them
-HEADERS = ["delta_chunk_tiles.h", "delta_chunks.h", "delta_rows.h", "hopper/backward.h", "hopper/key_stages.h", "hopper/launch.h", "hopper/products.h",
+HEADERS = ["delta_chunk_channels.h", "delta_chunk_tiles.h", "delta_chunk_value_sums.h", "delta_chunks.h", "delta_rows.h", "hopper/backward.h", "hopper/key_stages.h", "hopper/launch.h", "hopper/products.h",
            "hopper/query_sums.h", "hopper/tile_facts.h", "kernel.h", "key_tiles.h", "launch.h", "split_tiles.h", "tiles.h", "visible.h"]
 # With what is no result: accesses, for races and the ends of arrays (accesses.h), and what C++ leaves undefined.
 FLAGS = ["-std=c++20", "-x", "c++", "-fPIC", "-O1", "-g1", "-ffp-contract=off", "-Werror=vla", "-Wno-narrowing", "-fmax-errors=0",

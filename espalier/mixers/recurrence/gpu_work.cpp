@@ -28,21 +28,23 @@ std::int64_t tile_bytes(const RecurrenceShape& s, std::int64_t chunks, bool grad
   const std::int64_t width = s.key_dim <= 64 ? 64 : kMostKeys, each = s.value_heads / s.key_heads;
   const std::int64_t values = (s.value_dim + kValueBlock - 1) / kValueBlock * kValueBlock;
   const std::int64_t half = kRows * (width + values) + width * values;  // of a backward: states, and their gradients
-  const std::int64_t of_head =
-      4 * chunks * (2 * kRows * width + each * (gradients ? 2 * half + 6 * kRows : half + 4 * kRows));
+  std::int64_t of_value_head = gradients ? 2 * half + 6 * kRows : half + 4 * kRows;
+  if (s.decays_channels())  // decays and their product, gamma K, gamma Q, w K, and two matrices of pairs of rows
+    of_value_head += 4 * kRows * width + width + 2 * kRows * kRows - (gradients ? kRows : 0);
+  const std::int64_t of_head = 4 * chunks * (2 * kRows * width + each * of_value_head);
   return std::max(of_head, std::min(s.key_heads * of_head, kMostPassBytes));
 }
 
 }  // namespace
 
 bool fits_chunks(const RecurrenceShape& s) {
-  return !s.decays_channels() && s.key_dim <= kMostKeys && s.value_dim <= kMostValues;
+  return s.key_dim <= kMostKeys && s.value_dim <= kMostValues;
 }
 
 std::int64_t recurrent_scratch_bytes(const RecurrenceShape& s, std::int64_t rows, DType dtype, bool gradients) {
   const std::int64_t runs = std::min(kRunsAtOnce, rows), chunks = runs + (rows - runs) / kRows;
   if (dtype == DType::bfloat16 && fits_chunks(s)) {
-    const std::int64_t sums = s.channels() * (s.kernel + 1) + 3 * s.value_heads;
+    const std::int64_t sums = s.channels() * (s.kernel + 1) + 2 * s.value_heads + s.decays();
     return tile_bytes(s, chunks, gradients) + (gradients ? 4 * (chunks * sums + runs * s.state()) : 0);
   }
   if (!gradients) return 0;

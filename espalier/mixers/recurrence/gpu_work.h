@@ -12,7 +12,7 @@ namespace espalier {
 // True if the rows run in chunks in bfloat16 (ops/cuda/delta_chunks.h).
 bool fits_chunks(const RecurrenceShape& shape);
 
-// The most at a time for `rows` rows in runs of any lengths. In bfloat16 with decays of heads: tiles of up to 2 GiB, or
+// The most at a time for `rows` rows in runs of any lengths. In bfloat16, in chunks: tiles of up to 2 GiB, or
 // of one key head, and with gradients sums for every 64 rows. Otherwise, with gradients alone: the state before every
 // 64th row of a run, and for each of the up to 16 runs of a launch its key heads' matrices of 64 rows and its parts of
 // the sums.

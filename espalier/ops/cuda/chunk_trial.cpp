@@ -21,11 +21,17 @@ std::atomic<bool> trusted = false;
 constexpr std::int64_t kRows = 150, kFork = 80, kShort = 90;
 constexpr double kChunks = 4;  // of a path
 
-RecurrenceShape small_shape(bool mamba) {
-  RecurrenceShape s;
-  s.key_heads = 1, s.value_heads = 2, s.key_dim = 40, s.value_dim = 48, s.kernel = 4;
-  s.mamba = s.conv_bias = mamba;
-  return s;
+struct Trial {
+  const char* name;
+  RecurrenceShape shape;
+};
+std::vector<Trial> trials() {
+  RecurrenceShape heads;
+  heads.key_heads = 1, heads.value_heads = 2, heads.key_dim = 40, heads.value_dim = 48, heads.kernel = 4;
+  RecurrenceShape channels = heads, mamba = heads;
+  channels.key_heads = 2, channels.gate_latent = 1;
+  mamba.mamba = mamba.conv_bias = true;
+  return {{"the delta rule", heads}, {"the delta rule with decays of channels", channels}, {"Mamba-2", mamba}};
 }
 
 // Numbers between -size and size that look like no order.
@@ -50,8 +56,8 @@ std::vector<Result> results_of(Device& device, const RecurrenceShape& shape) {
     return there(at::zeros(sizes, at::kDouble), dtype);
   };
   const std::int64_t H = shape.value_heads, C = shape.channels(), N = shape.state(), W = shape.projected();
-  DeltaRuleProblem p{shape, rows({kRows, W}, 1), rows({C, shape.kernel}, 2, 0.5), rows({H}, 3), rows({H}, 4), {}, {},
-                     {}};
+  DeltaRuleProblem p{shape, rows({kRows, W}, 1), rows({C, shape.kernel}, 2, 0.5), rows({H}, 3),
+                     rows({shape.decays()}, 4), {}, {}, {}};
   if (shape.mamba) p.conv_bias_C = rows({C}, 5, 0.1), p.skip_H = rows({H}, 6);
   std::vector<StateRun> runs(3);
   runs[0].end = runs[1].begin = kFork, runs[1].end = runs[2].begin = kShort, runs[2].end = kRows;
@@ -65,7 +71,7 @@ std::vector<Result> results_of(Device& device, const RecurrenceShape& shape) {
   const DeltaRuleGradients gradients{zeros({kRows, W}, at::kBFloat16),
                                      zeros({C, shape.kernel}),
                                      zeros({H}),
-                                     zeros({H}),
+                                     zeros({shape.decays()}),
                                      shape.mamba ? zeros({C}) : at::Tensor(),
                                      shape.mamba ? zeros({H}) : at::Tensor()};
   device.operations().add_delta_rule_backward(p, rows({kRows, shape.value_width()}, 7), gradients);
@@ -106,15 +112,14 @@ void trust_chunks(bool trust) { trusted = trust; }
 double error_of_chunks(double chunks) { return 2 * 3 * 0x1p-18 * std::sqrt(10 + 4 * chunks); }
 
 std::string try_chunks(Device& device) {
-  for (const bool mamba : {false, true}) {
-    const RecurrenceShape shape = small_shape(mamba);
+  for (const auto& [name, shape] : trials()) {
     trust_chunks(false);
     const std::vector<Result> by_rows = results_of(device, shape);
     trust_chunks(true);
     const std::string found = difference(results_of(device, shape), by_rows);
     if (found.empty()) continue;
     trust_chunks(false);
-    return text_of(mamba ? "Mamba-2: " : "the delta rule: ", found);
+    return text_of(name, ": ", found);
   }
   return "";
 }

@@ -22,9 +22,9 @@ double error_of_chunks(double chunks);
 // A decay's gradient is the difference of sums over the 64 rows of its chunk, which do not cancel in their errors.
 inline constexpr double kErrorOfDecays = 8;
 
-// Runs the delta rule and Mamba-2 of a small shape, with forks, on this device: row by row, and in chunks. Trusts
-// chunks from then on if outputs, states and gradients agree within error_of_chunks and the rounding to bfloat16.
-// Otherwise returns what differs, and by how much.
+// Runs the delta rule with decays of heads and of channels and Mamba-2, of a small shape and with forks, on this
+// device: row by row, and in chunks. Trusts chunks from then on if outputs, states and gradients agree within
+// error_of_chunks and the rounding to bfloat16. Otherwise returns what differs, and by how much.
 std::string try_chunks(Device& device);
 
 }  // namespace espalier::cuda

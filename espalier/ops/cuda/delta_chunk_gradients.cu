@@ -3,18 +3,10 @@
 // with X without its diagonal: a row's own product has no decay, and its parts would cancel.
 #include <algorithm>
 
-#include "espalier/ops/cuda/delta_chunk_tiles.h"
+#include "espalier/ops/cuda/delta_chunk_value_sums.h"
 
 namespace espalier::cuda {
 namespace {
-
-// First S, dS', U, dA, dO of a block of value channels; then Q, K, X, Y.
-template <int D>
-struct GradientRoom {
-  static constexpr int kState = StateTile<D>::kBytes, kValue = ValueTile::kBytes, kKey = KeyTile<D>::kBytes;
-  static constexpr int kFirst = 2 * kState + 3 * kValue, kSecond = 2 * kKey + 2 * SquareTile::kBytes;
-  static constexpr int kBytes = kFirst < kSecond ? kSecond : kFirst;
-};
 
 // Adds up over a row what the lanes and both halves of the warps have of it: to `to` [2, 64], by halves.
 __device__ __forceinline__ void put_row_sums(float low, float high, int m, int half, float* to) {
@@ -38,9 +30,6 @@ __global__ void __launch_bounds__(kSplitThreads, 1)
                *const own_value = of_rows + 4 * kChunk, *const written = of_rows + 5 * kChunk,
                *const of_decay = of_rows + 7 * kChunk;
   unsigned char* const memory = dynamic_shared<unsigned char>();
-  const StateTile<D> state{memory}, grad{memory + Room::kState};
-  unsigned char* const values = memory + 2 * Room::kState;
-  const ValueTile u{values}, of_u{values + Room::kValue}, of_o{values + 2 * Room::kValue};
   const KeyTile<D> q{memory}, k{memory + Room::kKey};
   const SquareTile of_queries{memory + 2 * Room::kKey}, of_keys{memory + 2 * Room::kKey + SquareTile::kBytes};
   const WarpPart part;
@@ -57,47 +46,25 @@ __global__ void __launch_bounds__(kSplitThreads, 1)
   __syncthreads();
   sum_decays(log_decay, sums);
 
-  float grad_q[D / 16][4], read_k[D / 16][4], written_k[D / 16][4], x_ij[4][4], y_ij[4][4];
-  clear(grad_q), clear(read_k), clear(written_k), clear(x_ij), clear(y_ij);
+  ValueSums<D> of_values;
+  float(&grad_q)[D / 16][4] = of_values.grad_q, (&read_k)[D / 16][4] = of_values.read_k,
+  (&written_k)[D / 16][4] = of_values.written_k;
   const GradRows grad_o(s, grad_o_TV, rows_of_chunk(numbers, runs, chunk), pass.first_head * pass.each + of_pass);
   double dot = 0;
-  for (std::int64_t block = 0; block < pass.blocks; ++block) {
-    const std::int64_t at = tile * pass.blocks + block;
-    fetch_split(state, pass.states + at * kStateNumbers<D>);
-    fetch_split(grad, pass.grads + at * kStateNumbers<D>);
-    fetch_split(u, pass.u + at * kValueNumbers);
-    fetch_split(of_u, pass.of_u + at * kValueNumbers);
-    cp_async_commit();
-    grad_o.load(of_o, block, nullptr);
-    cp_async_wait<0>();
-    __syncthreads();
-    add_product<Stored::plain, Stored::turned, D / 32, true>(grad_q, of_o, m, state, wide_n, kBlockWidth);
-    if (reads) add_product<Stored::plain, Stored::turned, D / 32>(read_k, of_u, m, state, wide_n, kBlockWidth);
-    add_product<Stored::plain, Stored::turned, D / 32>(written_k, u, m, grad, wide_n, kBlockWidth);
-    add_product<Stored::plain, Stored::turned, 2, true>(x_ij, of_o, m, u, n, kBlockWidth);
-    if (reads) add_product<Stored::plain, Stored::turned, 2>(y_ij, of_u, m, u, n, kBlockWidth);
+  of_values.add_all(pass, tile, grad_o, reads, memory, [&](const StateTile<D>& state, const StateTile<D>& grad) {
     for (int i = static_cast<int>(threadIdx.x); i < D * kBlockWidth; i += kSplitThreads)
       dot += static_cast<double>(state.get(i / kBlockWidth, i % kBlockWidth)) *
              static_cast<double>(grad.get(i / kBlockWidth, i % kBlockWidth));
-    __syncthreads();  // the tiles are read
-  }
+  });
   double of_end = static_cast<double>(from_start[kChunk - 1]) * block_sum(dot, of_warps);
   fetch_split(q, pass.q + key_tile * kKeyNumbers<D>);
   fetch_split(k, pass.k + key_tile * kKeyNumbers<D>);
   cp_async_commit();
-  for_each_two(x_ij, m, n, [&](int i, int j, float x, float y) {
-    if (i == j) own_query[i] = x;
-    if (i == j + 1) own_query[i] = y;
-    of_queries.set_two(i, j, i > j ? decay_between(sums, i, j) * x : 0.f,
-                       i > j + 1 ? decay_between(sums, i, j + 1) * y : 0.f);
-  });
+  store_pairs(of_values.x_ij, m, n, of_queries, own_query,
+              [&](int i, int j) { return decay_between(sums, i, j); });
   if (reads)
-    for_each_two(y_ij, m, n, [&](int i, int j, float x, float y) {
-      if (i == j) own_value[i] = x;
-      if (i == j + 1) own_value[i] = y;
-      of_keys.set_two(i, j, i > j ? -beta[i] * decay_between(sums, i, j) * x : 0.f,
-                      i > j + 1 ? -beta[i] * decay_between(sums, i, j + 1) * y : 0.f);
-    });
+    store_pairs(of_values.y_ij, m, n, of_keys, own_value,
+                [&](int i, int j) { return -beta[i] * decay_between(sums, i, j); });
   cp_async_wait<0>();
   __syncthreads();
   float low = 0, high = 0;

@@ -86,8 +86,8 @@ __global__ void __launch_bounds__(kSplitThreads, 2)
   const std::int64_t chunk = blockIdx.x, of_pass = blockIdx.y, tile = chunk * pass.heads + of_pass,
                      key_tile = chunk * pass.key_heads + of_pass / pass.each;
   const bool reads = !s.mamba, backward = grad_o_TV != nullptr;
-  fetch_split(k, pass.k + key_tile * kKeyNumbers<D>);
-  if (backward) fetch_split(q, pass.q + key_tile * kKeyNumbers<D>);
+  fetch_split(k, keys_from_start<D>(pass, tile, key_tile));
+  if (backward && !pass.channels) fetch_split(q, pass.q + key_tile * kKeyNumbers<D>);
   cp_async_commit();
   if (threadIdx.x < kChunk) {
     log_decay[threadIdx.x] = pass.log_decay[tile * kChunk + threadIdx.x];
@@ -104,8 +104,13 @@ __global__ void __launch_bounds__(kSplitThreads, 2)
   clear(of_keys), clear(of_queries);
   cp_async_wait<0>();
   __syncthreads();
-  if (reads) add_product<Stored::plain, Stored::turned, 2>(of_keys, k, m, k, part.half * 32, D);
-  if (backward) add_product<Stored::plain, Stored::turned, 2>(of_queries, q, m, k, part.half * 32, D);
+  if (pass.channels) {
+    load_floats<kChunk>(of_keys, m, part.half * 32, pass.key_pairs + tile * kChunk * kChunk);
+    if (backward) load_floats<kChunk>(of_queries, m, part.half * 32, pass.query_pairs + tile * kChunk * kChunk);
+  } else {
+    if (reads) add_product<Stored::plain, Stored::turned, 2>(of_keys, k, m, k, part.half * 32, D);
+    if (backward) add_product<Stored::plain, Stored::turned, 2>(of_queries, q, m, k, part.half * 32, D);
+  }
   __syncthreads();  // the queries are read
   SolvedRows& solved = *reinterpret_cast<SolvedRows*>(values);
   const auto of_system = [&](int i, int j, float product) {
@@ -139,6 +144,12 @@ __global__ void __launch_bounds__(kSplitThreads, 2)
   }
   if (backward) {
     scale_inverse(inverse, system, [&](int i, int) { return to_end[i]; });
+    if (pass.channels) {
+      fetch_split(k, pass.to_end_k + tile * kKeyNumbers<D>);
+      cp_async_commit();
+      cp_async_wait<0>();
+      __syncthreads();
+    }
     clear(wide);
     add_product<Stored::turned, Stored::plain, D / 32>(wide, system, m, k, part.half * (D / 2), kChunk);
     store_keys(pass.written);
@@ -148,10 +159,7 @@ __global__ void __launch_bounds__(kSplitThreads, 2)
   const GradRows grad_o(s, grad_o_TV, rows_of_chunk(numbers, runs, chunk), head);
   float sum[4][4];  // 16 rows of a block of value channels
   const auto store_values = [&](bfloat16* to, std::int64_t block) {
-    float* const from = reinterpret_cast<float*>(to + (tile * pass.blocks + block) * kValueNumbers);
-    for_each_two(sum, m, 0, [&](int i, int c, float x, float y) {
-      from[i * kBlockWidth + c] = x, from[i * kBlockWidth + c + 1] = y;
-    });
+    store_floats<kBlockWidth>(sum, m, 0, reinterpret_cast<float*>(to + (tile * pass.blocks + block) * kValueNumbers));
   };
   for (std::int64_t first = 0; first < pass.blocks; first += 2) {  // a block for each half of the warps
     const std::int64_t block = first + part.half;

@@ -32,8 +32,8 @@ __global__ void __launch_bounds__(kSplitThreads, 2)
                      head = pass.first_head * pass.each + of_pass, of_key = of_pass % pass.each;
   const ChunkRows rows = rows_of_chunk(numbers, runs, chunk);
   const DeltaRun<float> run = runs.of[rows.run];
-  fetch_split(q, pass.q + key_tile * kKeyNumbers<D>);
-  fetch_split(k, pass.k + key_tile * kKeyNumbers<D>);
+  fetch_split(q, queries_from_start<D>(pass, tile, key_tile));
+  if (!pass.channels) fetch_split(k, pass.k + key_tile * kKeyNumbers<D>);
   cp_async_commit();
   if (threadIdx.x < kChunk) {
     log_decay[threadIdx.x] = pass.log_decay[tile * kChunk + threadIdx.x];
@@ -45,7 +45,10 @@ __global__ void __launch_bounds__(kSplitThreads, 2)
   __syncthreads();
   float of_pairs[4][4];
   clear(of_pairs);
-  add_product<Stored::plain, Stored::turned, 2>(of_pairs, q, m, k, part.half * 32, D);
+  if (pass.channels)
+    load_floats<kChunk>(of_pairs, m, part.half * 32, pass.query_pairs + tile * kChunk * kChunk);
+  else
+    add_product<Stored::plain, Stored::turned, 2>(of_pairs, q, m, k, part.half * 32, D);
   __syncthreads();  // the keys are read
   store_seen(of_pairs, m, part.half * 32, sums, seen);
   const std::int64_t key_head = pass.first_head + of_pass / pass.each;

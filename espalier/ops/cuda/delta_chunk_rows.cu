@@ -66,17 +66,13 @@ __global__ void __launch_bounds__(kSplitThreads, 2)
   const DeltaRun<float> run = runs.of[chunk.run];
   const Part part(s, pass);
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-  const auto put = [](bfloat16* high, std::int64_t low, std::int64_t at, float x) {
-    high[at] = narrowed<bfloat16>(x);
-    high[low + at] = narrowed<bfloat16>(x - rounded<bfloat16>(x));
-  };
   if (!part.is_value()) {
     bfloat16* const to =
         (part.number == 0 ? pass.q : pass.k) + (blockIdx.x * pass.key_heads + part.of_pass) * 2 * kChunkRows * D;
     for (int row = warp; row < kChunkRows; row += kSplitThreads / 32) {
       const KeyRow<D> of(s, w, run, part, chunk.first + row, scale_of(s, part), lane);
 #pragma unroll
-      for (int i = 0; i < D / 32; ++i) put(to, kChunkRows * D, row * D + lane + 32 * i, of.unit[i]);
+      for (int i = 0; i < D / 32; ++i) store_one(to, kChunkRows * D, row * D + lane + 32 * i, of.unit[i]);
     }
     return;
   }
@@ -86,14 +82,20 @@ __global__ void __launch_bounds__(kSplitThreads, 2)
       const std::int64_t c = block * kValueBlock + lane;
       const bool inside = row < chunk.rows && c < part.width;
       const float v = inside ? silu(convolved(s, w, run, chunk.first + row, part.column + c, part.channel + c)) : 0.f;
-      put(to + block * 2 * kChunkRows * kValueBlock, kChunkRows * kValueBlock, row * kValueBlock + lane, v);
+      store_one(to + block * 2 * kChunkRows * kValueBlock, kChunkRows * kValueBlock, row * kValueBlock + lane, v);
     }
+  for (std::int64_t i = threadIdx.x; pass.channels && i < kChunkRows * D; i += kSplitThreads) {
+    const std::int64_t row = i / D, c = i % D;
+    const bool inside = row < chunk.rows && c < s.key_dim;
+    pass.decay[part.tile * kChunkRows * D + i] =
+        inside ? std::exp(decay_of<true>(s, w, part.head(s, pass, chunk.first + row), c).log_decay) : 1.f;
+  }
   if (threadIdx.x >= kChunkRows) return;
   const std::int64_t row = threadIdx.x, at = part.tile * kChunkRows + row;
   const HeadRow head = part.head(s, pass, chunk.first + row);
   const bool inside = row < chunk.rows;
   pass.beta[at] = inside ? beta_of(s, w, head) : 0.f;
-  pass.log_decay[at] = inside ? decay_of<false>(s, w, head, 0).log_decay : 0.f;
+  pass.log_decay[at] = inside && !pass.channels ? decay_of<false>(s, w, head, 0).log_decay : 0.f;
 }
 
 // A row of q or k: the gradient of its unit vector, to that of the convolution's result.
@@ -110,6 +112,41 @@ __device__ __forceinline__ void key_row_backward(const DeltaShape& s, const Part
     const int c = lane + 32 * i;
     if (c < part.width) to[c] = (grad[i] * scale - of.unit[i] * along) * of.inverse * silu_slope(of.mixed[i]);
   }
+}
+
+// From the gradient of a decay's logarithm: to that of its step, the slope of softplus, and to that of a_log.
+struct BeforeDecay {
+  float rate, slope, of_a_log;
+  bool clamped;
+};
+template <bool kChannels>
+__device__ __forceinline__ BeforeDecay decay_backward(const DeltaShape& s, const DeltaWeights<bfloat16>& w,
+                                                      const HeadRow& at, std::int64_t channel, float of_log_decay) {
+  const Decay<float> decay = decay_of<kChannels>(s, w, at, channel);
+  return {-std::exp(widened(w.a_log_H[at.head])) * of_log_decay, 1.f / (std::exp(-decay.before) + 1.f),
+          of_log_decay * decay.log_decay, decay.clamped};
+}
+
+// Decays of channels: a thread has one. All threads call.
+template <int D>
+__device__ __forceinline__ void channel_decays_backward(const DeltaShape& s, const DeltaWeights<bfloat16>& w,
+                                                        const ChunkRows& chunk, const Part& part, const ChunkPass& pass,
+                                                        bfloat16* grad_projected_TW, const ChunkSums& sums) {
+  static_assert(D <= kSplitThreads);
+  ESPALIER_SHARED(float[32], of_warps);
+  const std::int64_t c = threadIdx.x, head = part.key_head * pass.each + part.of_key;
+  float of_bias = 0, of_a_log = 0;
+  for (std::int64_t i = 0; i < chunk.rows && c < s.key_dim; ++i) {
+    const HeadRow at = part.head(s, pass, chunk.first + i);
+    const BeforeDecay before =
+        decay_backward<true>(s, w, at, c, pass.of_log_decay[(part.tile * kChunkRows + i) * D + c]);
+    const float of_a = before.rate * before.slope;
+    grad_projected_TW[at.row * s.projected + at.place.a + part.of_key * s.key_dim + c] = narrowed<bfloat16>(of_a);
+    of_bias += of_a, of_a_log += before.of_a_log;
+  }
+  if (c < s.key_dim) sums.dt_bias[(blockIdx.x * s.value_heads + head) * s.key_dim + c] = of_bias;
+  of_a_log = block_sum(of_a_log, of_warps);
+  if (threadIdx.x == 0) sums.a_log[blockIdx.x * s.value_heads + head] = of_a_log;
 }
 
 // grad_mixed, in shared memory: [64 + K - 1, width], the gradients of the convolution's results: the chunk's rows, then
@@ -171,17 +208,16 @@ __global__ void __launch_bounds__(kSplitThreads, 2)
     float of_a = 0, of_rate = 0;
     if (row < chunk.rows) {
       const HeadRow at_head_row = part.head(s, pass, chunk.first + row);
-      const Decay<float> decay = decay_of<false>(s, w, at_head_row, 0);
-      const float slope = 1.f / (std::exp(-decay.before) + 1.f), rate = -std::exp(widened(w.a_log_H[head])),
-                  of_decay = pass.of_log_decay[at], beta = pass.beta[at];
       bfloat16* const to = grad_projected_TW + (chunk.first + row) * s.projected;
-      of_a = rate * of_decay * slope;
-      if (s.mamba)
-        of_a = decay.clamped ? 0.f : (rate * of_decay + of_step[row]) * slope;
-      else
-        to[at_head_row.place.b + part.of_key] = narrowed<bfloat16>(pass.of_beta[at] * (1.f - beta));
-      to[at_head_row.place.a + part.of_key] = narrowed<bfloat16>(of_a);
-      of_rate = of_decay * decay.log_decay;
+      if (!s.mamba)
+        to[at_head_row.place.b + part.of_key] = narrowed<bfloat16>(pass.of_beta[at] * (1.f - pass.beta[at]));
+      if (!pass.channels) {
+        const BeforeDecay before_decay = decay_backward<false>(s, w, at_head_row, 0, pass.of_log_decay[at]);
+        of_a = before_decay.rate * before_decay.slope;
+        if (s.mamba) of_a = before_decay.clamped ? 0.f : (before_decay.rate + of_step[row]) * before_decay.slope;
+        to[at_head_row.place.a + part.of_key] = narrowed<bfloat16>(of_a);
+        of_rate = before_decay.of_a_log;
+      }
     }
     of_rows[kChunkRows + row] = of_a;
     of_rows[2 * kChunkRows + row] = of_rate;
@@ -209,7 +245,8 @@ __global__ void __launch_bounds__(kSplitThreads, 2)
       sums.conv[(blockIdx.x * s.channels + channel) * s.kernel + j] = sum;
   }
   __syncthreads();
-  if (part.is_value() && threadIdx.x < 3) {
+  if (part.is_value() && pass.channels) channel_decays_backward<D>(s, w, chunk, part, pass, grad_projected_TW, sums);
+  if (part.is_value() && threadIdx.x < (pass.channels ? 1 : 3)) {
     float* const to = threadIdx.x == 0 ? sums.skip : threadIdx.x == 1 ? sums.dt_bias : sums.a_log;
     float sum = 0;
     for (std::int64_t i = 0; i < chunk.rows; ++i) sum += of_rows[threadIdx.x * kChunkRows + i];

@@ -36,6 +36,14 @@ struct StatePart {
       if (inside(row, c + 1)) to[row * width + first + c + 1] = y;
     });
   }
+  // Rows times gamma_last.
+  __device__ __forceinline__ void decay(float (&state)[2 * kPairs][4], const ChunkPass& pass, std::int64_t tile) const {
+    const float of_all = pass.from_start[tile * kChunk + kChunk - 1];
+    for_each_two(state, m, n, [&](int row, int, float& x, float& y) {
+      const float by = pass.channels ? pass.kept[tile * D + row] : of_all;
+      x *= by, y *= by;
+    });
+  }
   // To shared memory, and to global memory if that is wanted, as high and low numbers.
   __device__ __forceinline__ void split(float (&state)[2 * kPairs][4], const StateTile<D>& tile, bfloat16* to) const {
     for_each_two(state, m, n, [&](int row, int c, float& x, float& y) {
@@ -44,13 +52,6 @@ struct StatePart {
     });
   }
 };
-template <int kTiles>
-__device__ __forceinline__ void scale(float (&state)[kTiles][4], float by) {
-#pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) state[tile][i] *= by;
-}
 
 // The head and value block of a block of threads, and its shared memory.
 template <int D>
@@ -79,13 +80,6 @@ struct Scan {
   }
 };
 
-// A block's 16 by 16 numbers of a warp: what stands in global memory in float.
-__device__ __forceinline__ void load_values(float (&sum)[2][4], int m, int n, const bfloat16* from) {
-  const float* const at = reinterpret_cast<const float*>(from);
-  for_each_two(sum, m, n,
-               [&](int i, int c, float& x, float& y) { x = at[i * kBlockWidth + c], y = at[i * kBlockWidth + c + 1]; });
-}
-
 template <int D>
 __global__ void __launch_bounds__(kSplitThreads)
     scan_chunks_kernel(DeltaShape s, DeltaRuns<float> runs, ChunkNumbers numbers, ChunkPass pass) {
@@ -101,11 +95,11 @@ __global__ void __launch_bounds__(kSplitThreads)
   for (std::int64_t chunk = numbers.first[blockIdx.x]; chunk < numbers.first[blockIdx.x + 1]; ++chunk) {
     const std::int64_t tile = scan.tile(pass, chunk);
     if (reads) fetch_split(scan.read, pass.read + tile * kKeyNumbers<D>);
-    fetch_split(scan.k, pass.k + scan.key_tile(pass, chunk) * kKeyNumbers<D>);
+    fetch_split(scan.k, keys_to_end<D>(pass, tile, scan.key_tile(pass, chunk)));
     cp_async_commit();
     bfloat16* const u = pass.u + (tile * pass.blocks + scan.block) * kValueNumbers;
     float update[2][4], seen[2][4];
-    load_values(update, m, n, u);
+    load_floats<kBlockWidth>(update, m, n, reinterpret_cast<const float*>(u));
     clear(seen);
     part.split(state, scan.state,
                pass.states == nullptr ? nullptr : pass.states + (tile * pass.blocks + scan.block) * kStateNumbers<D>);
@@ -120,7 +114,7 @@ __global__ void __launch_bounds__(kSplitThreads)
       store_two(u, kChunk * kBlockWidth, i * kBlockWidth + c, x, y);
     });
     __syncthreads();
-    scale(state, pass.from_start[tile * kChunk + kChunk - 1]);
+    part.decay(state, pass, tile);
     add_product<Stored::turned, Stored::plain, Part::kPairs>(state, scan.k, part.m, scan.value, part.n, kChunk);
     __syncthreads();  // the tiles are read
   }
@@ -144,11 +138,11 @@ __global__ void __launch_bounds__(kSplitThreads)
     const std::int64_t tile = scan.tile(pass, chunk), key_tile = scan.key_tile(pass, chunk);
     const float *const from_start = pass.from_start + tile * kChunk, *const beta = pass.beta + tile * kChunk;
     fetch_split(scan.read, pass.written + tile * kKeyNumbers<D>);
-    fetch_split(scan.k, pass.k + key_tile * kKeyNumbers<D>);
+    fetch_split(scan.k, keys_from_start<D>(pass, tile, key_tile));
     cp_async_commit();
     bfloat16* const of_u = pass.of_u + (tile * pass.blocks + scan.block) * kValueNumbers;
     float of_value[2][4];
-    load_values(of_value, m, n, of_u);
+    load_floats<kBlockWidth>(of_value, m, n, reinterpret_cast<const float*>(of_u));
     part.split(grad, scan.state, pass.grads + (tile * pass.blocks + scan.block) * kStateNumbers<D>);
     GradRows(s, grad_o_TV, rows_of_chunk(numbers, runs, chunk), scan.head).load(scan.of_o, scan.block, from_start);
     cp_async_wait<0>();
@@ -160,9 +154,9 @@ __global__ void __launch_bounds__(kSplitThreads)
       store_two(of_u, kChunk * kBlockWidth, i * kBlockWidth + c, x, y);
     });
     __syncthreads();
-    fetch_split(scan.read, pass.q + key_tile * kKeyNumbers<D>);  // in the place of Z
+    fetch_split(scan.read, queries_from_start<D>(pass, tile, key_tile));  // in the place of Z
     cp_async_commit();
-    scale(grad, from_start[kChunk - 1]);
+    part.decay(grad, pass, tile);
     if (reads)
       add_product<Stored::turned, Stored::plain, Part::kPairs>(grad, scan.k, part.m, scan.value, part.n, kChunk);
     cp_async_wait<0>();

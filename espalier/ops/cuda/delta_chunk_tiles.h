@@ -22,6 +22,24 @@ inline constexpr std::int64_t kKeyNumbers = 2 * kChunk* D;
 template <int D>
 inline constexpr std::int64_t kStateNumbers = 2 * D* kBlockWidth;
 
+// Rows as states meet them: with decays of channels gamma Q, gamma K and w K; else Q and K, and products or other
+// factors are multiplied by gamma and w.
+template <int D>
+__device__ __forceinline__ const bfloat16* queries_from_start(const ChunkPass& pass, std::int64_t tile,
+                                                              std::int64_t key_tile) {
+  return pass.channels ? pass.from_start_q + tile * kKeyNumbers<D> : pass.q + key_tile * kKeyNumbers<D>;
+}
+template <int D>
+__device__ __forceinline__ const bfloat16* keys_from_start(const ChunkPass& pass, std::int64_t tile,
+                                                           std::int64_t key_tile) {
+  return pass.channels ? pass.from_start_k + tile * kKeyNumbers<D> : pass.k + key_tile * kKeyNumbers<D>;
+}
+template <int D>
+__device__ __forceinline__ const bfloat16* keys_to_end(const ChunkPass& pass, std::int64_t tile,
+                                                       std::int64_t key_tile) {
+  return pass.channels ? pass.to_end_k + tile * kKeyNumbers<D> : pass.k + key_tile * kKeyNumbers<D>;
+}
+
 // Eight warps share a product of 64 rows: each has 16 rows and half of the columns.
 struct WarpPart {
   int m, half;

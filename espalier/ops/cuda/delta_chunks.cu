@@ -24,6 +24,7 @@ ChunkPass pass_of(const DeltaShape& s, std::int64_t chunks, std::int64_t key_hea
   ChunkPass pass;
   pass.chunks = chunks, pass.key_heads = key_heads, pass.each = s.value_heads / s.key_heads;
   pass.heads = key_heads * pass.each;
+  pass.channels = s.decays > 1;
   pass.blocks = ceil_div(s.value_dim, kValueBlock), pass.width = s.key_dim <= 64 ? 64 : kMostChunkKeys;
   return pass;
 }
@@ -55,6 +56,7 @@ void chunked_delta_rule(const DeltaShape& shape, const DeltaWeights<bfloat16>& w
   for_each_pass(shape, numbers.first[runs.count], use, [&](ChunkPass& pass) {
     pass.ends = true;
     chunk_rows(shape, weights, runs, numbers, pass);
+    if (pass.channels) channel_pairs(pass);
     prepare_chunks(shape, runs, numbers, pass, nullptr);
     scan_chunks(shape, runs, numbers, pass);
     if (o_TV != nullptr) chunk_outputs(shape, weights, runs, numbers, pass, o_TV);
@@ -64,20 +66,21 @@ void chunked_delta_rule(const DeltaShape& shape, const DeltaWeights<bfloat16>& w
 
 void add_chunked_backward(const DeltaShape& shape, const DeltaWeights<bfloat16>& weights, const DeltaRuns<float>& runs,
                           const bfloat16* grad_o_TV, bfloat16* grad_projected_TW, const DeltaSums<float>& sums) {
-  const std::int64_t C = shape.channels, H = shape.value_heads, of_conv = C * shape.kernel,
+  const std::int64_t C = shape.channels, H = shape.value_heads, of_conv = C * shape.kernel, decays = H * shape.decays,
                      state = H * shape.key_dim * shape.value_dim + (shape.kernel - 1) * C;
   const ChunkNumbers numbers = numbers_of(runs);
   const std::int64_t chunks = numbers.first[runs.count];
-  const Scratch<float> part(chunks * (of_conv + C + 3 * H)), states(runs.count * state);
+  const Scratch<float> part(chunks * (of_conv + C + 2 * H + decays)), states(runs.count * state);
   float* const conv = part.get();
   const ChunkSums of_chunks{conv, conv + chunks * of_conv, conv + chunks * (of_conv + C),
-                            conv + chunks * (of_conv + C + H), conv + chunks * (of_conv + C + 2 * H)};
+                            conv + chunks * (of_conv + C + H), conv + chunks * (of_conv + C + H + decays)};
   for_each_pass(shape, chunks, ChunkUse::gradients, [&](const ChunkPass& pass) {
     chunk_rows(shape, weights, runs, numbers, pass);
+    if (pass.channels) channel_pairs(pass);
     prepare_chunks(shape, runs, numbers, pass, grad_o_TV);
     scan_chunks(shape, runs, numbers, pass);
     scan_chunks_backward(shape, runs, numbers, pass, grad_o_TV, states.get());
-    chunk_gradients(shape, runs, numbers, pass, grad_o_TV);
+    (pass.channels ? channel_gradients : chunk_gradients)(shape, runs, numbers, pass, grad_o_TV);
     chunk_rows_backward(shape, weights, runs, numbers, pass, grad_o_TV, grad_projected_TW, of_chunks, states.get());
   });
   for (std::int64_t r = 0; r < runs.count; ++r) {
@@ -88,7 +91,7 @@ void add_chunked_backward(const DeltaShape& shape, const DeltaWeights<bfloat16>&
     add(of_conv, of_chunks.conv, sums.conv_CK);
     add(C, of_chunks.bias, sums.conv_bias_C);
     add(H, of_chunks.a_log, sums.a_log_H);
-    add(H, of_chunks.dt_bias, sums.dt_bias_H);
+    add(decays, of_chunks.dt_bias, sums.dt_bias_H);
     add(H, of_chunks.skip, sums.skip_H);
     if (runs.of[r].grad_start != nullptr) add_parts(1, state, states.get() + r * state, runs.of[r].grad_start);
   }

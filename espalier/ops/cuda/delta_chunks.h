@@ -1,5 +1,5 @@
 // The gated delta rule and Mamba-2 in chunks of 64 rows, whose products run on tensor cores (split_tiles.h has what
-// they lose). T is bfloat16, decays are of heads. A chunk never reaches into the next run: a run begins with the state
+// they lose). T is bfloat16, decays are of heads or of channels. A chunk never reaches into the next run: a run begins with the state
 // of its parent, in float32, and its last chunk is filled up with rows of zeros, which change nothing.
 //
 // A chunk of a value head, with the state S before it and G = cumsum g (names: ops/cpu/delta_rule_ranges.h):
@@ -11,6 +11,10 @@
 //   dQ = gamma dO S^T + X K,  dK = Y K - beta gamma dA S^T + X^T Q + Y^T K + w U dS'^T,  dV = beta dA
 // Mamba-2 does not read its state: A = I, W = 0, Y = 0, and dK and dS lose their terms with beta gamma.
 // A, W, U, Z and what does not need dS' are made for all chunks at once, then S and dS' chunk by chunk, then the rest.
+//
+// With decays of channels (delta_chunk_channels.h) gamma and w are vectors: gamma K, gamma Q, w K are products of each
+// number, gamma_last S is diag(gamma_last) S, and D K K^T, D Q K^T are sums over channels c of e^(G_ic - G_jc) k_ic
+// k_jc. They are made before all else; the other steps then see decays of rows of 1.
 #pragma once
 
 #include <type_traits>
@@ -33,6 +37,7 @@ struct ChunkPass {
   std::int64_t chunks = 0, first_head = 0, key_heads = 0;   // key heads first_head, ...
   std::int64_t each = 0, heads = 0, blocks = 0, width = 0;  // value heads of a key head, of all; value blocks
   bool ends = false;                                        // runs' last states are wanted
+  bool channels = false;                                    // have decays
   bfloat16 *q = nullptr, *k = nullptr;                      // [chunks, key heads]
   // [chunks, heads]:
   bfloat16* u = nullptr;                              // V, then A B V in float, then U
@@ -42,6 +47,12 @@ struct ChunkPass {
   float *log_decay = nullptr, *beta = nullptr;        // [64], also the next ones
   float *from_start = nullptr, *to_end = nullptr;     // gamma, w
   float *of_log_decay = nullptr, *of_beta = nullptr;  // gradients; that of beta times beta
+  // With decays of channels:
+  float *decay = nullptr, *kept = nullptr;             // [64, width]; its columns' products, gamma_last
+  bfloat16* from_start_k = nullptr;                    // gamma K, then the decays' gradients [64, width] in float
+  bfloat16* from_start_q = nullptr;                    // gamma Q, then (X^T Q + Y^T K) in float
+  bfloat16* to_end_k = nullptr;                        // w K, then U dS'^T in float
+  float *query_pairs = nullptr, *key_pairs = nullptr;  // P and D K K^T, [64, 64]; not written above the diagonal
 };
 
 // The purpose of a pass: the states that runs end with, and outputs; or gradients.
@@ -68,7 +79,15 @@ inline std::int64_t set_places(ChunkPass& p, ChunkUse use, unsigned char* memory
   if (use != ChunkUse::states) take(p.states, state);
   if (use == ChunkUse::gradients) {
     take(p.of_u, values), take(p.written, keys), take(p.grads, state);
-    take(p.of_log_decay, tiles * rows), take(p.of_beta, tiles * rows);
+    if (!p.channels) take(p.of_log_decay, tiles * rows);
+    take(p.of_beta, tiles * rows);
+  }
+  if (p.channels) {
+    const std::int64_t pairs = tiles * rows * kChunkRows;
+    take(p.decay, keys), take(p.kept, tiles * p.width * 4);
+    take(p.from_start_k, keys), take(p.to_end_k, keys), take(p.key_pairs, pairs);
+    p.of_log_decay = reinterpret_cast<float*>(p.from_start_k);
+    if (use != ChunkUse::states) take(p.from_start_q, keys), take(p.query_pairs, pairs);
   }
   return at;
 }
@@ -95,6 +114,8 @@ __device__ __forceinline__ ChunkRows rows_of_chunk(const ChunkNumbers& numbers, 
 // Rows to tiles: q, k, v, beta and the logarithms of decays.
 void chunk_rows(const DeltaShape& shape, const DeltaWeights<bfloat16>& weights, const DeltaRuns<float>& runs,
                 const ChunkNumbers& numbers, const ChunkPass& pass);
+// With decays of channels: products of pairs of rows, and the rows' products with gamma and w.
+void channel_pairs(const ChunkPass& pass);
 // A and its products; those for the backward if there is grad_o.
 void prepare_chunks(const DeltaShape& shape, const DeltaRuns<float>& runs, const ChunkNumbers& numbers,
                     const ChunkPass& pass, const bfloat16* grad_o_TV);
@@ -112,6 +133,9 @@ void scan_chunks_backward(const DeltaShape& shape, const DeltaRuns<float>& runs,
 // dQ, dK and the gradients of decays and steps.
 void chunk_gradients(const DeltaShape& shape, const DeltaRuns<float>& runs, const ChunkNumbers& numbers,
                      const ChunkPass& pass, const bfloat16* grad_o_TV);
+// The same with decays of channels.
+void channel_gradients(const DeltaShape& shape, const DeltaRuns<float>& runs, const ChunkNumbers& numbers,
+                       const ChunkPass& pass, const bfloat16* grad_o_TV);
 // Through norms, activations and the convolution to projected rows and sums of parameters.
 void chunk_rows_backward(const DeltaShape& shape, const DeltaWeights<bfloat16>& weights, const DeltaRuns<float>& runs,
                          const ChunkNumbers& numbers, const ChunkPass& pass, const bfloat16* grad_o_TV,
@@ -119,7 +143,7 @@ void chunk_rows_backward(const DeltaShape& shape, const DeltaWeights<bfloat16>& 
 
 inline constexpr std::int64_t kMostChunkKeys = 128, kMostChunkValues = 256;
 inline bool fits_chunks(const DeltaShape& s) {
-  return s.decays == 1 && s.key_dim <= kMostChunkKeys && s.value_dim <= kMostChunkValues;
+  return s.key_dim <= kMostChunkKeys && s.value_dim <= kMostChunkValues;
 }
 // A pass takes as many key heads as have room in this many bytes, at least one.
 inline constexpr std::int64_t kMostPassBytes = std::int64_t{2} << 30;

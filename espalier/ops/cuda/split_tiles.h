@@ -47,6 +47,15 @@ __device__ __forceinline__ void store_two(bfloat16* high, std::int64_t low, std:
   *reinterpret_cast<unsigned*>(high + low + at) = packed(x - rounded<bfloat16>(x), y - rounded<bfloat16>(y));
 }
 
+// One number to such a matrix, and from it.
+__device__ __forceinline__ void store_one(bfloat16* high, std::int64_t low, std::int64_t at, float x) {
+  high[at] = narrowed<bfloat16>(x);
+  high[low + at] = narrowed<bfloat16>(x - rounded<bfloat16>(x));
+}
+__device__ __forceinline__ float load_one(const bfloat16* high, std::int64_t low, std::int64_t at) {
+  return widened(high[at]) + widened(high[low + at]);
+}
+
 // Starts to copy a matrix of that form. All threads call.
 template <class Tile>
 __device__ __forceinline__ void fetch_split(const Tile& tile, const bfloat16* from) {
@@ -106,6 +115,16 @@ __device__ __forceinline__ void for_each_two(float (&sum)[kTiles][4], int m, int
 #pragma unroll
     for (int r = 0; r < 2; ++r)
       body(m + lane / 4 + 8 * r, n + 8 * tile + lane % 4 * 2, sum[tile][2 * r], sum[tile][2 * r + 1]);
+}
+// A lane's numbers of a product from a matrix in float with rows of kWidth, and to it.
+template <int kWidth, int kTiles>
+__device__ __forceinline__ void load_floats(float (&sum)[kTiles][4], int m, int n, const float* from) {
+  for_each_two(sum, m, n,
+               [&](int i, int j, float& x, float& y) { x = from[i * kWidth + j], y = from[i * kWidth + j + 1]; });
+}
+template <int kWidth, int kTiles>
+__device__ __forceinline__ void store_floats(float (&sum)[kTiles][4], int m, int n, float* to) {
+  for_each_two(sum, m, n, [&](int i, int j, float x, float y) { to[i * kWidth + j] = x, to[i * kWidth + j + 1] = y; });
 }
 
 }  // namespace espalier::cuda
