@@ -245,7 +245,7 @@ std::vector<OperationCase> state_cases() {
   RecurrenceShape large = by_head;
   large.key_heads = 1, large.value_heads = 2, large.key_dim = 100, large.value_dim = 40;
   RecurrenceShape of_channels = by_part, wide_channels = wide;
-  of_channels.key_heads = 4, of_channels.gate_latent = wide_channels.gate_latent = 1, wide_channels.value_dim = 33;
+  of_channels.value_heads = 2, of_channels.gate_latent = wide_channels.gate_latent = 1, wide_channels.value_dim = 33;
   RecurrenceShape strong_channels = wide_channels, large_channels = wide_channels;
   strong_channels.key_dim = 64, strong_channels.value_dim = 20;
   large_channels.key_dim = 128, large_channels.value_dim = 64;

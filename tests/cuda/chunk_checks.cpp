@@ -55,8 +55,7 @@ void add_chunk_checks(std::vector<KernelCheck>& checks) {
   for (OperationCase& moved : state_cases()) {
     const auto has = [&](const char* words) { return moved.sizes.find(words) != std::string::npos; };
     const bool backward = moved.operation == kOperation;
-    if ((!backward && moved.operation != "delta_rule") || has("held") || has("dropped"))
-      continue;
+    if ((!backward && moved.operation != "delta_rule") || has("held") || has("dropped")) continue;
     const bool of_heads = has("all heads") || has("Mamba-2, a tree") || has("channels, a tree");
     const auto each = std::make_shared<const OperationCase>(std::move(moved));
     if (of_heads)

@@ -37,9 +37,7 @@ std::int64_t tile_bytes(const RecurrenceShape& s, std::int64_t chunks, bool grad
 
 }  // namespace
 
-bool fits_chunks(const RecurrenceShape& s) {
-  return s.key_dim <= kMostKeys && s.value_dim <= kMostValues;
-}
+bool fits_chunks(const RecurrenceShape& s) { return s.key_dim <= kMostKeys && s.value_dim <= kMostValues; }
 
 std::int64_t recurrent_scratch_bytes(const RecurrenceShape& s, std::int64_t rows, DType dtype, bool gradients) {
   const std::int64_t runs = std::min(kRunsAtOnce, rows), chunks = runs + (rows - runs) / kRows;

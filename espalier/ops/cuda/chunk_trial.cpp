@@ -56,8 +56,8 @@ std::vector<Result> results_of(Device& device, const RecurrenceShape& shape) {
     return there(at::zeros(sizes, at::kDouble), dtype);
   };
   const std::int64_t H = shape.value_heads, C = shape.channels(), N = shape.state(), W = shape.projected();
-  DeltaRuleProblem p{shape, rows({kRows, W}, 1), rows({C, shape.kernel}, 2, 0.5), rows({H}, 3),
-                     rows({shape.decays()}, 4), {}, {}, {}};
+  DeltaRuleProblem p{
+      shape, rows({kRows, W}, 1), rows({C, shape.kernel}, 2, 0.5), rows({H}, 3), rows({shape.decays()}, 4), {}, {}, {}};
   if (shape.mamba) p.conv_bias_C = rows({C}, 5, 0.1), p.skip_H = rows({H}, 6);
   std::vector<StateRun> runs(3);
   runs[0].end = runs[1].begin = kFork, runs[1].end = runs[2].begin = kShort, runs[2].end = kRows;

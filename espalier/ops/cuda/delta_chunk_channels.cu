@@ -1,5 +1,5 @@
-// What decays of channels need before the steps that all chunks share: the products of pairs of rows D Q K^T and
-// D K K^T, and gamma Q, gamma K and w K. A block of threads has a chunk of a value head.
+// The first step of chunks with decays of channels, before the steps that all chunks share: the products of pairs of
+// rows D Q K^T and D K K^T, and gamma Q, gamma K and w K. A block of threads has a chunk of a value head.
 #include "espalier/ops/cuda/delta_chunk_channels.h"
 
 namespace espalier::cuda {

@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kSplitThreads, 1)
 
   ValueSums<D> of_values;
   float(&grad_q)[D / 16][4] = of_values.grad_q, (&read_k)[D / 16][4] = of_values.read_k,
-  (&written_k)[D / 16][4] = of_values.written_k;
+                     (&written_k)[D / 16][4] = of_values.written_k;
   const GradRows grad_o(s, grad_o_TV, rows_of_chunk(numbers, runs, chunk), pass.first_head * pass.each + of_pass);
   double dot = 0;
   of_values.add_all(pass, tile, grad_o, reads, memory, [&](const StateTile<D>& state, const StateTile<D>& grad) {
@@ -60,8 +60,7 @@ __global__ void __launch_bounds__(kSplitThreads, 1)
   fetch_split(q, pass.q + key_tile * kKeyNumbers<D>);
   fetch_split(k, pass.k + key_tile * kKeyNumbers<D>);
   cp_async_commit();
-  store_pairs(of_values.x_ij, m, n, of_queries, own_query,
-              [&](int i, int j) { return decay_between(sums, i, j); });
+  store_pairs(of_values.x_ij, m, n, of_queries, own_query, [&](int i, int j) { return decay_between(sums, i, j); });
   if (reads)
     store_pairs(of_values.y_ij, m, n, of_keys, own_value,
                 [&](int i, int j) { return -beta[i] * decay_between(sums, i, j); });

@@ -1,6 +1,6 @@
 // The gated delta rule and Mamba-2 in chunks of 64 rows, whose products run on tensor cores (split_tiles.h has what
-// they lose). T is bfloat16, decays are of heads or of channels. A chunk never reaches into the next run: a run begins with the state
-// of its parent, in float32, and its last chunk is filled up with rows of zeros, which change nothing.
+// they lose). T is bfloat16, decays are of heads or of channels. A chunk never reaches into the next run: a run begins
+// with the state of its parent, in float32, and its last chunk is filled up with rows of zeros, which change nothing.
 //
 // A chunk of a value head, with the state S before it and G = cumsum g (names: ops/cpu/delta_rule_ranges.h):
 //   D_ij = e^(G_i - G_j) (j <= i, else 0),  gamma = e^G,  w = e^(G_last - G),  B = diag(beta)
@@ -142,9 +142,7 @@ void chunk_rows_backward(const DeltaShape& shape, const DeltaWeights<bfloat16>& 
                          bfloat16* grad_projected_TW, const ChunkSums& sums, float* state_part);
 
 inline constexpr std::int64_t kMostChunkKeys = 128, kMostChunkValues = 256;
-inline bool fits_chunks(const DeltaShape& s) {
-  return s.key_dim <= kMostChunkKeys && s.value_dim <= kMostChunkValues;
-}
+inline bool fits_chunks(const DeltaShape& s) { return s.key_dim <= kMostChunkKeys && s.value_dim <= kMostChunkValues; }
 // A pass takes as many key heads as have room in this many bytes, at least one.
 inline constexpr std::int64_t kMostPassBytes = std::int64_t{2} << 30;
 // Runs of fewer rows go forward row by row.
