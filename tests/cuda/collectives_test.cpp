@@ -188,7 +188,7 @@ TEST(Unfinished, ACollectiveThatDoesNotEndIsGivenUp) {
   const cuda::Event begin = cuda::record(queue);
   streams().give(queue, sleep_of(0.5));
   const cuda::Event end = cuda::record(queue);
-  cuda::unfinished().add("sum over ranks", begin, end, 0.05);
+  cuda::unfinished().add(cuda::Collective::Kind::sum, begin, end, 0.05);
   try {
     cuda::wait_until(end);
     FAIL() << "it was waited for";
@@ -206,7 +206,7 @@ TEST(Unfinished, TimeBeforeItsBeginIsNotItsOwn) {
   const cuda::Event computed = cuda::record(cuda::Queue::compute);
   cuda::wait(queue, computed);
   const cuda::Event begin = cuda::record(queue), end = cuda::record(queue);
-  cuda::unfinished().add("sum over ranks", begin, end, 0.05);
+  cuda::unfinished().add(cuda::Collective::Kind::sum, begin, end, 0.05);
   cuda::wait_until(computed);
   cuda::wait_until(end);
   cuda::unfinished().check();

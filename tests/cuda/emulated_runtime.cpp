@@ -83,8 +83,8 @@ void copy_rows(Queue queue, const CopiedRows& c) {
   });
 }
 
-// CUDA may wait for the whole device to take or free pinned memory: for kernels of collectives too, whose other ranks
-// may wait for this host.
+// CUDA may wait for the whole device to take or free pinned memory, and to unmap or free a page: for kernels of
+// collectives too, whose other ranks may wait for this host.
 static void expect_no_collective(const char* what) {
   ESPALIER_INTERNAL(!streams().meets_others(), text_of(what, " while a collective is under way"));
 }
@@ -116,12 +116,16 @@ void give_back_addresses(std::byte* memory, std::int64_t bytes) {
   munmap(memory, static_cast<std::size_t>(bytes));
 }
 Page take_page() { return streams().pages.take(); }
-void give_back_page(Page page) { streams().pages.give_back(page); }
+void give_back_page(Page page) {
+  expect_no_collective("a page is freed");
+  streams().pages.give_back(page);
+}
 void map_page(Page page, std::byte* at) {
   streams().pages.map(page, at);
   streams().memory.add(at, static_cast<std::size_t>(page_bytes()));
 }
 void unmap_page(Page page, std::byte* at) {
+  expect_no_collective("a page is unmapped");
   streams().pages.unmap(page, at);
   streams().memory.remove(at);
 }

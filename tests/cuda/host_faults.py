@@ -124,6 +124,20 @@ RULES = [
           "if (!unfinished().empty()) {", "if (!ON && !unfinished().empty()) {"),
     fault("pinned_memory_leaves_in_a_collective", "pinned memory is freed while a collective is under way",
           "ops/cuda/collectives.cpp", "look_until([] { return false; });", "if (!ON) TEXT"),
+    fault("page_unmapped_in_a_collective", "a page is wanted elsewhere and leaves its addresses while a collective is under way", DEVICE,
+          """  wait_for_all_but_sends();
+  // A send may have to wait for what this host does next, so a new page serves as long as there is memory.
+  if (!unfinished().empty() && free_memory() > kReserve) return take_page();
+  wait_for_collectives();
+""",
+          f"""  const bool sends_are_left = {on("page_unmapped_while_sent")};
+  if (!ON) wait_for_all_but_sends();
+  if (!ON && !sends_are_left && !unfinished().empty() && free_memory() > kReserve) return take_page();
+  if (!ON && !sends_are_left) wait_for_collectives();
+"""),
+    fault("page_unmapped_while_sent", "a page leaves its addresses while what was sent cannot have left"),
+    fault("page_freed_in_a_collective", "pages are freed while a collective is under way", DEVICE,
+          "  if (!leaving_.empty()) wait_for_collectives();", "  if (!ON && !leaving_.empty()) wait_for_collectives();"),
     fault("pinned_memory_overrun", "what does not fit the pinned memory is copied past its end", DEVICE,
           "return here_ = pageable_.data();", "return here_ = ON ? static_cast<std::byte*>(memory_) : pageable_.data();"),
 ]

@@ -160,6 +160,31 @@ std::vector<at::Tensor> head(Device& there) {
   return {log_probs, there.to_host(out.grad_hidden_OM), there.to_host(out.grad_weight_VM)};
 }
 
+// Pages that are wanted elsewhere while a sum is under way, and while what was sent cannot have left; and an arena that
+// goes while a sum is under way.
+void move_pages(Device& mine, Group& other) {
+  const std::int64_t page = cuda::page_bytes();
+  const at::Tensor x = mine.adopt(numbers(1)), y = mine.allocate({5}, at::kDouble);
+  Arena arena(6 * page, mine, 2);
+  const auto take = [&] { return arena.take({page / 8}, at::kDouble); };
+  for (const bool sends : {false, true}) {
+    const std::int64_t begin = arena.in_use();
+    const at::Tensor sleeper = take();
+    mine.operations().zero(sleeper);
+    const Arena::Range range{begin, arena.in_use()};
+    arena.sleep(range);
+    sends ? other.send(x, 1 - other.rank()) : other.add_over_ranks(x);
+    mine.operations().zero(take());
+    if (sends) other.receive(y, 1 - other.rank());
+    arena.wake(range);
+  }
+  expect_values(y, 2 * numbers(1));
+  const std::int64_t begin = arena.in_use();
+  mine.operations().zero(take());
+  arena.sleep({begin, arena.in_use()});
+  other.add_over_ranks(x);
+}
+
 // Sums of what was just computed, and what is sent from one rank to the other and written over.
 void meet_others() {
   constexpr Degrees kTwo{.dp = 2};
@@ -193,6 +218,7 @@ void meet_others() {
               other.send(x, 1 - rank);
               other.receive(y, 1 - rank);
               mine.give_back_host_memory(stored, 64);
+              move_pages(mine, other);
               other.wait_for_all();  // as a program ends: what was sent leaves
             },
             {.timeout = 30});

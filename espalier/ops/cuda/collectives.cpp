@@ -44,8 +44,12 @@ std::vector<Communicator*>& communicators() {
 Communicator::Communicator() { communicators().push_back(this); }
 Communicator::~Communicator() { std::erase(communicators(), this); }
 
-void Unfinished::add(std::string_view name, Event begin, Event end, double timeout) {
-  all_.push_back({name, begin, end, timeout});
+void Unfinished::add(Collective::Kind kind, Event begin, Event end, double timeout) {
+  all_.push_back({kind, begin, end, timeout});
+}
+
+bool Unfinished::has_sends_alone() const {
+  return std::ranges::all_of(all_, [](const Entry& entry) { return entry.kind == Collective::Kind::send; });
 }
 
 void Unfinished::check() {
@@ -60,8 +64,7 @@ void Unfinished::check() {
     if (entry.began < 0 && happened(entry.begin)) entry.began = now;
     if (entry.began < 0 || now - entry.began <= entry.timeout) continue;
     const CommunicationError error(
-        {std::string(entry.name),
-         text_of("an answer of every rank within ", entry.timeout, " seconds (--comm-timeout)"),
+        {name_of(entry.kind), text_of("an answer of every rank within ", entry.timeout, " seconds (--comm-timeout)"),
          "a collective that started and did not end", ""});
     all_.clear();
     for (Communicator* const communicator : communicators()) communicator->give_up();
@@ -98,6 +101,10 @@ void look_until(const Done& done) {
 
 void wait_for_collectives() {
   look_until([] { return false; });
+}
+
+void wait_for_all_but_sends() {
+  look_until([] { return unfinished().has_sends_alone(); });
 }
 
 // Without collectives nothing can hang for want of another rank, and the driver waits best.

@@ -49,15 +49,16 @@ std::unique_ptr<Communicator> join(const std::shared_ptr<Group>& host, double ti
 class Unfinished {
  public:
   // `begin` and `end`: the events before and after it in its queue; this object forgets them.
-  void add(std::string_view name, Event begin, Event end, double timeout);
+  void add(Collective::Kind kind, Event begin, Event end, double timeout);
   bool empty() const { return all_.empty(); }
+  bool has_sends_alone() const;
   // Errors: CommunicationError if a collective has run for longer than its timeout; every communicator of this rank
   // then gives up, and all collectives are dropped.
   void check();
 
  private:
   struct Entry {
-    std::string_view name;
+    Collective::Kind kind;
     Event begin, end;
     double timeout;
     double began = -1;  // when it was first seen running, by a steady clock
@@ -75,6 +76,8 @@ void pause_after(double seconds);
 
 // Returns when all collectives of this rank have ended. Errors: as wait_until().
 void wait_for_collectives();
+// The same without sends: the receiver may come to one only after further calls of this host.
+void wait_for_all_but_sends();
 
 // Returns when the event has happened. Errors: CommunicationError if a collective does not end.
 void wait_until(Event event);

@@ -16,6 +16,8 @@ namespace espalier::cuda {
 namespace {
 
 constexpr std::size_t kStagedBytes = std::size_t{16} << 20;  // at most, at a time
+// Memory that stays free when a page is taken because others cannot leave yet: for libraries and scratch.
+constexpr std::int64_t kReserve = std::int64_t{1} << 30;
 // Room for results that ranks bring to their hosts while collectives are under way.
 constexpr std::size_t kLandings = 4, kLandingBytes = std::size_t{1} << 20;
 
@@ -126,6 +128,14 @@ void CudaDevice::give_back(std::byte* memory, std::int64_t bytes) {
 // is wanted elsewhere.
 Page CudaDevice::next_page() {
   if (leaving_.empty()) return take_page();
+  wait_for_all_but_sends();
+  // A send may have to wait for what this host does next, so a new page serves as long as there is memory.
+  if (!unfinished().empty() && free_memory() > kReserve) return take_page();
+  wait_for_collectives();
+  return oldest_leaving();
+}
+
+Page CudaDevice::oldest_leaving() {
   const Leaving oldest = leaving_.front();
   wait_and_forget(oldest.used);
   leaving_.pop_front();
@@ -134,7 +144,8 @@ Page CudaDevice::next_page() {
 }
 
 void CudaDevice::free_leaving() {
-  while (!leaving_.empty()) give_back_page(next_page());
+  if (!leaving_.empty()) wait_for_collectives();
+  while (!leaving_.empty()) give_back_page(oldest_leaving());
 }
 
 void CudaDevice::map_pages(const std::byte* memory, std::int64_t bytes) {

@@ -3,7 +3,8 @@
 // Operations run in the compute stream, in order. Copies to the host run in the copy stream after the work that they
 // read. Data from the host is staged in pinned memory, so that the host does not wait for the copy. Reserved addresses
 // come from the driver: pages are mapped when a tensor is first viewed in them. Returned pages are reused once the work
-// that used them has run, so returning them does not wait.
+// that used them has run, so returning them does not wait. CUDA may wait for the whole device to unmap or free a page,
+// as for pinned memory (below), so no page is unmapped or freed while a collective is under way.
 #pragma once
 
 #include <array>
@@ -93,6 +94,7 @@ class CudaDevice : public Device {
   std::pair<std::byte*, Range*> range_of(const std::byte* memory);
   void map_pages(const std::byte* memory, std::int64_t bytes);
   Page next_page();
+  Page oldest_leaving();  // unmapped; no collective is under way
   void free_leaving();
 
   std::string_view name_;

@@ -26,7 +26,7 @@ Event DeviceGroup::give(Queue queue, const Collective& collective) {
   forget(computed);
   const Event begin = cuda::record(queue);
   communicator_->give(queue, collective);
-  unfinished().add(name_of(collective.kind), begin, cuda::record(queue), timeout_);
+  unfinished().add(collective.kind, begin, cuda::record(queue), timeout_);
   return cuda::record(queue);
 }
 
