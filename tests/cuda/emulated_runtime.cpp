@@ -205,12 +205,18 @@ static void grouped_product(const at::Tensor& out_RN, const at::Tensor& a_RK, co
     first = end;
   }
 }
-void multiply_grouped(const at::Tensor& out_RN, const at::Tensor& a_RK, const at::Tensor& b_EKN,
-                      const at::Tensor& end_E) {
+at::Tensor multiply_grouped(const at::Tensor& a_RK, const at::Tensor& b_EKN, const at::Tensor& end_E) {
   for (const at::Tensor& each : {a_RK, b_EKN})  // as ATen does on a GPU
     ESPALIER_INTERNAL(reinterpret_cast<std::uintptr_t>(each.data_ptr()) % 16 == 0,
                       "a grouped product's operand, aligned");
-  testing::give_to_compute([=] { grouped_product(out_RN, a_RK, b_EKN, end_E); });
+  const std::int64_t rows = a_RK.size(0), columns = b_EKN.size(2);
+  const at::ScalarType dtype = a_RK.scalar_type();
+  void* const memory = take_scratch(static_cast<std::size_t>(rows * columns) * c10::elementSize(dtype));
+  const at::Tensor out_RN = at::from_blob(memory, {rows, columns}, give_back_scratch, at::TensorOptions().dtype(dtype));
+  // Work that is queued owns no tensor: its memory goes when the caller's does, behind all that was queued before.
+  const at::Tensor written = at::from_blob(memory, {rows, columns}, at::TensorOptions().dtype(dtype));
+  testing::give_to_compute([=] { grouped_product(written, a_RK, b_EKN, end_E); });
+  return out_RN;
 }
 
 }  // namespace cuda

@@ -281,15 +281,17 @@ void for_each_window(const SortedSlots& sorted, std::int64_t most, Visit visit) 
 void forward(const ForwardCall& c) {
   const PlacedSlots placed(c.sorted);
   for_each_window(c.sorted, c.scratch.rows_RM.size(0), [&](Places window, const at::Tensor& end_E) {
-    const Part part = part_of(c.sorted, c.gate_up_SW, c.scratch, window);  // rows: x, then the result
+    const Part part = part_of(c.sorted, c.gate_up_SW, c.scratch, window);  // rows: x
     moving_operations().gather(c.x_RM, part.row_N, part.rows_NM);
-    multiply_grouped(part.gate_up_NW, part.rows_NM, c.weights.gate_up_EWM.transpose(1, 2), end_E);
+    // The backward reads gate_up where the layer keeps it.
+    const at::Tensor gate_up_NW = multiply_grouped(part.rows_NM, c.weights.gate_up_EWM.transpose(1, 2), end_E);
+    copy_on_device(part.gate_up_NW.data_ptr(), gate_up_NW.data_ptr(), gate_up_NW.nbytes());
     add_biases(c.sorted, c.weights.gate_up_bias_EW, window, part.gate_up_NW);
     if (!c.sum_RM.defined()) return;
     swiglu_operations().swiglu(c.weights.activation, part.gate_up_NW, part.act_NF);
-    multiply_grouped(part.rows_NM, part.act_NF, c.weights.down_EMF.transpose(1, 2), end_E);
-    add_biases(c.sorted, c.weights.down_bias_EM, window, part.rows_NM);
-    placed.add(window, part.rows_NM, c.weight_RK, c.sum_RM);
+    const at::Tensor result_NM = multiply_grouped(part.act_NF, c.weights.down_EMF.transpose(1, 2), end_E);
+    add_biases(c.sorted, c.weights.down_bias_EM, window, result_NM);
+    placed.add(window, result_NM, c.weight_RK, c.sum_RM);
   });
 }
 
@@ -298,13 +300,12 @@ void backward(const BackwardCall& c) {
   Begins begins(c.sorted);
   const PlacedSlots placed(c.sorted);
   for_each_window(c.sorted, c.scratch.rows_RM.size(0), [&](Places window, const at::Tensor& end_E) {
-    // rows: dL/dsum, then x, then dL/dx
-    const Part part = part_of(c.sorted, c.gate_up_SW, c.scratch, window);
+    Part part = part_of(c.sorted, c.gate_up_SW, c.scratch, window);  // rows: dL/dsum, then x
     const auto entries = [&](const at::Tensor& x, std::int64_t first, std::int64_t count) {
       return x.narrow(0, first - window.first, count);
     };
     moving.gather(c.grad_sum_RM, part.row_N, part.rows_NM);
-    multiply_grouped(part.act_NF, part.rows_NM, c.weights.down_EMF, end_E);
+    part.act_NF = multiply_grouped(part.rows_NM, c.weights.down_EMF, end_E);
     differentiate_activation(c, part, window);
     if (c.grads.down_bias_EM.defined() || c.grads.gate_up_bias_EW.defined())
       begins.for_each_expert(window, [&](std::int64_t e, std::int64_t first, std::int64_t N) {
@@ -323,8 +324,8 @@ void backward(const BackwardCall& c) {
                  entries(part.rows_NM, first, N), true);
       });
     }
-    multiply_grouped(part.rows_NM, part.grad_gate_up_NW, c.weights.gate_up_EWM, end_E);
-    placed.add(window, part.rows_NM, at::Tensor(), c.grad_x_sum_RM);
+    const at::Tensor grad_x_NM = multiply_grouped(part.grad_gate_up_NW, c.weights.gate_up_EWM, end_E);
+    placed.add(window, grad_x_NM, at::Tensor(), c.grad_x_sum_RM);
   });
 }
 

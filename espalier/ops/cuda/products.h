@@ -24,11 +24,11 @@ struct ColumnProduct {
 // b, or their accumulator's. Each matrix is contiguous in one dimension, out in the second.
 void multiply(const at::Tensor& out_RN, const at::Tensor& a_RK, const at::Tensor& b_KN, bool adds);
 
-// out = a b_e for the rows of each expert e, [end_{e-1}, end_e), with end_E (int32) on the device, so that the host
-// does not wait. Sums as above, rounded once to the common dtype. a and out are contiguous, and b_EKN or its transpose.
+// a b_e for the rows of each expert e, [end_{e-1}, end_e), with end_E (int32) on the device, so that the host does not
+// wait. The result has memory of its own: the library's functions take no room to write to. Sums as above, rounded once
+// to the common dtype. a is contiguous, and b_EKN or its transpose.
 // Requires has_grouped_products: bfloat16, k and n multiples of 8, a Hopper GPU or newer, and a torch with CUDA.
-void multiply_grouped(const at::Tensor& out_RN, const at::Tensor& a_RK, const at::Tensor& b_EKN,
-                      const at::Tensor& end_E);
+at::Tensor multiply_grouped(const at::Tensor& a_RK, const at::Tensor& b_EKN, const at::Tensor& end_E);
 bool has_grouped_products(at::ScalarType dtype, std::int64_t k, std::int64_t n);
 
 // Calls cuBLAS in the CUDA library. m, n and k are positive.
