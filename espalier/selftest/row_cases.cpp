@@ -69,7 +69,8 @@ void add_rotation_cases(std::vector<OperationCase>& cases) {
        {Size{5, 3, 64, true, false}, Size{3, 2, 128, true, false}, Size{2, 1, 256, true, false},
         Size{4, 2, 96, false, false}, Size{3, 2, 10, true, true}, Size{35, 4, 16, true, false},
         Size{2, 3, 70, true, true}, Size{7, 2, 128, false, true}, Size{1060, 2, 2, true, false},
-        Size{1, 1, 16, true, false}, Size{0, 2, 16, true, false}}) {
+        Size{1, 1, 16, true, false}, Size{0, 2, 16, true, false}, Size{3, 9, 64, true, false},
+        Size{2, 8, 128, false, false}}) {
     const std::string sizes =
         text_of(rows, " x ", heads, " heads of ", D, norm ? ", norm" : "", strided ? ", strided" : "");
     const std::int64_t width = heads * D, wide = width + (strided ? 3 : 0);
