@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <string_view>
@@ -129,7 +130,8 @@ void unmap_page(Page page, std::byte* at) {
   streams().pages.unmap(page, at);
   streams().memory.remove(at);
 }
-std::int64_t free_memory() { return available_bytes(); }
+static thread_local std::int64_t most_free = std::numeric_limits<std::int64_t>::max();
+std::int64_t free_memory() { return std::min(most_free, available_bytes()); }
 std::int64_t held_memory() { return streams().memory.bytes(); }
 bool on_device(const void* address) { return streams().memory.holds(address); }
 
@@ -239,6 +241,7 @@ struct BindByEnvironment {
 
 }  // namespace
 
+void set_free_memory(std::int64_t bytes) { cuda::most_free = bytes; }
 std::int64_t host_waits() { return cuda::waits; }
 void give_to_compute(std::function<void()> work) { streams().give(cuda::Queue::compute, std::move(work)); }
 

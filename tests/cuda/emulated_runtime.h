@@ -16,6 +16,8 @@ namespace espalier::testing {
 void set_stream_seed(unsigned seed);
 // Connections of the GPU (ops/cuda/runtime.h), of this thread's streams and of the threads that begin.
 void set_stream_connections(int connections);
+// The most device memory that is free for this thread's runtime from now on.
+void set_free_memory(std::int64_t bytes);
 // How often the host has waited for an event so far.
 std::int64_t host_waits();
 // Work for the compute stream.

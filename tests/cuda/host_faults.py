@@ -132,9 +132,10 @@ RULES = [
 """,
           f"""  const bool sends_are_left = {on("page_unmapped_while_sent")};
   if (!ON) wait_for_all_but_sends();
-  if (!ON && !sends_are_left && !unfinished().empty() && free_memory() > kReserve) return take_page();
+  if (!ON && !sends_are_left && !unfinished().empty() && ({on("page_taken_of_the_reserve")} || free_memory() > kReserve)) return take_page();
   if (!ON && !sends_are_left) wait_for_collectives();
 """),
+    fault("page_taken_of_the_reserve", "a new page is taken while memory is short and a returned one would serve"),
     fault("page_unmapped_while_sent", "a page leaves its addresses while what was sent cannot have left"),
     fault("page_freed_in_a_collective", "pages are freed while a collective is under way", DEVICE,
           "  if (!leaving_.empty()) wait_for_collectives();", "  if (!ON && !leaving_.empty()) wait_for_collectives();"),

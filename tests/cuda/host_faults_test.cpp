@@ -15,6 +15,7 @@
 #include <cmath>
 #include <cstdio>
 #include <iostream>
+#include <limits>
 #include <optional>
 
 #include "espalier/device/arena.h"
@@ -185,6 +186,23 @@ void move_pages(Device& mine, Group& other) {
   other.add_over_ranks(x);
 }
 
+// A page that is wanted elsewhere while what was sent can leave: where memory is short, no further page is taken.
+void move_last_page(Device& mine, Group& other) {
+  const std::int64_t page = cuda::page_bytes();
+  const at::Tensor x = mine.adopt(numbers(1)), y = mine.allocate({5}, at::kDouble);
+  Arena arena(3 * page, mine, 2);
+  const auto take = [&] { return arena.take({page / 8}, at::kDouble); };
+  mine.operations().zero(take());
+  arena.sleep({0, arena.in_use()});
+  other.rank() == 0 ? other.send(x, 1) : other.receive(y, 0);
+  set_free_memory(page);
+  const std::int64_t held = cuda::held_memory();
+  mine.operations().zero(take());
+  expect(cuda::held_memory() < held + page);
+  set_free_memory(std::numeric_limits<std::int64_t>::max());
+  if (other.rank() == 1) expect_values(y, numbers(1));
+}
+
 // Sums of what was just computed, and what is sent from one rank to the other and written over.
 void meet_others() {
   constexpr Degrees kTwo{.dp = 2};
@@ -219,6 +237,7 @@ void meet_others() {
               other.receive(y, 1 - rank);
               mine.give_back_host_memory(stored, 64);
               move_pages(mine, other);
+              move_last_page(mine, other);
               other.wait_for_all();  // as a program ends: what was sent leaves
             },
             {.timeout = 30});

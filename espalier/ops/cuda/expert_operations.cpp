@@ -283,9 +283,10 @@ void forward(const ForwardCall& c) {
   for_each_window(c.sorted, c.scratch.rows_RM.size(0), [&](Places window, const at::Tensor& end_E) {
     const Part part = part_of(c.sorted, c.gate_up_SW, c.scratch, window);  // rows: x
     moving_operations().gather(c.x_RM, part.row_N, part.rows_NM);
-    // The backward reads gate_up where the layer keeps it.
-    const at::Tensor gate_up_NW = multiply_grouped(part.rows_NM, c.weights.gate_up_EWM.transpose(1, 2), end_E);
-    copy_on_device(part.gate_up_NW.data_ptr(), gate_up_NW.data_ptr(), gate_up_NW.nbytes());
+    {  // The backward reads gate_up where the layer keeps it. The product's own memory goes before the next one.
+      const at::Tensor gate_up_NW = multiply_grouped(part.rows_NM, c.weights.gate_up_EWM.transpose(1, 2), end_E);
+      copy_on_device(part.gate_up_NW.data_ptr(), gate_up_NW.data_ptr(), gate_up_NW.nbytes());
+    }
     add_biases(c.sorted, c.weights.gate_up_bias_EW, window, part.gate_up_NW);
     if (!c.sum_RM.defined()) return;
     swiglu_operations().swiglu(c.weights.activation, part.gate_up_NW, part.act_NF);

@@ -23,8 +23,7 @@ at::Tensor multiply_grouped(const at::Tensor& a_RK, const at::Tensor& b_EKN, con
   const at::Tensor result = at::_grouped_mm(seen_by_aten(a_RK), seen_by_aten(b_EKN), seen_by_aten(end_E));
   ESPALIER_INTERNAL(result.is_contiguous(), "rows of a grouped product stand apart");
   return at::from_blob(
-      result.data_ptr(), result.sizes(), [result](void*) {},
-      at::TensorOptions().dtype(result.scalar_type()));
+      result.data_ptr(), result.sizes(), [result](void*) {}, at::TensorOptions().dtype(result.scalar_type()));
 }
 
 }  // namespace espalier::cuda
