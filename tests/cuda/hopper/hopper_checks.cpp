@@ -17,20 +17,73 @@ namespace {
 using Kind = KernelCheck::Kind;
 using Tensors = std::vector<at::Tensor>;
 
+constexpr const char *kBackward = "add_attention_backward", *kOfLaunches = "70 rows, path 300, 4/2 heads of 128";
+constexpr std::size_t kFirstResult = 8;  // of the arguments of the backward
+
 Tensors results_in_order(const OperationCase& each, unsigned seed) {
   emulation::set_seed(seed);
   return results_on(emulated_hopper_device(), each, DType::bfloat16);
 }
 
+// Gradients of keys that no query sees stay as they were, bit by bit: those whose values' gradients the CPU leaves
+// alone.
+std::string problem_of_unseen_keys(const OperationCase& each, const Tensors& results, const Tensors& answer) {
+  if (each.operation != kBackward) return "";
+  for (const std::size_t k : {1, 3}) {  // results: gradients of queries, of own keys and values, of the path's
+    const auto before = [&](std::size_t result) {
+      return each.arguments[result + kFirstResult].value.to(at::kFloat).to(at::kDouble);
+    };
+    const at::Tensor unseen = (answer[k + 1] == before(k + 1)).all(1);
+    for (const std::size_t result : {k, k + 1})
+      if ((results[result] != before(result)).any(1).logical_and(unseen).any().item<bool>())
+        return "gradients change of a key that no query sees";
+  }
+  return "";
+}
+
 std::string answer_problem(const OperationCase& each, Tensors& answer) {
   if (answer.empty()) answer = answer_of_cpu(each, DType::bfloat16);
-  const OperationCheck check = compared(each, DType::bfloat16, results_in_order(each, 1), answer);
-  return check.pass() ? "" : text_of("off by ", check.error, ", allowed ", check.allowed);
+  const Tensors results = results_in_order(each, 1);
+  const OperationCheck check = compared(each, DType::bfloat16, results, answer);
+  return check.pass() ? problem_of_unseen_keys(each, results, answer)
+                      : text_of("off by ", check.error, ", allowed ", check.allowed);
 }
 std::string orders_problem(const OperationCase& each) {
   const Tensors forward = results_in_order(each, 0);
   for (const unsigned seed : {1u, 2u})
     if (!same_bits(forward, results_in_order(each, seed))) return text_of("other bits with seed ", seed);
+  return "";
+}
+
+// A limit of blocks that take turns at a time, while it lives.
+class BlocksTogether {
+ public:
+  explicit BlocksTogether(std::int64_t most) { cuda::hopper::set_blocks_together(most); }
+  ~BlocksTogether() { cuda::hopper::set_blocks_together(cuda::hopper::kBlocksTogether); }
+  BlocksTogether(const BlocksTogether&) = delete;
+  BlocksTogether& operator=(const BlocksTogether&) = delete;
+};
+
+// The path's blocks of keys in one launch and in several, whose turns follow each other: the CPU's answer, the number
+// of tiles that blocks add to, and in several launches the same bits in two orders of threads. Own keys meet no turns.
+std::string problem_of_launches(const OperationCase& each, Tensors& answer) {
+  constexpr std::int64_t kKeyHeads = 2, kTilesAdded = 3 * 4 * 2;  // blocks of keys, heads, tiles of queries
+  if (answer.empty()) answer = answer_of_cpu(each, DType::bfloat16);
+  Tensors of_one_launch;
+  for (const std::int64_t of_head : {3, 2, 1}) {
+    const BlocksTogether limit(of_head * kKeyHeads + kKeyHeads - 1);
+    emulation::reset_counters();
+    const Tensors results = results_in_order(each, 1);
+    const std::int64_t added = emulation::counter("sums in bulk");
+    const std::string where = text_of(of_head, " blocks of a head at a time: ");
+    if (added != kTilesAdded) return text_of(where, added, " tiles are added");
+    if (of_head == 2 && !same_bits(results, results_in_order(each, 2))) return where + "other bits with another seed";
+    const OperationCheck check = compared(each, DType::bfloat16, results, answer);
+    if (!check.pass()) return text_of(where, "off by ", check.error, ", allowed ", check.allowed);
+    if (of_one_launch.empty()) of_one_launch = results;
+    if (!same_bits({results[1], results[2]}, {of_one_launch[1], of_one_launch[2]}))
+      return where + "other gradients of own keys";
+  }
   return "";
 }
 
@@ -119,6 +172,9 @@ std::vector<KernelCheck> hopper_checks() {
     const std::string name = text_of("hopper: ", each->operation, ", ", each->sizes);
     checks.push_back({Kind::answer, "Hopper", name, [=] { return answer_problem(*each, *answer); }});
     checks.push_back({Kind::orders, "Hopper", name, [=] { return orders_problem(*each); }});
+    if (each->operation == kBackward && each->sizes == kOfLaunches)
+      checks.push_back({Kind::answer, "Hopper", text_of("hopper: launches of ", each->sizes),
+                        [=] { return problem_of_launches(*each, *answer); }});
   }
   for (const Branches& of : {Branches{200, 192, 3}, Branches{0, 300, 1}, Branches{512, 128, 3, 40}})
     checks.push_back({Kind::instructions, "HopperTiles",

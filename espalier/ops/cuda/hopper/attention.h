@@ -27,6 +27,11 @@ void add_backward(const attention::Shape& shape, const attention::Inputs<bfloat1
                   attention::Rows<const bfloat16> out, const float* lse_HQ, attention::Rows<const bfloat16> grad_out,
                   const attention::Gradients<bfloat16>& grads, bool in_turn);
 
+// The most blocks that take turns at a time: multiprocessors of an H100 or H200 (132) but for four, which are left to
+// communication. The order of the sums depends on it. Tests set fewer, so that small problems take several launches.
+inline constexpr std::int64_t kBlocksTogether = 128;
+void set_blocks_together(std::int64_t blocks);
+
 // True if the copy engine reads these rows.
 bool takes_copies(const attention::Rows<const bfloat16>& rows);
 

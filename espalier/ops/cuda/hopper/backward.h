@@ -39,9 +39,6 @@ void backward_queries(const Shape& shape, const attention::Inputs<bfloat16>& in,
 void add_backward_keys(const Shape& shape, const attention::Inputs<bfloat16>& in, const QueryNumbers& numbers,
                        Rows<const bfloat16> grad_out, bool path, Rows<float> grad_k, Rows<float> grad_v);
 
-// The most blocks that take turns at a time: multiprocessors of an H100 or H200 (132) but for four, which are left to
-// communication. The order of the sums depends on it.
-inline constexpr std::int64_t kBlocksTogether = 128;
 // True if blocks of the path's keys can add to the gradients of queries in turn: heads of 128 elements without window
 // and cap, no more blocks than tiles of queries, and a GPU that holds the blocks at a time.
 bool adds_query_sums(const Shape& shape);

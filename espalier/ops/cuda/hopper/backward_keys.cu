@@ -346,12 +346,16 @@ constexpr auto kSumsKernel = hopper_backward_keys_kernel<kSumD, kSumD, 0, kSumD,
 constexpr int kSumsBytes = SumsRoom<KeysRoom<kSumD, kSumD, false>::kBytes>::kBytes;
 static_assert(kSumsBytes <= kSharedBytes && kPassingQueries<kSumD, false> == kSumQueries);
 
+std::int64_t blocks_together = kBlocksTogether;
+
 // Blocks of keys of a launch, for each key/value head.
 std::int64_t blocks_in_turn(const Shape& shape) {
-  return std::min(kBlocksTogether / shape.kv_heads, ceil_div(shape.path_rows, kBlockKeys));
+  return std::min(blocks_together / shape.kv_heads, ceil_div(shape.path_rows, kBlockKeys));
 }
 
 }  // namespace
+
+void set_blocks_together(std::int64_t blocks) { blocks_together = blocks; }
 
 void add_backward_keys(const Shape& shape, const Inputs<bfloat16>& in, const QueryNumbers& numbers,
                        Rows<const bfloat16> grad_out, bool path, Rows<float> grad_k, Rows<float> grad_v) {
@@ -374,11 +378,11 @@ void add_backward_keys(const Shape& shape, const Inputs<bfloat16>& in, const Que
 
 bool adds_query_sums(const Shape& shape) {
   if (shape.path_rows == 0 || shape.head_dim != kSumD || shape.values() != kSumD || shape.window > 0 ||
-      shape.soft_cap > 0 || shape.kv_heads > kBlocksTogether)
+      shape.soft_cap > 0 || shape.kv_heads > blocks_together)
     return false;
   const std::int64_t blocks = blocks_in_turn(shape), tiles = ceil_div(shape.query_rows, kSumQueries);
   return tiles * (shape.heads / shape.kv_heads) >= blocks &&
-         holds_together(reinterpret_cast<const void*>(kSumsKernel), kBlockThreads, kSumsBytes, kBlocksTogether);
+         holds_together(reinterpret_cast<const void*>(kSumsKernel), kBlockThreads, kSumsBytes, blocks_together);
 }
 
 void add_backward_path(const Shape& shape, const Inputs<bfloat16>& in, const QueryNumbers& numbers,
