@@ -12,7 +12,7 @@ import sys
 FOLDER = os.environ.get("ESPALIER_RECORDING")
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE)) + os.sep
-ELSEWHERE = (ROOT + "build" + os.sep, ROOT + ".venv" + os.sep, HERE)
+ELSEWHERE = (ROOT + "build" + os.sep, ROOT + ".venv", HERE)  # .venv-megatron, too
 NOTE = "__entered__"
 entered = set()
 
