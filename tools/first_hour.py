@@ -540,7 +540,7 @@ def main():
     for number, stage in enumerate(chosen):
         left = 60 * minutes - (time.monotonic() - start)
         reason = reason_to_skip(stage, arguments.device)
-        if not reason and left < 1:
+        if not reason and left <= GRACE:  # as much is left behind a stage that was stopped
             reason = f"{minutes:g} minutes are over: --only {stage.name} runs it"
         result = ({"stage": stage.name, "about": stage.about, "status": "skipped", "seconds": 0.0, "reason": reason} if reason
                   else run(stage, out, min(arguments.limit or limit_of(stage, seconds, left), left)))

@@ -10,7 +10,7 @@ A tier is a choice of cases (tools/tiers.py) and of repetitions:
          narrower instruction sets of the processor, and some of those that are too small for threads on all threads.
   sweep  every case, under every instruction set, on every device (entries of ctest with the label `sweep` run here alone)
 
---times writes the seconds of processors of every case (json), which record_tests.py --times takes into the record.
+--times writes what every case costs in seconds (json), which record_tests.py --times takes into the record.
 One line per binary with its cases and seconds; the output of what failed; the skipped cases with their reasons; the
 instruction sets; and as the last line exactly `N passed, N failed, N skipped`, where N counts single test cases. Exit 1 when
 a case failed, when a binary ended without a report, or when fewer cases ran than tests/minimum_cases.txt says of the tier,
@@ -74,6 +74,11 @@ def skip_reason(element):
     return " ".join(lines) or "no reason given"
 
 
+# A case costs the seconds of processors that it takes, which other work beside it hardly changes, or a part of its time: it may wait, or
+# start what others end. That work stretches the time of a case about so many times.
+WAITS = 3
+
+
 def read_report(path):
     """Reads a JUnit-like report (GoogleTest's and pytest's XML have the same elements)."""
     result = Result()
@@ -87,7 +92,7 @@ def read_report(path):
             result.passed += 1
         if case.get("status") != "notrun":
             spent = [one.get("value") for one in case.iter("property") if one.get("name") == "processor_seconds"]
-            result.seconds[name] = float(spent[0] if spent else case.get("time") or 0)
+            result.seconds[name] = max(float(spent[0]) if spent else 0.0, float(case.get("time") or 0) / WAITS)
     return result
 
 
@@ -240,7 +245,7 @@ def python_absence(build):
 
 def pytest_command(report, only, *more, files=("tests/python",)):
     command = [sys.executable, "-m", "pytest", *files, "-q", "--no-header", "-p", "no:cacheprovider", "-o",
-               "junit_family=xunit2", f"--junitxml={report}", *more]
+               "junit_family=xunit2", "-o", "junit_duration_report=call", f"--junitxml={report}", *more]
     return command + (["-k", only] if only else [])
 
 
