@@ -12,9 +12,14 @@
 // Mamba-2 does not read its state: A = I, W = 0, Y = 0, and dK and dS lose their terms with beta gamma.
 // A, W, U, Z and what does not need dS' are made for all chunks at once, then S and dS' chunk by chunk, then the rest.
 //
-// With decays of channels (delta_chunk_channels.h) gamma and w are vectors: gamma K, gamma Q, w K are products of each
-// number, gamma_last S is diag(gamma_last) S, and D K K^T, D Q K^T are sums over channels c of e^(G_ic - G_jc) k_ic
-// k_jc. They are made before all else; the other steps then see decays of rows of 1.
+// With decays of channels (delta_chunk_channels.h) G has a column for each channel c. gamma Q, gamma K and w K are
+// products number by number, gamma_last S is diag(gamma_last) S, and P and D K K^T are sums over channels:
+//   P_ij = sum_c e^(G_ic - G_jc) q_ic k_jc
+// They are made first; the steps up to S and dS' then see decays of rows that are 1. X and Y are without D, and
+//   dQ_ic = gamma_ic (dO S^T)_ic + sum_j X_ij e^(G_ic - G_jc) k_jc, dK alike
+// All give the gradients of log decays: dG = Q dQ + K dK (that of reads) - K dK (that of writes), number by number
+// (with decays of heads summed over channels), dG_last += gamma_last S dS' + sum w K U dS'^T, and dg sums dG from the
+// end on.
 #pragma once
 
 #include <type_traits>
@@ -37,7 +42,7 @@ struct ChunkPass {
   std::int64_t chunks = 0, first_head = 0, key_heads = 0;   // key heads first_head, ...
   std::int64_t each = 0, heads = 0, blocks = 0, width = 0;  // value heads of a key head, of all; value blocks
   bool ends = false;                                        // runs' last states are wanted
-  bool channels = false;                                    // have decays
+  bool channels = false;                                    // decays are of channels
   bfloat16 *q = nullptr, *k = nullptr;                      // [chunks, key heads]
   // [chunks, heads]:
   bfloat16* u = nullptr;                              // V, then A B V in float, then U
