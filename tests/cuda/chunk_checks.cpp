@@ -3,6 +3,8 @@
 // The bound is error_of_chunks (espalier/ops/cuda/chunk_trial.h), and 2^-8 of each number that is rounded to bfloat16.
 #include <ATen/core/Tensor.h>
 
+#include <utility>
+
 #include "espalier/base/error.h"
 #include "espalier/ops/cuda/chunk_trial.h"
 #include "espalier/ops/cuda/delta_chunks.h"
@@ -49,9 +51,54 @@ std::string problem_of_passes(const OperationCase& each) {
   return same_bits(together, apart) ? "" : "other bits where key heads have passes of their own";
 }
 
+RecurrenceShape small_shape(bool channels, bool mamba) {
+  RecurrenceShape s;
+  s.key_heads = s.value_heads = 1, s.key_dim = 20, s.value_dim = 12, s.kernel = 3;
+  s.gate_latent = channels ? 1 : 0, s.mamba = mamba;
+  return s;
+}
+
+// The outputs of rows depend neither on other runs of the call nor on rows behind them.
+std::string problem_of_calls(const RecurrenceShape& s) {
+  constexpr std::int64_t kFirst = 90, kCut = 75, kRows = 110;  // rows of one run, of its begin, of two
+  Device& device = emulated_device();
+  emulation::set_seed(1);
+  const auto there = [&](const std::vector<std::int64_t>& sizes, std::uint64_t seed) {
+    return device.adopt(normal(sizes, seed).to(at::kBFloat16));
+  };
+  DeltaRuleProblem problem{s,
+                           there({kRows, s.projected()}, 170),
+                           there({s.channels(), s.kernel}, 171),
+                           there({1}, 172),
+                           there({s.decays()}, 173),
+                           {},
+                           s.mamba ? there({1}, 174) : at::Tensor(),
+                           {}};
+  const auto outputs = [&](const std::vector<std::pair<std::int64_t, std::int64_t>>& rows) {
+    std::vector<StateRun> runs;
+    for (const auto& [begin, end] : rows) runs.push_back({begin, end, {}, {}, {}, {}, false});
+    problem.runs = runs;
+    const at::Tensor o_TV = there({kRows, s.value_width()}, 175);
+    device.operations().delta_rule(problem, o_TV);
+    return device.to_host(o_TV);
+  };
+  const at::Tensor all = outputs({{0, kFirst}, {kFirst, kRows}});
+  for (const auto& [begin, end] : {std::pair{std::int64_t{0}, kCut}, std::pair{kFirst, kRows}})
+    if (!all.slice(0, begin, end).equal(outputs({{begin, end}}).slice(0, begin, end)))
+      return text_of("other bits of rows ", begin, " to ", end, " in a call of their own");
+  return "";
+}
+
 }  // namespace
 
 void add_chunk_checks(std::vector<KernelCheck>& checks) {
+  const auto add_calls = [&](const char* name, const RecurrenceShape& shape) {
+    checks.push_back(
+        {KernelCheck::Kind::answer, "Chunks", text_of("calls: ", name), [=] { return problem_of_calls(shape); }});
+  };
+  add_calls("decays of heads", small_shape(false, false));
+  add_calls("decays of channels", small_shape(true, false));
+  add_calls("Mamba-2", small_shape(false, true));
   for (OperationCase& moved : state_cases()) {
     const auto has = [&](const char* words) { return moved.sizes.find(words) != std::string::npos; };
     const bool backward = moved.operation == kOperation;
