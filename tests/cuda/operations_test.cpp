@@ -286,11 +286,11 @@ TEST(ChunkTrial, ChunksThatDifferAreNotUsed) {
   static Operations wrong = emulated_device().operations();
   wrong.delta_rule = [](const DeltaRuleProblem& problem, const at::Tensor& o_TV) {
     cuda::operations().delta_rule(problem, o_TV);
-    if (cuda::trusts_chunks() && problem.shape.mamba) cuda::operations().scale(o_TV, 1.02);
+    if (cuda::trusts_chunks() && problem.shape.decays_channels()) cuda::operations().scale(o_TV, 1.02);
   };
   static cuda::CudaDevice device(wrong, "wrong");
   const std::string found = cuda::try_chunks(device);
-  EXPECT_NE(found.find("Mamba-2: outputs differ by "), std::string::npos) << found;
+  EXPECT_NE(found.find("decays of channels: outputs differ by "), std::string::npos) << found;
   EXPECT_FALSE(cuda::trusts_chunks());
   cuda::trust_chunks(true);
 }
