@@ -21,24 +21,24 @@ constexpr std::string_view kOwnFields[] = {
 
 // Carried through without a use: logprobs and entropies are what score writes, the rest is for those who read or reward
 // what the tokens say.
-constexpr std::string_view kCarried[] = {"id",
-                                         "meta",
-                                         "finish_reason",
-                                         "logprobs",
-                                         "entropies",
-                                         "prompt",
-                                         "messages",
-                                         "response",
-                                         "data_source",
-                                         "ground_truth",
-                                         "extra_info",
-                                         "ability",
-                                         "reward_model",
-                                         "reward_extra_info",
-                                         "turns",
-                                         "turn_rewards",
-                                         "tools",
-                                         "chat_template_kwargs"};
+constexpr std::string_view kCarriedFields[] = {"id",
+                                               "meta",
+                                               "finish_reason",
+                                               "logprobs",
+                                               "entropies",
+                                               "prompt",
+                                               "messages",
+                                               "response",
+                                               "data_source",
+                                               "ground_truth",
+                                               "extra_info",
+                                               "ability",
+                                               "reward_model",
+                                               "reward_extra_info",
+                                               "turns",
+                                               "turn_rewards",
+                                               "tools",
+                                               "chat_template_kwargs"};
 
 // The answers of a pair, their kept sets and log-probs under the reference: the chosen one, then the rejected.
 struct Answers {
@@ -248,7 +248,7 @@ std::span<const std::string_view> neutral_fields() {
     std::vector<std::string_view> out(std::begin(kOwnFields), std::end(kOwnFields));
     for (const ScalarRow& row : scalar_rows()) out.push_back(row.name);
     for (const SeriesRow& row : series_rows()) out.push_back(row.name);
-    out.insert(out.end(), std::begin(kCarried), std::end(kCarried));
+    out.insert(out.end(), std::begin(kCarriedFields), std::end(kCarried));
     return out;
   }();
   return fields;
@@ -274,7 +274,7 @@ void read_neutral_record(RecordReader& reader, std::string_view line, const Reco
       return;
     }
     seen.text = seen.text || key == "prompt" || key == "messages";
-    if (std::ranges::find(kCarried, key) != std::end(kCarried))
+    if (std::ranges::find(kCarriedFields, key) != std::end(kCarried))
       return add_carried(rollout.carried, key, read_raw(value, place, key));
     const SeriesRow* const series = find_series(key);
     const ScalarRow* const scalar = find_scalar(key);
