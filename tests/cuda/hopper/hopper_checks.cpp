@@ -64,27 +64,54 @@ class BlocksTogether {
   BlocksTogether& operator=(const BlocksTogether&) = delete;
 };
 
-// The path's blocks of keys in one launch and in several, whose turns follow each other: the CPU's answer, the number
-// of tiles that blocks add to, and in several launches the same bits in two orders of threads. Own keys meet no turns.
+// The path's blocks of keys in several launches, whose turns follow each other: the CPU's answer, and the same bits in
+// two orders of threads.
 std::string problem_of_launches(const OperationCase& each, Tensors& answer) {
-  constexpr std::int64_t kKeyHeads = 2, kTilesAdded = 3 * 4 * 2;  // blocks of keys, heads, tiles of queries
   if (answer.empty()) answer = answer_of_cpu(each, DType::bfloat16);
-  Tensors of_one_launch;
-  for (const std::int64_t of_head : {3, 2, 1}) {
-    const BlocksTogether limit(of_head * kKeyHeads + kKeyHeads - 1);
-    emulation::reset_counters();
+  for (const std::int64_t most :
+       {5, 2}) {  // of two key/value heads: launches of two blocks and of one, and of one each
+    const BlocksTogether limit(most);
     const Tensors results = results_in_order(each, 1);
-    const std::int64_t added = emulation::counter("sums in bulk");
-    const std::string where = text_of(of_head, " blocks of a head at a time: ");
-    if (added != kTilesAdded) return text_of(where, added, " tiles are added");
-    if (of_head == 2 && !same_bits(results, results_in_order(each, 2))) return where + "other bits with another seed";
     const OperationCheck check = compared(each, DType::bfloat16, results, answer);
-    if (!check.pass()) return text_of(where, "off by ", check.error, ", allowed ", check.allowed);
-    if (of_one_launch.empty()) of_one_launch = results;
-    if (!same_bits({results[1], results[2]}, {of_one_launch[1], of_one_launch[2]}))
-      return where + "other gradients of own keys";
+    if (!check.pass()) return text_of(most, " blocks at a time: off by ", check.error, ", allowed ", check.allowed);
+    if (most == 5 && !same_bits(results, results_in_order(each, 2))) return "other bits with another seed";
   }
   return "";
+}
+
+// ---- who adds in turn ----
+
+// Own rows in a chain below a path, heads of 128, all rows of which are queries.
+struct Turns {
+  std::int64_t rows, path, heads, kv_heads, most;  // blocks at a time
+  std::int64_t added;                              // tiles of queries that blocks add to; 0: no block adds in turn
+  std::int64_t window = 0;
+  double cap = 0;
+};
+
+std::string problem_of_turns(const Turns& of) {
+  constexpr std::int64_t D = 128;
+  Device& device = emulated_hopper_device();
+  const auto rows = [&](std::int64_t count, std::int64_t heads) {
+    return device.adopt(normal({count, heads * D}, 1).to(at::kBFloat16));
+  };
+  const auto sums = [&](std::int64_t count) { return device.adopt(at::zeros({count, of.kv_heads * D}, at::kFloat)); };
+  std::vector<std::int32_t> depths;
+  for (std::int64_t i = 0; i < of.rows; ++i) depths.push_back(static_cast<std::int32_t>(of.path + i));
+  const std::vector<std::int32_t> ends(depths.size(), static_cast<std::int32_t>(of.rows));
+  const at::Tensor q = rows(of.rows, of.heads), k = rows(of.rows, of.kv_heads), path_k = rows(of.path, of.kv_heads),
+                   lse = device.adopt(at::zeros({of.heads, of.rows}, at::kFloat)),
+                   depth = of.window > 0 ? device.adopt(whole_numbers(depths)) : at::Tensor();
+  const AttentionProblem problem{
+      D, q, k, k, path_k, path_k, at::Tensor(), device.adopt(whole_numbers(ends)), of.window, depth, 0, of.cap};
+  const BlocksTogether limit(of.most);
+  emulation::set_seed(1);
+  emulation::reset_counters();
+  device.operations().add_attention_backward(
+      problem, q, lse, q, {rows(of.rows, of.heads), sums(of.rows), sums(of.rows), sums(of.path), sums(of.path)});
+  device.synchronize();
+  const std::int64_t added = emulation::counter("sums in bulk");
+  return added == of.added ? "" : text_of(added, " tiles are added to in turn instead of ", of.added);
 }
 
 // Heads that these kernels multiply.
@@ -176,6 +203,15 @@ std::vector<KernelCheck> hopper_checks() {
       checks.push_back({Kind::answer, "Hopper", text_of("hopper: launches of ", each->sizes),
                         [=] { return problem_of_launches(*each, *answer); }});
   }
+  // As many tiles as blocks; a tile too few; a block of each head at a time; fewer blocks than heads; a path of one
+  // row.
+  for (const Turns& of : {Turns{20, 130, 4, 2, 128, 8}, Turns{20, 130, 2, 2, 128, 0}, Turns{20, 130, 2, 2, 2, 4},
+                          Turns{20, 20, 2, 2, 1, 0}, Turns{20, 1, 1, 1, 128, 1}, Turns{20, 20, 1, 1, 128, 0, 1},
+                          Turns{20, 20, 1, 1, 128, 0, 0, 1}})
+    checks.push_back({Kind::instructions, "HopperTiles",
+                      text_of("hopper: sums in turn, path ", of.path, ", ", of.heads, "/", of.kv_heads, " heads, ",
+                              of.most, " blocks at a time, window ", of.window, ", cap ", of.cap),
+                      [of] { return problem_of_turns(of); }});
   for (const Branches& of : {Branches{200, 192, 3}, Branches{0, 300, 1}, Branches{512, 128, 3, 40}})
     checks.push_back({Kind::instructions, "HopperTiles",
                       text_of("hopper: tiles of ", of.count, " branches of ", of.branch, " rows, path ", of.path,
