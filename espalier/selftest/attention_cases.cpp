@@ -271,6 +271,8 @@ std::vector<OperationCase> attention_cases() {
             .own = 67, .path = 36, .heads = 2, .kv_heads = 1, .head_dim = 192, .window = 33, .value_dim = 128},
         // Several blocks of the path's keys, each of which begins with another tile of queries.
         AttentionSize{.own = 70, .path = 300, .heads = 4, .kv_heads = 2, .head_dim = 128},
+        // The path's keys add to the queries of a second block, which has half of its tiles.
+        AttentionSize{.own = 130, .path = 20, .head_dim = 128},
         AttentionSize{.own = 70, .path = 20, .heads = 2, .kv_heads = 1, .head_dim = 64, .soft_cap = 2},
         AttentionSize{.own = 37, .path = 5, .heads = 4, .kv_heads = 2, .head_dim = 24, .soft_cap = 1, .value_dim = 16},
         AttentionSize{.own = 20, .path = 15, .heads = 2, .kv_heads = 2, .head_dim = 64, .value_dim = 128}})

@@ -124,9 +124,9 @@ bool is_taken(const OperationCase& each) {
 
 // ---- tiles that are multiplied ----
 
-// Own rows in branches of equal length below a path, one head of 64 elements; all of them are queries.
+// Own rows in branches of equal length below a path, one head; all of them are queries.
 struct Branches {
-  std::int64_t path, branch, count, window = 0;
+  std::int64_t path, branch, count, window = 0, head_dim = 64;
 
   std::int64_t rows() const { return branch * count; }
   std::int64_t depth(std::int64_t row) const { return path + row % branch; }
@@ -160,9 +160,14 @@ std::string counted(const char* what, std::int64_t wanted) {
 
 // Products have 16 of the inner dimension and 64 rows: both groups of a block multiply each tile.
 std::string problem_of_tiles(const Branches& of) {
-  constexpr std::int64_t D = 64, kSteps = D / 16;
-  const std::int64_t T = of.rows(), P = of.path;
-  const std::int64_t forward_keys = of.window > 0 ? 128 : 192, query_keys = of.window > 0 ? 64 : 128;
+  const std::int64_t D = of.head_dim, steps = D / 16, T = of.rows(), P = of.path;
+  const bool rules = of.window > 0, small = D == 64;
+  const std::int64_t forward_keys = rules   ? (small ? 128 : 96)
+                                    : small ? 192
+                                            : 176,
+                     query_keys = rules   ? 64
+                                  : small ? 128
+                                          : 96;
   Device& device = emulated_hopper_device();
   const auto rows = [&](std::int64_t count) { return device.adopt(normal({count, D}, 1).to(at::kBFloat16)); };
   const auto sums = [&](std::int64_t count) { return device.adopt(at::zeros({count, D}, at::kFloat)); };
@@ -179,12 +184,12 @@ std::string problem_of_tiles(const Branches& of) {
   emulation::reset_counters();
   device.operations().attention(problem, out, lse);
   device.synchronize();
-  std::string problems = counted("forward", 2 * of.tiles(128, forward_keys, true, true) * (kSteps + forward_keys / 16));
+  std::string problems = counted("forward", 2 * of.tiles(128, forward_keys, true, true) * (steps + forward_keys / 16));
   emulation::reset_counters();
   device.operations().add_attention_backward(problem, out, lse, rows(T), {rows(T), sums(T), sums(T), sums(P), sums(P)});
   device.synchronize();
-  const std::int64_t of_queries = 2 * of.tiles(128, query_keys, true, true) * (2 * kSteps + query_keys / 16);
-  const std::int64_t of_keys = 2 * of.tiles(64, 128, true, true) * (2 * kSteps + 2 * 64 / 16);
+  const std::int64_t of_queries = 2 * of.tiles(128, query_keys, true, true) * (2 * steps + query_keys / 16);
+  const std::int64_t of_keys = 2 * of.tiles(64, 128, true, true) * (2 * steps + 2 * 64 / 16);
   return problems + counted("backward", of_queries + of_keys);
 }
 
@@ -203,19 +208,20 @@ std::vector<KernelCheck> hopper_checks() {
       checks.push_back({Kind::answer, "Hopper", text_of("hopper: launches of ", each->sizes),
                         [=] { return problem_of_launches(*each, *answer); }});
   }
-  // As many tiles as blocks; a tile too few; a block of each head at a time; fewer blocks than heads; a path of one
-  // row.
+  // As many tiles as blocks; a tile too few; a block of each head at a time; two of each head, then one; fewer blocks
+  // than heads; a path of one row; a window; a cap.
   for (const Turns& of : {Turns{20, 130, 4, 2, 128, 8}, Turns{20, 130, 2, 2, 128, 0}, Turns{20, 130, 2, 2, 2, 4},
-                          Turns{20, 20, 2, 2, 1, 0}, Turns{20, 1, 1, 1, 128, 1}, Turns{20, 20, 1, 1, 128, 0, 1},
-                          Turns{20, 20, 1, 1, 128, 0, 0, 1}})
+                          Turns{20, 300, 6, 2, 5, 18}, Turns{20, 20, 2, 2, 1, 0}, Turns{20, 1, 1, 1, 128, 1},
+                          Turns{20, 20, 1, 1, 128, 0, 1}, Turns{20, 20, 1, 1, 128, 0, 0, 1}})
     checks.push_back({Kind::instructions, "HopperTiles",
                       text_of("hopper: sums in turn, path ", of.path, ", ", of.heads, "/", of.kv_heads, " heads, ",
                               of.most, " blocks at a time, window ", of.window, ", cap ", of.cap),
                       [of] { return problem_of_turns(of); }});
-  for (const Branches& of : {Branches{200, 192, 3}, Branches{0, 300, 1}, Branches{512, 128, 3, 40}})
+  for (const Branches& of :
+       {Branches{200, 192, 3}, Branches{0, 300, 1}, Branches{512, 128, 3, 40}, Branches{40, 100, 1, 60, 128}})
     checks.push_back({Kind::instructions, "HopperTiles",
                       text_of("hopper: tiles of ", of.count, " branches of ", of.branch, " rows, path ", of.path,
-                              ", window ", of.window),
+                              ", window ", of.window, ", head of ", of.head_dim),
                       [of] { return problem_of_tiles(of); }});
   return checks;
 }
