@@ -217,8 +217,8 @@ std::vector<KernelCheck> hopper_checks() {
                       text_of("hopper: sums in turn, path ", of.path, ", ", of.heads, "/", of.kv_heads, " heads, ",
                               of.most, " blocks at a time, window ", of.window, ", cap ", of.cap),
                       [of] { return problem_of_turns(of); }});
-  for (const Branches& of :
-       {Branches{200, 192, 3}, Branches{0, 300, 1}, Branches{512, 128, 3, 40}, Branches{40, 100, 1, 60, 128}})
+  for (const Branches& of : {Branches{200, 192, 3}, Branches{0, 300, 1}, Branches{512, 128, 3, 40},
+                             Branches{40, 100, 1, 60, 128}, Branches{0, 150, 1, 0, 128}})
     checks.push_back({Kind::instructions, "HopperTiles",
                       text_of("hopper: tiles of ", of.count, " branches of ", of.branch, " rows, path ", of.path,
                               ", window ", of.window, ", head of ", of.head_dim),
