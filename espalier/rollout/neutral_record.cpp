@@ -248,7 +248,7 @@ std::span<const std::string_view> neutral_fields() {
     std::vector<std::string_view> out(std::begin(kOwnFields), std::end(kOwnFields));
     for (const ScalarRow& row : scalar_rows()) out.push_back(row.name);
     for (const SeriesRow& row : series_rows()) out.push_back(row.name);
-    out.insert(out.end(), std::begin(kCarriedFields), std::end(kCarried));
+    out.insert(out.end(), std::begin(kCarriedFields), std::end(kCarriedFields));
     return out;
   }();
   return fields;
@@ -274,7 +274,7 @@ void read_neutral_record(RecordReader& reader, std::string_view line, const Reco
       return;
     }
     seen.text = seen.text || key == "prompt" || key == "messages";
-    if (std::ranges::find(kCarriedFields, key) != std::end(kCarried))
+    if (std::ranges::find(kCarriedFields, key) != std::end(kCarriedFields))
       return add_carried(rollout.carried, key, read_raw(value, place, key));
     const SeriesRow* const series = find_series(key);
     const ScalarRow* const scalar = find_scalar(key);

@@ -115,10 +115,8 @@ class Connection : public std::enable_shared_from_this<Connection<Server>> {
   }
 
   void invite_body() {
-    auto invitation = std::make_shared<http::response<http::empty_body>>(http::status::continue_, 11);
-    http::async_write(stream_, *invitation, [self = this->shared_from_this(), invitation](Failure failed, std::size_t) {
-      if (!failed) self->read_body();
-    });
+    answer_.emplace(http::status::continue_, 11);
+    send(*answer_, [self = this] { self->read_body(); });
   }
 
   void read_body() {
@@ -169,7 +167,7 @@ class Connection : public std::enable_shared_from_this<Connection<Server>> {
     answer_->keep_alive(keep_alive_);
     answer_->body() = {body_->data(), body_->size()};
     answer_->prepare_payload();
-    send(*answer_);
+    send_last(*answer_);
   }
 
   void write_file(const HttpAnswer& answer) {
@@ -182,18 +180,26 @@ class Connection : public std::enable_shared_from_this<Connection<Server>> {
     file_->keep_alive(keep_alive_);
     file_->body().reset(std::move(file), failed);
     file_->prepare_payload();
-    send(*file_);
+    send_last(*file_);
   }
 
-  template <class Message>
-  void send(Message& message) {
-    stream_.expires_after(std::chrono::seconds(server_->limits_.body_seconds));
-    http::async_write(stream_, message, [self = this->shared_from_this()](Failure failed, std::size_t) {
+  void send_last(auto& message) {
+    send(message, [self = this] {
       self->body_.reset();
       self->answer_.reset(), self->file_.reset();
-      if (failed || !self->keep_alive_) return !failed && self->has_rest_ ? self->drop_rest() : self->close();
+      if (!self->keep_alive_) return self->has_rest_ ? self->drop_rest() : self->close();
       self->read(self->server_->limits_.idle_seconds);
     });
+  }
+
+  // One type of `then` for all: each further one is seconds of the compiler.
+  template <class Message>
+  void send(Message& message, std::function<void()> then) {
+    stream_.expires_after(std::chrono::seconds(server_->limits_.body_seconds));
+    http::async_write(stream_, message,
+                      [self = this->shared_from_this(), then = std::move(then)](Failure failed, std::size_t) {
+                        failed ? self->close() : then();
+                      });
   }
 
   void close() {
