@@ -33,13 +33,21 @@ endif()
 option(ESPALIER_UNITY "compile several files of a library or a test at once" ON)
 
 set(ESPALIER_QUICK_TO_COMPILE $<$<CONFIG:Release>:-O1>)  # a quarter less to compile than -O2
-# espalier_library(NAME FILES... [TORCH] [COLD] [ALONE files...] [LINK targets...]): the folder's static library
+# As much less again: GCC without the passes that cost most where loops are few.
+set(ESPALIER_QUICKEST_TO_COMPILE ${ESPALIER_QUICK_TO_COMPILE})
+if(CMAKE_CXX_COMPILER_ID STREQUAL GNU)
+  foreach(pass ipa-pure-const ipa-reference tree-sra tree-dse tree-pta ivopts move-loop-invariants tree-loop-optimize if-conversion
+      if-conversion2 tree-slsr tree-sink tree-ch ssa-phiopt cprop-registers combine-stack-adjustments shrink-wrap)
+    list(APPEND ESPALIER_QUICKEST_TO_COMPILE $<$<CONFIG:Release>:-fno-${pass}>)
+  endforeach()
+endif()
+# espalier_library(NAME FILES... [TORCH] [COLD | OUTSIDE] [ALONE files...] [LINK targets...]): the folder's static library
 # espalier_NAME.
 # TORCH: its files see ATen (through the precompiled header); without it they must not. COLD: its own loops are a
-# negligible part of a step. ALONE: files with names that another file has, too, or whose classes have members of unnamed
-# namespaces, compiled by themselves.
+# negligible part of a step. OUTSIDE: it runs outside of steps. ALONE: files with names that another file has, too, or
+# whose classes have members of unnamed namespaces, compiled by themselves.
 function(espalier_library name)
-  cmake_parse_arguments(arg "TORCH;COLD" "" "ALONE;LINK;FILES" ${ARGN})
+  cmake_parse_arguments(arg "TORCH;COLD;OUTSIDE" "" "ALONE;LINK;FILES" ${ARGN})
   list(APPEND arg_FILES ${arg_UNPARSED_ARGUMENTS} ${arg_ALONE})
   set_source_files_properties(${arg_ALONE} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
   espalier_take_faulty_files(arg_FILES)
@@ -49,6 +57,8 @@ function(espalier_library name)
   set_target_properties(espalier_${name} PROPERTIES UNITY_BUILD ${ESPALIER_UNITY} UNITY_BUILD_BATCH_SIZE 24)
   if(arg_COLD)
     target_compile_options(espalier_${name} PRIVATE ${ESPALIER_QUICK_TO_COMPILE})
+  elseif(arg_OUTSIDE)
+    target_compile_options(espalier_${name} PRIVATE ${ESPALIER_QUICKEST_TO_COMPILE})
   endif()
   if(arg_TORCH)
     espalier_use_torch(espalier_${name})

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from recorded_tests import Record
 
-LONG, FAST = 0.75, 0.65
+LONG, FAST = 0.9, 0.85
 SHARES = 14
 LONG_TESTS = Path(__file__).resolve().parent.parent / "tests/long_tests.txt"
 
