@@ -47,7 +47,7 @@ class Tree:
     """Who includes whom, and which test stands where, from the text of the sources."""
 
     def __init__(self, record, build):
-        self.record, self.text = record, {}
+        self.record, self.breadth, self.text = record, record.breadth(), {}
         self.program = programs_of_test_files(build)
         for name in tracked("."):
             if name.endswith(CPP) or PYTHON_TESTS.match(name):
@@ -81,8 +81,7 @@ class Tree:
     def entering(self, name):
         """Tests that enter a source, the most specific first."""
         best = self.record.best.get(name, [])
-        breadth = self.record.breadth()
-        rest = sorted(set(self.record.reached.get(name, [])) - set(best), key=lambda test: (breadth[test], test.seconds, test.name))
+        rest = sorted(set(self.record.reached.get(name, [])) - set(best), key=lambda test: (self.breadth[test], test.seconds, test.name))
         return best + rest
 
     def tests_of(self, name):
