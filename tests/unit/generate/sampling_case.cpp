@@ -51,10 +51,11 @@ at::Tensor dense_logits_TV(ModelState& model, const std::vector<std::int32_t>& i
   PathSource kv(path, 0, false, subtree_end_T, depth_T, {whole});
   const DecoderSaved saved = decoder_forward(model.decoder, {input, kv, arena});
   const at::Tensor hidden = on_host(saved.normed_OM), head = on_host(model.decoder.weights().head_VM);
-  const double factor = model.shape.scales.logits;
-  if (model.dtype == DType::bfloat16)  // logits of exact products, as the engine's head computes them
-    return at::mm(hidden.to(at::kFloat), head.to(at::kFloat).t()) * factor;
-  return at::mm(hidden, head.t()) * factor;
+  const double factor = model.shape.scales.logits, cap = model.shape.scales.logit_cap;
+  const bool exact = model.dtype == DType::bfloat16;  // logits of exact products, as the engine's head computes them
+  const at::Tensor logits_TV =
+      exact ? at::mm(hidden.to(at::kFloat), head.to(at::kFloat).t()) * factor : at::mm(hidden, head.t()) * factor;
+  return cap > 0 ? (logits_TV / cap).tanh() * cap : logits_TV;
 }
 
 std::vector<double> dense_logprobs(ModelState& model, const Rollout& rollout) {
