@@ -14,7 +14,7 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL GNU)
 endif()
 set(CMAKE_CXX_FLAGS_RELEASE "-O2 -DNDEBUG")
 set(CMAKE_CXX_FLAGS_DEBUG "-O0 -g")
-set(ESPALIER_KERNEL_OPTIMISATION -O3)  # in Debug too; with -O2 some multiply-adds are fused in scores that are not in samples
+set(ESPALIER_KERNEL_OPTIMISATION -O3)  # in Debug too; compiled with -O2, samples of Granite had other last bits than their scores
 if(ESPALIER_SANITIZE)
   set(ESPALIER_KERNEL_OPTIMISATION -O0)  # an instrumented kernel takes minutes to compile with -O3, seconds with -O0
   add_compile_options(-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer)

@@ -10,7 +10,7 @@
 namespace espalier {
 namespace {
 
-constexpr int kEndpointPatience = 300'000;  // milliseconds; the last answer waits for the network
+constexpr int kTrackerPatience = 300'000;  // milliseconds; the last answer waits for the network
 
 std::string settings_of(const Options& options, char verb) {
   const std::string& folder = options.out.empty() ? options.resume : options.out;
@@ -50,7 +50,7 @@ ReportTargets ReportTargets::from(const Options& options) {
 }
 
 Tracker::Tracker(const Options& options, char verb, Progress& progress) : progress_(progress) {
-  service_.emplace("tracker", settings_of(options, verb), kEndpointPatience, fail);
+  service_.emplace("tracker", settings_of(options, verb), kTrackerPatience, fail);
 }
 
 void Tracker::write(const Json& line) {
