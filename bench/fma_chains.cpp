@@ -14,7 +14,7 @@ bench::FmaChains fma_chains() {
             for (int i = 0; i < kChains; ++i) x[i] = broadcast(static_cast<float>(i));
             for (long round = 0; round < rounds; ++round)
 #pragma GCC unroll 24
-              for (int i = 0; i < kChains; ++i) x[i] = add_product(x[i], factor, term);
+              for (int i = 0; i < kChains; ++i) x[i] = fma(x[i], factor, term);
             for (int i = 1; i < kChains; ++i) x[0] += x[i];
             return sum(x[0]);
           }};

@@ -5,7 +5,9 @@
 // versions never meet at link time. Such files keep to raw pointers and to functions of that namespace: an
 // inline function of std:: compiled for AVX-512 could be the copy that the linker gives to every caller.
 //
-// Operators + - * / < == & | of vectors work as they are; a * b + c becomes one fused instruction where there is one.
+// Operators + - * / < == & | of vectors work as they are. fma(a, b, c) is fused where the set has the instruction, and
+// a * b + c never: what the compiler chose would depend on its version, on its level of optimisation, and on whether a
+// value stands in a full vector or in the rest of a row.
 // exp, exp2, log: error below 2 units in the last place (tests/unit/base/simd_test.cpp); polynomials are own fits at
 // Chebyshev nodes, relative error below 1.1e-8 (float) and 2e-17 (double).
 #pragma once
@@ -71,8 +73,8 @@ ESPALIER_SIMD_INLINE V shuffled(V a, V b) {
 
 }  // namespace espalier::ESPALIER_SIMD
 
-// The vector extensions lack these: kVectorRegisters, kMaskedMemory with load_masked and store_masked, sqrt, and
-// add_product (a * b + sum, one rounding in every set with fused products, also where nothing is optimised).
+// The vector extensions lack these: kVectorRegisters, kMaskedMemory with load_masked and store_masked, sqrt, and fma
+// (a * b + c: one rounding with AVX2, AVX-512 and NEON, two in the baseline set of x86-64).
 #if defined(__x86_64__)
 #include "espalier/base/simd_x86_64.h"
 #else
@@ -170,18 +172,27 @@ ESPALIER_SIMD_INLINE void store_some(T* to, Vector<T> v, int count) {
 
 // ---- arithmetic ----
 
-// The value, opaque to the compiler: a product that is rounded before anything is added to it. In a b + c d, and where
-// a product has two uses, the compiler may fuse either, none or another one in the rest of a row: instruction sets
-// would then have other bits.
-template <class V>
-ESPALIER_SIMD_INLINE V unfused(V product) {
-  asm("" : "+" ESPALIER_VECTOR_REGISTER(product));
-  return product;
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+ESPALIER_SIMD_INLINE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+ESPALIER_SIMD_INLINE double fma(double a, double b, double c) { return __builtin_fma(a, b, c); }
+#else
+ESPALIER_SIMD_INLINE float fma(float a, float b, float c) { return a * b + c; }
+ESPALIER_SIMD_INLINE double fma(double a, double b, double c) { return a * b + c; }
+#endif
+namespace detail {
+template <class V, class X>
+ESPALIER_SIMD_INLINE V spread(X x) {
+  if constexpr (sizeof(X) == sizeof(V))
+    return x;
+  else
+    return broadcast(static_cast<decltype(V{}[0] + V{}[0])>(x));
 }
-
-// a * b + c: one rounding with AVX2, AVX-512 and NEON, two in the baseline set of x86-64.
-ESPALIER_SIMD_INLINE FloatVector fma(FloatVector a, FloatVector b, FloatVector c) { return a * b + c; }
-ESPALIER_SIMD_INLINE DoubleVector fma(DoubleVector a, DoubleVector b, DoubleVector c) { return a * b + c; }
+}  // namespace detail
+// A scalar b or c stands for all lanes.
+template <class V, class B, class C>
+requires(sizeof(V) == ESPALIER_SIMD_BYTES) ESPALIER_SIMD_INLINE V fma(V a, B b, C c) {
+  return fma(a, detail::spread<V>(b), detail::spread<V>(c));
+}
 // The second argument where either is NaN.
 ESPALIER_SIMD_INLINE FloatVector max(FloatVector a, FloatVector b) { return a > b ? a : b; }
 ESPALIER_SIMD_INLINE DoubleVector max(DoubleVector a, DoubleVector b) { return a > b ? a : b; }
@@ -268,48 +279,48 @@ ESPALIER_SIMD_INLINE DoubleVector scale_by_power(DoubleVector value, IntegerVect
 // 2^r for |r| <= 1/2.
 ESPALIER_SIMD_INLINE FloatVector exp2_fraction(FloatVector r) {
   FloatVector p = broadcast(0.000154532623f);
-  p = p * r + 0.00133909786f;
-  p = p * r + 0.00961808208f;
-  p = p * r + 0.0555035695f;
-  p = p * r + 0.240226507f;
-  p = p * r + 0.693147182f;
-  return p * r + 1.0f;
+  p = fma(p, r, 0.00133909786f);
+  p = fma(p, r, 0.00961808208f);
+  p = fma(p, r, 0.0555035695f);
+  p = fma(p, r, 0.240226507f);
+  p = fma(p, r, 0.693147182f);
+  return fma(p, r, 1.0f);
 }
 ESPALIER_SIMD_INLINE DoubleVector exp2_fraction(DoubleVector r) {
   DoubleVector p = broadcast(4.4549794711760616e-10);
-  p = p * r + 7.072621356539349e-09;
-  p = p * r + 1.0178062351388103e-07;
-  p = p * r + 1.3215442410711872e-06;
-  p = p * r + 1.525273382999124e-05;
-  p = p * r + 0.0001540353044202707;
-  p = p * r + 0.0013333558146416842;
-  p = p * r + 0.009618129107606715;
-  p = p * r + 0.0555041086648216;
-  p = p * r + 0.24022650695910097;
-  p = p * r + 0.6931471805599453;
-  return p * r + 1.0;
+  p = fma(p, r, 7.072621356539349e-09);
+  p = fma(p, r, 1.0178062351388103e-07);
+  p = fma(p, r, 1.3215442410711872e-06);
+  p = fma(p, r, 1.525273382999124e-05);
+  p = fma(p, r, 0.0001540353044202707);
+  p = fma(p, r, 0.0013333558146416842);
+  p = fma(p, r, 0.009618129107606715);
+  p = fma(p, r, 0.0555041086648216);
+  p = fma(p, r, 0.24022650695910097);
+  p = fma(p, r, 0.6931471805599453);
+  return fma(p, r, 1.0);
 }
 // e^r for |r| <= ln(2) / 2.
 ESPALIER_SIMD_INLINE FloatVector exp_fraction(FloatVector r) {
   FloatVector p = broadcast(0.00139262504f);
-  p = p * r + 0.00836323295f;
-  p = p * r + 0.0416665524f;
-  p = p * r + 0.166665763f;
-  p = p * r + 0.5f;
-  return p * (r * r) + r + 1.0f;
+  p = fma(p, r, 0.00836323295f);
+  p = fma(p, r, 0.0416665524f);
+  p = fma(p, r, 0.166665763f);
+  p = fma(p, r, 0.5f);
+  return fma(p, r * r, r) + 1.0f;
 }
 ESPALIER_SIMD_INLINE DoubleVector exp_fraction(DoubleVector r) {
   DoubleVector p = broadcast(2.5100472505694996e-08);
-  p = p * r + 2.7620201591031547e-07;
-  p = p * r + 2.7557268276905696e-06;
-  p = p * r + 2.4801521057868204e-05;
-  p = p * r + 0.00019841269863171557;
-  p = p * r + 0.0013888888917367081;
-  p = p * r + 0.008333333333330039;
-  p = p * r + 0.041666666666623824;
-  p = p * r + 0.16666666666666669;
-  p = p * r + 0.5000000000000001;
-  return p * (r * r) + r + 1.0;
+  p = fma(p, r, 2.7620201591031547e-07);
+  p = fma(p, r, 2.7557268276905696e-06);
+  p = fma(p, r, 2.4801521057868204e-05);
+  p = fma(p, r, 0.00019841269863171557);
+  p = fma(p, r, 0.0013888888917367081);
+  p = fma(p, r, 0.008333333333330039);
+  p = fma(p, r, 0.041666666666623824);
+  p = fma(p, r, 0.16666666666666669);
+  p = fma(p, r, 0.5000000000000001);
+  return fma(p, r * r, r) + 1.0;
 }
 }  // namespace detail
 
@@ -318,9 +329,9 @@ ESPALIER_SIMD_INLINE FloatVector exp(FloatVector x) {
   const FloatVector low = broadcast(-110.0f), high = broadcast(100.0f);
   x = x < low ? low : x;
   x = x > high ? high : x;
-  const FloatVector shifted = x * 1.44269504f + detail::kRoundF;
+  const FloatVector shifted = fma(x, 1.44269504f, detail::kRoundF);
   const FloatVector n = shifted - detail::kRoundF;
-  const FloatVector r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  const FloatVector r = fma(n, 2.12194440e-4f, fma(-n, 0.693359375f, x));
   const auto power = reinterpret<IntegerVector<float>>(shifted) - __builtin_bit_cast(std::int32_t, detail::kRoundF);
   return detail::scale_by_power(detail::exp_fraction(r), power);
 }
@@ -328,9 +339,9 @@ ESPALIER_SIMD_INLINE DoubleVector exp(DoubleVector x) {
   const DoubleVector low = broadcast(-760.0), high = broadcast(720.0);
   x = x < low ? low : x;
   x = x > high ? high : x;
-  const DoubleVector shifted = x * 1.4426950408889634 + detail::kRoundD;
+  const DoubleVector shifted = fma(x, 1.4426950408889634, detail::kRoundD);
   const DoubleVector n = shifted - detail::kRoundD;
-  const DoubleVector r = (x - n * 0.693147180369123816490) - n * 1.90821492927058770002e-10;
+  const DoubleVector r = fma(-n, 1.90821492927058770002e-10, fma(-n, 0.693147180369123816490, x));
   const auto power = reinterpret<IntegerVector<double>>(shifted) - __builtin_bit_cast(std::int64_t, detail::kRoundD);
   return detail::scale_by_power(detail::exp_fraction(r), power);
 }
@@ -358,18 +369,19 @@ ESPALIER_SIMD_INLINE DoubleVector exp2(DoubleVector x) {
 ESPALIER_SIMD_INLINE FloatVector exp_nonpositive(FloatVector x) {
   const FloatVector low = broadcast(-88.0f);  // n = -127, exponent field 0: multiplies by 0
   x = x < low ? low : x;
-  const FloatVector shifted = x * 1.44269504f + detail::kRoundF;
+  const FloatVector shifted = fma(x, 1.44269504f, detail::kRoundF);
   constexpr std::int32_t bias = __builtin_bit_cast(std::int32_t, detail::kRoundF) - 127;
   const auto power = reinterpret<IntegerVector<float>>(shifted) - bias;
-  return detail::exp2_fraction(x * 1.44269504f - (shifted - detail::kRoundF)) * reinterpret<FloatVector>(power << 23);
+  const FloatVector r = fma(x, 1.44269504f, detail::kRoundF - shifted);
+  return detail::exp2_fraction(r) * reinterpret<FloatVector>(power << 23);
 }
 ESPALIER_SIMD_INLINE DoubleVector exp_nonpositive(DoubleVector x) {
   const DoubleVector low = broadcast(-709.0);
   x = x < low ? low : x;
-  const DoubleVector shifted = x * 1.4426950408889634 + detail::kRoundD;
+  const DoubleVector shifted = fma(x, 1.4426950408889634, detail::kRoundD);
   constexpr std::int64_t bias = __builtin_bit_cast(std::int64_t, detail::kRoundD) - 1023;
   const auto power = reinterpret<IntegerVector<double>>(shifted) - bias;
-  const DoubleVector r = x * 1.4426950408889634 - (shifted - detail::kRoundD);
+  const DoubleVector r = fma(x, 1.4426950408889634, detail::kRoundD - shifted);
   return detail::exp2_fraction(r) * reinterpret<DoubleVector>(power << 52);
 }
 
@@ -378,14 +390,14 @@ ESPALIER_SIMD_INLINE DoubleVector exp_nonpositive(DoubleVector x) {
 template <class V, class S>
 ESPALIER_SIMD_INLINE V whole_exponent(V x, S scale_log2_e) {
   constexpr S round = sizeof(S) == 4 ? S(detail::kRoundF) : S(detail::kRoundD);
-  return (x * scale_log2_e + round) - round;
+  return fma(x, scale_log2_e, round) - round;
 }
 template <class V, class S>
 ESPALIER_SIMD_INLINE V exp_mantissa(V x, S scale, V n) {
   constexpr S high = sizeof(S) == 4 ? S(0.693359375) : S(0.693147180369123816490);
   constexpr S low = sizeof(S) == 4 ? S(-2.12194440e-4) : S(1.90821492927058770002e-10);
-  const V of_power = unfused(n * high);  // exact; it is the product with scale that is fused
-  return detail::exp_fraction((x * scale - of_power) - n * low);
+  const V of_power = n * high;  // exact
+  return detail::exp_fraction(fma(-n, low, fma(x, scale, -of_power)));
 }
 // log(2^n p) = n log 2 + log p, from log p.
 template <class V>
@@ -393,7 +405,7 @@ ESPALIER_SIMD_INLINE V log_of_power(V n, V log_p) {
   using S = decltype(n[0] + n[0]);
   constexpr S high = sizeof(S) == 4 ? S(0.693359375) : S(0.693147180369123816490);
   constexpr S low = sizeof(S) == 4 ? S(-2.12194440e-4) : S(1.90821492927058770002e-10);
-  return n * high + (n * low + log_p);
+  return fma(n, high, fma(n, low, log_p));
 }
 // p 2^n for whole n <= 0; 0, whatever p is, where 2^n is below the normal range.
 ESPALIER_SIMD_INLINE FloatVector times_power(FloatVector p, FloatVector n) {
@@ -408,13 +420,14 @@ ESPALIER_SIMD_INLINE DoubleVector times_power(DoubleVector p, DoubleVector n) {
 }
 
 namespace detail {
-// log(2^k * (1 + f)), s = f / (2 + f): log(1 + f) = f - f^2/2 + s (f^2/2 + R(s^2)), R the series of 2 atanh(s)/s - 2.
+// log(2^k * (1 + f)), s = f / (2 + f): log(1 + f) = f - f^2/2 + s (f^2/2 + R(s^2)), R = series z the series of 2
+// atanh(s)/s - 2.
 template <class V>
-ESPALIER_SIMD_INLINE V log_parts(V k, V f, V series, V s, double ln2_high, double ln2_low) {
+ESPALIER_SIMD_INLINE V log_parts(V k, V f, V series, V z, V s, double ln2_high, double ln2_low) {
   using S = decltype(f[0] + f[0]);
   const V half_square = f * f * static_cast<S>(0.5);
-  return k * static_cast<S>(ln2_high) -
-         ((half_square - (s * (half_square + series) + k * static_cast<S>(ln2_low))) - f);
+  const V of_s = fma(s, fma(series, z, half_square), k * static_cast<S>(ln2_low));
+  return fma(k, static_cast<S>(ln2_high), f - (half_square - of_s));
 }
 }  // namespace detail
 
@@ -430,8 +443,8 @@ ESPALIER_SIMD_INLINE FloatVector log(FloatVector x) {
   const FloatVector f = m - 1.0f, s = f / (f + 2.0f), z = s * s;
   FloatVector series = broadcast(2.0f / 11);
 #pragma GCC unroll 4
-  for (int d = 9; d >= 3; d -= 2) series = series * z + 2.0f / static_cast<float>(d);
-  FloatVector y = detail::log_parts(__builtin_convertvector(exponent, FloatVector), f, series * z, s, 6.9313812256e-01,
+  for (int d = 9; d >= 3; d -= 2) series = fma(series, z, 2.0f / static_cast<float>(d));
+  FloatVector y = detail::log_parts(__builtin_convertvector(exponent, FloatVector), f, series, z, s, 6.9313812256e-01,
                                     9.0580006145e-06);
   const FloatVector inf = broadcast(__builtin_inff());
   y = x == inf ? inf : y;
@@ -451,8 +464,8 @@ ESPALIER_SIMD_INLINE DoubleVector log(DoubleVector x) {
   const DoubleVector f = m - 1.0, s = f / (f + 2.0), z = s * s;
   DoubleVector series = broadcast(2.0 / 25);
 #pragma GCC unroll 12
-  for (int d = 23; d >= 3; d -= 2) series = series * z + 2.0 / d;
-  DoubleVector y = detail::log_parts(__builtin_convertvector(exponent, DoubleVector), f, series * z, s,
+  for (int d = 23; d >= 3; d -= 2) series = fma(series, z, 2.0 / d);
+  DoubleVector y = detail::log_parts(__builtin_convertvector(exponent, DoubleVector), f, series, z, s,
                                      6.93147180369123816490e-01, 1.90821492927058770002e-10);
   const DoubleVector inf = broadcast(__builtin_inf());
   y = x == inf ? inf : y;

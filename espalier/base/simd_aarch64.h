@@ -3,8 +3,6 @@
 
 #include <arm_neon.h>
 
-#define ESPALIER_VECTOR_REGISTER "w"  // as an operand of asm
-
 namespace espalier::ESPALIER_SIMD {
 
 inline constexpr int kVectorRegisters = 32;
@@ -16,13 +14,13 @@ ESPALIER_SIMD_INLINE FloatVector sqrt(FloatVector a) {
 ESPALIER_SIMD_INLINE DoubleVector sqrt(DoubleVector a) {
   return reinterpret<DoubleVector>(vsqrtq_f64(reinterpret<float64x2_t>(a)));
 }
-ESPALIER_SIMD_INLINE FloatVector add_product(FloatVector a, FloatVector b, FloatVector sum) {
+ESPALIER_SIMD_INLINE FloatVector fma(FloatVector a, FloatVector b, FloatVector c) {
   return reinterpret<FloatVector>(
-      vfmaq_f32(reinterpret<float32x4_t>(sum), reinterpret<float32x4_t>(a), reinterpret<float32x4_t>(b)));
+      vfmaq_f32(reinterpret<float32x4_t>(c), reinterpret<float32x4_t>(a), reinterpret<float32x4_t>(b)));
 }
-ESPALIER_SIMD_INLINE DoubleVector add_product(DoubleVector a, DoubleVector b, DoubleVector sum) {
+ESPALIER_SIMD_INLINE DoubleVector fma(DoubleVector a, DoubleVector b, DoubleVector c) {
   return reinterpret<DoubleVector>(
-      vfmaq_f64(reinterpret<float64x2_t>(sum), reinterpret<float64x2_t>(a), reinterpret<float64x2_t>(b)));
+      vfmaq_f64(reinterpret<float64x2_t>(c), reinterpret<float64x2_t>(a), reinterpret<float64x2_t>(b)));
 }
 
 }  // namespace espalier::ESPALIER_SIMD

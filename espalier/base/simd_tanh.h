@@ -20,8 +20,8 @@ ESPALIER_SIMD_INLINE Vector<T> tanh_of(Vector<T> x) {
                            A(2.0 / 15.0),
                            A(-1.0 / 3.0)};
   Vector<T> series = broadcast(kSeries[0]);
-  for (int k = 1; k < 9; ++k) series = series * y + kSeries[k];
-  const Vector<T> near = x + x * (y * series);
+  for (int k = 1; k < 9; ++k) series = fma(series, y, kSeries[k]);
+  const Vector<T> near = fma(x, y * series, x);
   return abs(x) < broadcast(A(0.15)) ? near : (x < zero ? -far : far);
 }
 

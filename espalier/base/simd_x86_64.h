@@ -4,8 +4,6 @@
 
 #include <immintrin.h>
 
-#define ESPALIER_VECTOR_REGISTER "v"  // as an operand of asm
-
 namespace espalier::ESPALIER_SIMD {
 
 inline constexpr int kVectorRegisters = ESPALIER_SIMD_BYTES == 64 ? 32 : 16;
@@ -30,13 +28,13 @@ ESPALIER_SIMD_INLINE FloatVector sqrt(FloatVector a) {
 ESPALIER_SIMD_INLINE DoubleVector sqrt(DoubleVector a) {
   return reinterpret<DoubleVector>(_mm512_maskz_sqrt_pd(0xff, reinterpret<__m512d>(a)));
 }
-ESPALIER_SIMD_INLINE FloatVector add_product(FloatVector a, FloatVector b, FloatVector sum) {
+ESPALIER_SIMD_INLINE FloatVector fma(FloatVector a, FloatVector b, FloatVector c) {
   return reinterpret<FloatVector>(
-      _mm512_fmadd_ps(reinterpret<__m512>(a), reinterpret<__m512>(b), reinterpret<__m512>(sum)));
+      _mm512_fmadd_ps(reinterpret<__m512>(a), reinterpret<__m512>(b), reinterpret<__m512>(c)));
 }
-ESPALIER_SIMD_INLINE DoubleVector add_product(DoubleVector a, DoubleVector b, DoubleVector sum) {
+ESPALIER_SIMD_INLINE DoubleVector fma(DoubleVector a, DoubleVector b, DoubleVector c) {
   return reinterpret<DoubleVector>(
-      _mm512_fmadd_pd(reinterpret<__m512d>(a), reinterpret<__m512d>(b), reinterpret<__m512d>(sum)));
+      _mm512_fmadd_pd(reinterpret<__m512d>(a), reinterpret<__m512d>(b), reinterpret<__m512d>(c)));
 }
 #else
 inline constexpr bool kMaskedMemory = false;
@@ -47,13 +45,13 @@ ESPALIER_SIMD_INLINE FloatVector sqrt(FloatVector a) {
 ESPALIER_SIMD_INLINE DoubleVector sqrt(DoubleVector a) {
   return reinterpret<DoubleVector>(_mm256_sqrt_pd(reinterpret<__m256d>(a)));
 }
-ESPALIER_SIMD_INLINE FloatVector add_product(FloatVector a, FloatVector b, FloatVector sum) {
+ESPALIER_SIMD_INLINE FloatVector fma(FloatVector a, FloatVector b, FloatVector c) {
   return reinterpret<FloatVector>(
-      _mm256_fmadd_ps(reinterpret<__m256>(a), reinterpret<__m256>(b), reinterpret<__m256>(sum)));
+      _mm256_fmadd_ps(reinterpret<__m256>(a), reinterpret<__m256>(b), reinterpret<__m256>(c)));
 }
-ESPALIER_SIMD_INLINE DoubleVector add_product(DoubleVector a, DoubleVector b, DoubleVector sum) {
+ESPALIER_SIMD_INLINE DoubleVector fma(DoubleVector a, DoubleVector b, DoubleVector c) {
   return reinterpret<DoubleVector>(
-      _mm256_fmadd_pd(reinterpret<__m256d>(a), reinterpret<__m256d>(b), reinterpret<__m256d>(sum)));
+      _mm256_fmadd_pd(reinterpret<__m256d>(a), reinterpret<__m256d>(b), reinterpret<__m256d>(c)));
 }
 #else
 ESPALIER_SIMD_INLINE FloatVector sqrt(FloatVector a) {
@@ -62,10 +60,8 @@ ESPALIER_SIMD_INLINE FloatVector sqrt(FloatVector a) {
 ESPALIER_SIMD_INLINE DoubleVector sqrt(DoubleVector a) {
   return reinterpret<DoubleVector>(_mm_sqrt_pd(reinterpret<__m128d>(a)));
 }
-template <class V>
-ESPALIER_SIMD_INLINE V add_product(V a, V b, V sum) {
-  return a * b + sum;
-}
+ESPALIER_SIMD_INLINE FloatVector fma(FloatVector a, FloatVector b, FloatVector c) { return a * b + c; }
+ESPALIER_SIMD_INLINE DoubleVector fma(DoubleVector a, DoubleVector b, DoubleVector c) { return a * b + c; }
 #endif
 #endif
 

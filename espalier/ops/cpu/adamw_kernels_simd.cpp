@@ -1,7 +1,8 @@
 // AdamW and the sum of squares over one block; loops that the compiler vectorises, compiled for each instruction set.
 //
-// Compiled without contraction: multiply-adds are fused only where `fused` says so, which is where torch's own vector
-// code does, so that the results have torch's bits. Nothing here may have external linkage outside the set's namespace.
+// Multiply-adds are fused where torch's own vector code does so, and the results have torch's bits. Nothing here may
+// have external linkage outside the set's namespace.
+#include "espalier/base/simd.h"
 #include "espalier/ops/cpu/adamw_ranges.h"
 
 namespace espalier::ESPALIER_SIMD {
@@ -9,15 +10,6 @@ namespace {
 
 inline float root(float x) { return __builtin_sqrtf(x); }
 inline double root(double x) { return __builtin_sqrt(x); }
-
-// a b + c: one rounding where the set has the instruction (all but the baseline of x86-64), else two.
-#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
-inline float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
-inline double fused(double a, double b, double c) { return __builtin_fma(a, b, c); }
-#else
-inline float fused(float a, float b, float c) { return a * b + c; }
-inline double fused(double a, double b, double c) { return a * b + c; }
-#endif
 
 // To nearest, ties to even; NaN stays NaN. Written without a branch so that the loop stays a vector loop.
 inline std::uint16_t bfloat16_bits(float value) {
@@ -58,8 +50,8 @@ void adamw_loop(std::int64_t count, T* __restrict p, const T* __restrict grad, T
   for (std::int64_t i = 0; i < count; ++i) {
     const T g = grad[i] * f.grad_scale;
     const T decayed = p[i] * f.decay;
-    const T first = fused(coefficient, g - m[i], small ? m[i] : g);
-    const T second = fused(f.one_minus_beta2 * g, g, v[i] * f.beta2);
+    const T first = fma(coefficient, g - m[i], small ? m[i] : g);
+    const T second = fma(f.one_minus_beta2 * g, g, v[i] * f.beta2);
     const T denominator = root(second) / f.correction2_root + f.eps;
     const T updated = decayed + f.minus_step_size * first / denominator;
     p[i] = updated;

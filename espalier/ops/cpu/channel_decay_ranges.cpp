@@ -49,7 +49,7 @@ void forward_strip(const HeadRows<A>& h, std::int64_t j, int count, A* state, A*
 #pragma GCC unroll 4
       for (int v = 0; v < vectors; ++v) {
         A* const at = strip + i * kWidth + v * kLanes<A>;
-        const Vector<A> next = fma(update[v], ki, unfused(load(at) * decay[i]));
+        const Vector<A> next = fma(update[v], ki, load(at) * decay[i]);
         store(at, next);
         out[v] = fma(next, qi, out[v]);
         seen[v] = fma(next, after, seen[v]);
@@ -98,8 +98,8 @@ void step(const HeadRows<A>& h, std::int64_t row, const A* before, A* after, A* 
     store_some(errors + j, error, count);
     store_some(updates + j, update, count);
     for (std::int64_t i = 0; i < dk; ++i)
-      store_some(after + i * dv + j,
-                 fma(update, broadcast(k[i]), unfused(load_some(before + i * dv + j, count) * decay[i])), count);
+      store_some(after + i * dv + j, fma(update, broadcast(k[i]), load_some(before + i * dv + j, count) * decay[i]),
+                 count);
   });
 }
 
@@ -110,9 +110,7 @@ void step_back(const HeadRows<A>& h, std::int64_t row, const A* before, const A*
   const std::int64_t dk = h.key_dim, dv = h.value_dim;
   const A *const k = h.k + row * dk, *const q = h.q + row * dk, *const decay = h.decay + row * dk;
   A *const of_value = to.v + row * dv, *const to_q = to.q + row * dk, *const to_k = to.k + row * dk;
-  const auto sum_of = [&](auto term) { return sum_over<A>(dv, term); };
-  const A seen =
-      sum_of([&](std::int64_t j, int count) { return load_some(updates + j, count) * load_some(grad_o + j, count); });
+  const A seen = dot(dv, updates, grad_o);
   for (std::int64_t j = 0; j < dv; ++j) of_update[j] = 0;
   for (std::int64_t i = 0; i < dk; ++i) {
     A* const line = grad + i * dv;
@@ -122,15 +120,10 @@ void step_back(const HeadRows<A>& h, std::int64_t row, const A* before, const A*
       store_some(line + j, all, count);
       store_some(of_update + j, fma(all, broadcast(k[i]), load_some(of_update + j, count)), count);
     });
-    to_q[i] = decay[i] * sum_of([&](std::int64_t j, int count) {
-                return load_some(state + j, count) * load_some(grad_o + j, count);
-              }) +
-              k[i] * seen;
-    to_k[i] =
-        sum_of([&](std::int64_t j, int count) { return load_some(line + j, count) * load_some(updates + j, count); });
+    to_q[i] = fma(decay[i], dot(dv, state, grad_o), k[i] * seen);
+    to_k[i] = dot(dv, line, updates);
   }
-  to.beta[row] =
-      sum_of([&](std::int64_t j, int count) { return load_some(of_update + j, count) * load_some(errors + j, count); });
+  to.beta[row] = dot(dv, of_update, errors);
   for_lanes<A>(dv, [&](std::int64_t j, int count) {
     store_some(of_value + j, load_some(of_update + j, count) * h.beta[row], count);
   });
@@ -138,14 +131,10 @@ void step_back(const HeadRows<A>& h, std::int64_t row, const A* before, const A*
     A* const line = grad + i * dv;
     const A* const state = before + i * dv;
     for_lanes<A>(dv, [&](std::int64_t j, int count) {
-      store_some(line + j, load_some(line + j, count) - load_some(of_value + j, count) * k[i], count);
+      store_some(line + j, fma(-load_some(of_value + j, count), k[i], load_some(line + j, count)), count);
     });
-    to_k[i] -= decay[i] * sum_of([&](std::int64_t j, int count) {
-                 return load_some(state + j, count) * load_some(of_value + j, count);
-               });
-    to.log_decay[row * dk + i] = decay[i] * sum_of([&](std::int64_t j, int count) {
-                                   return load_some(line + j, count) * load_some(state + j, count);
-                                 });
+    to_k[i] = fma(-decay[i], dot(dv, state, of_value), to_k[i]);
+    to.log_decay[row * dk + i] = decay[i] * dot(dv, line, state);
     for_lanes<A>(
         dv, [&](std::int64_t j, int count) { store_some(line + j, load_some(line + j, count) * decay[i], count); });
   }

@@ -14,7 +14,7 @@ ESPALIER_SIMD_INLINE V sigmoid(V x) {
 template <class V>
 ESPALIER_SIMD_INLINE V silu_slope(V x) {
   const V s = sigmoid(x);
-  return s * (1 + x * (1 - s));
+  return s * fma(x, 1 - s, 1);
 }
 
 template <class A>
@@ -79,33 +79,23 @@ void silu_backward(std::int64_t width, const A* x, A* grad) {
 template <class A>
 A unit(std::int64_t width, const A* x, A scale, A* y) {
   silu(width, x, y);
-  const A squares = sum_over<A>(width, [&](std::int64_t i, int count) {
-    const Vector<A> v = load_some(y + i, count);
-    return v * v;
-  });
-  const A inverse = inverse_root(squares + A(kUnitEps)), factor = inverse * scale;
+  const A inverse = inverse_root(sum_of_squares(width, y) + A(kUnitEps)), factor = inverse * scale;
   for_lanes<A>(width, [&](std::int64_t i, int count) { store_some(y + i, load_some(y + i, count) * factor, count); });
   return inverse;
 }
 
 template <class A>
 void unit_backward(std::int64_t width, const A* x, const A* y, A scale, A inverse, A* grad) {
-  const A along = sum_over<A>(width, [&](std::int64_t i,
-                                         int count) { return load_some(grad + i, count) * load_some(y + i, count); }) /
-                  scale;
+  const A along = dot(width, grad, y) / scale;
   for_lanes<A>(width, [&](std::int64_t i, int count) {
-    const Vector<A> of_u = (load_some(grad + i, count) * scale - load_some(y + i, count) * along) * inverse;
+    const Vector<A> of_u = fma(load_some(grad + i, count), scale, -(load_some(y + i, count) * along)) * inverse;
     store_some(grad + i, of_u * silu_slope(load_some(x + i, count)), count);
   });
 }
 
 template <class T>
 ESPALIER_SIMD_INLINE accumulator_t<T> inverse_root_mean(std::int64_t width, accumulator_t<T> eps, const T* o) {
-  const accumulator_t<T> squares = sum_over<T>(width, [&](std::int64_t i, int count) {
-    const Vector<T> v = load_some(o + i, count);
-    return v * v;
-  });
-  return inverse_root(squares / static_cast<accumulator_t<T>>(width) + eps);
+  return inverse_root(sum_of_squares(width, o) / static_cast<accumulator_t<T>>(width) + eps);
 }
 
 // The factor of a normed row, and its derivative.
@@ -146,20 +136,20 @@ template <class T, class Gate>
 void norm_backward(std::int64_t width, accumulator_t<T> eps, const T* o, const T* z, const T* weight, const T* grad_y,
                    T* grad_o, T* grad_z, double* sums) {
   const accumulator_t<T> inverse = inverse_root_mean(width, eps, o);
-  const auto of_normed = [&](std::int64_t i, int count) {
-    return load_some(grad_y + i, count) * load_some(weight + i, count) * Gate::value(load_some(z + i, count));
-  };
-  const accumulator_t<T> along =
-      sum_over<T>(
-          width, [&](std::int64_t i, int count) { return of_normed(i, count) * (load_some(o + i, count) * inverse); }) /
-      static_cast<accumulator_t<T>>(width);
+  const accumulator_t<T> along = sum_over<T>(width,
+                                             [&](Vector<T> sum, std::int64_t i, int count) {
+                                               const Vector<T> of_normed = load_some(grad_y + i, count) *
+                                                                           load_some(weight + i, count) *
+                                                                           Gate::value(load_some(z + i, count));
+                                               return fma(of_normed, load_some(o + i, count) * inverse, sum);
+                                             }) /
+                                 static_cast<accumulator_t<T>>(width);
   for_lanes<T>(width, [&](std::int64_t i, int count) {
     const Vector<T> gate = load_some(z + i, count), normed = load_some(o + i, count) * inverse;
     const Vector<T> of_y = load_some(grad_y + i, count), w = load_some(weight + i, count);
-    const Vector<T> before = of_normed(i, count);
     add_to<accumulator_t<T>>(sums + i, of_y * normed * Gate::value(gate), count);
     store_some(grad_z + i, of_y * w * normed * Gate::slope(gate), count);
-    store_some(grad_o + i, (before - normed * along) * inverse, count);
+    store_some(grad_o + i, fma(of_y * w, Gate::value(gate), -(normed * along)) * inverse, count);
   });
 }
 
@@ -171,9 +161,9 @@ ESPALIER_SIMD_INLINE Vector<T> gated(const T* o, const T* z, std::int64_t i, int
 template <class T>
 ESPALIER_SIMD_INLINE accumulator_t<T> inverse_root_of_gated(std::int64_t width, accumulator_t<T> eps, const T* o,
                                                             const T* z) {
-  const accumulator_t<T> squares = sum_over<T>(width, [&](std::int64_t i, int count) {
+  const accumulator_t<T> squares = sum_over<T>(width, [&](Vector<T> sum, std::int64_t i, int count) {
     const Vector<T> u = gated(o, z, i, count);
-    return u * u;
+    return fma(u, u, sum);
   });
   return inverse_root(squares / static_cast<accumulator_t<T>>(width) + eps);
 }
@@ -191,17 +181,17 @@ void gate_then_norm_backward(std::int64_t width, accumulator_t<T> eps, const T* 
                              const T* grad_y, T* grad_o, T* grad_z, double* sums) {
   const accumulator_t<T> inverse = inverse_root_of_gated(width, eps, o, z);
   const accumulator_t<T> along = sum_over<T>(width,
-                                             [&](std::int64_t i, int count) {
-                                               return load_some(grad_y + i, count) * load_some(weight + i, count) *
-                                                      (gated(o, z, i, count) * inverse);
+                                             [&](Vector<T> sum, std::int64_t i, int count) {
+                                               return fma(load_some(grad_y + i, count) * load_some(weight + i, count),
+                                                          gated(o, z, i, count) * inverse, sum);
                                              }) /
                                  static_cast<accumulator_t<T>>(width);
   for_lanes<T>(width, [&](std::int64_t i, int count) {
     const Vector<T> gate = load_some(z + i, count), s = sigmoid(gate), from = load_some(o + i, count);
     const Vector<T> normed = gated(o, z, i, count) * inverse, of_y = load_some(grad_y + i, count);
-    const Vector<T> of_u = (of_y * load_some(weight + i, count) - normed * along) * inverse;
+    const Vector<T> of_u = fma(of_y, load_some(weight + i, count), -(normed * along)) * inverse;
     add_to<accumulator_t<T>>(sums + i, of_y * normed, count);
-    store_some(grad_z + i, of_u * from * (s * (1 + gate * (1 - s))), count);
+    store_some(grad_z + i, of_u * from * (s * fma(gate, 1 - s, 1)), count);
     store_some(grad_o + i, of_u * (gate * s), count);
   });
 }

@@ -6,16 +6,11 @@
 namespace espalier::ESPALIER_SIMD {
 namespace {
 
-template <class A>
-ESPALIER_SIMD_INLINE A dot(std::int64_t width, const A* x, const A* y) {
-  return sum_over<A>(width,
-                     [&](std::int64_t i, int count) { return load_some(x + i, count) * load_some(y + i, count); });
-}
 // y += a x.
 template <class A>
 ESPALIER_SIMD_INLINE void add_scaled(std::int64_t width, A a, const A* x, A* y) {
   for_lanes<A>(width, [&](std::int64_t i, int count) {
-    store_some(y + i, load_some(y + i, count) + load_some(x + i, count) * a, count);
+    store_some(y + i, fma(load_some(x + i, count), a, load_some(y + i, count)), count);
   });
 }
 // y = a x.
@@ -51,7 +46,7 @@ void forward_strip(const HeadRows<A>& h, std::int64_t j, int count, A* state, A*
 #pragma GCC unroll 4
       for (int v = 0; v < vectors; ++v) {
         A* const at = strip + i * kWidth + v * kLanes<A>;
-        const Vector<A> next = fma(update[v], ki, unfused(load(at) * decay));
+        const Vector<A> next = fma(update[v], ki, load(at) * decay);
         store(at, next);
         out[v] = fma(next, qi, out[v]);
         if (reads) seen[v] = fma(next, after, seen[v]);
@@ -173,9 +168,8 @@ template <class A>
 double from_rows_before(std::int64_t i, const A* x, const A* q, const A* y, const A* k, double* of_rows) {
   A terms[kStateBlockRows] = {};
   for_lanes<A>(i, [&](std::int64_t j, int count) {
-    store_some(terms + j,
-               load_some(x + j, count) * load_some(q + j, count) + load_some(y + j, count) * load_some(k + j, count),
-               count);
+    const Vector<A> of_keys = load_some(y + j, count) * load_some(k + j, count);
+    store_some(terms + j, fma(load_some(x + j, count), load_some(q + j, count), of_keys), count);
   });
   for (std::int64_t j = 0; j < i; ++j) of_rows[j] -= static_cast<double>(terms[j]);
   double sums[4] = {};
@@ -200,7 +194,7 @@ void backward(const HeadRows<A>& h, const A* keys, const A* queries, const A* st
     for_lanes<A>(dv, [&](std::int64_t j, int count) {
       A* const at = errors + i * dv + j;
       const Vector<A> value = load_some(h.v + i * dv + j, count);
-      store_some(at, h.reads ? value - load_some(at, count) * block.from_start[i] : value, count);
+      store_some(at, h.reads ? fma(-load_some(at, count), block.from_start[i], value) : value, count);
     });
   solve(h, block.system, errors, updates);
 

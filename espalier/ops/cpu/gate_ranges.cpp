@@ -35,7 +35,7 @@ struct Silu {
   static ESPALIER_SIMD_INLINE Vector<T> value(Vector<T> g) { return g / (exp(-g) + 1); }
   static ESPALIER_SIMD_INLINE Slope<T> with_slope(Vector<T> g) {
     const Vector<T> exponential = exp(-g) + 1, sigmoid = 1 / exponential;
-    return {g / exponential, sigmoid * (1 + g * (1 - sigmoid))};
+    return {g / exponential, sigmoid * fma(g, 1 - sigmoid, 1)};
   }
 };
 // g/2 (1 + t), t = tanh(c (g + a g^3)).
@@ -43,11 +43,11 @@ template <class T>
 struct GeluTanh {
   using A = accumulator_t<T>;
   static constexpr A kRoot = A(0.79788456080286535588), kCube = A(0.044715);
-  static ESPALIER_SIMD_INLINE Vector<T> turn(Vector<T> g) { return tanh_of<T>(kRoot * (g + kCube * g * g * g)); }
+  static ESPALIER_SIMD_INLINE Vector<T> turn(Vector<T> g) { return tanh_of<T>(kRoot * fma(kCube * g * g, g, g)); }
   static ESPALIER_SIMD_INLINE Vector<T> value(Vector<T> g) { return A(0.5) * g * (1 + turn(g)); }
   static ESPALIER_SIMD_INLINE Slope<T> with_slope(Vector<T> g) {
-    const Vector<T> t = turn(g), inner = kRoot * (1 + 3 * kCube * g * g);
-    return {A(0.5) * g * (1 + t), unfused(A(0.5) * (1 + t)) + A(0.5) * g * (1 - t * t) * inner};
+    const Vector<T> t = turn(g), inner = kRoot * fma(3 * kCube * g, g, 1);
+    return {A(0.5) * g * (1 + t), fma(A(0.5) * g * fma(-t, t, 1), inner, A(0.5) * (1 + t))};
   }
 };
 // g Phi(g).
@@ -60,7 +60,7 @@ struct Gelu {
   static ESPALIER_SIMD_INLINE Vector<T> value(Vector<T> g) { return g * below(g); }
   static ESPALIER_SIMD_INLINE Slope<T> with_slope(Vector<T> g) {
     const Vector<T> phi = below(g);
-    return {g * phi, phi + g * A(0.39894228040143267794) * exp(A(-0.5) * g * g)};
+    return {g * phi, fma(g * A(0.39894228040143267794), exp(A(-0.5) * g * g), phi)};
   }
 };
 
@@ -153,7 +153,7 @@ void activate_clamped_backward(RowRange rows, double limit, std::int64_t inner, 
                       d = load_some(grad + i, count), zero{};
       const Clamped<T> of(g, u, bound);
       const Vector<T> f = of.g * of.sigmoid;
-      const Vector<T> slope = of.sigmoid * (1 + Clamped<T>::kSlope * of.g * (1 - of.sigmoid));
+      const Vector<T> slope = of.sigmoid * fma(Clamped<T>::kSlope * of.g, 1 - of.sigmoid, 1);
       store_some(to + i, g <= broadcast(bound) ? d * (of.u + 1) * slope : zero, count);
       store_some(to + inner + i, ((u <= broadcast(bound)) & (u >= broadcast(-bound))) ? d * f : zero, count);
       if (act != nullptr) store_some(act + r * inner + i, f * (of.u + 1), count);
@@ -194,8 +194,6 @@ void swiglu_backward(RowRange rows, const ActivationRule& rule, std::int64_t inn
   }
 }
 
-// The sum is fused in every lane of every vector, or in none: a compiler that may choose does so by vectors and their
-// rests, and the bits of a row would depend on the rows beside it.
 template <class T>
 void add_scaled(RowRange elements, const T* base, const T* x, accumulator_t<T> factor, T* out) {
   const Vector<T> factors = Vector<T>{} + factor;

@@ -28,7 +28,7 @@ HeadRowParts row_parts(const T* raw, std::int64_t n, double inverse_temperature)
     const double top = static_cast<double>(run_maximum(raw + begin, count));
     if (top > maximum) {  // with d = y_old - y_new: sum e^(y-d) = e^-d sum e^y, sum (y-d) e^(y-d) likewise
       const double shift = (top - maximum) * inverse_temperature, scale = __builtin_exp(-shift);
-      sum_weighted = scale == 0 ? 0 : scale * (sum_weighted - shift * sum_exp);
+      sum_weighted = scale == 0 ? 0 : scale * fma(-shift, sum_exp, sum_weighted);
       sum_exp *= scale;
       maximum = top;
     }
@@ -44,7 +44,7 @@ HeadRowParts row_parts(const T* raw, std::int64_t n, double inverse_temperature)
         e = inside ? exp(y) : Vector<T>{};
       }
       run_exp.part[part] += e;
-      run_weighted.part[part] += e * y;
+      run_weighted.part[part] = fma(e, y, run_weighted.part[part]);
     };
     for_row_parts<T>(begin, begin + count, add);
     sum_exp += static_cast<double>(run_exp.total());
@@ -62,8 +62,8 @@ void row_gradient(T* raw, std::int64_t n, double inverse_temperature, const Head
       broadcast(static_cast<T>(-inverse_temperature * (grad_logprob + grad_entropy * sums.entropy)));
   const Vector<T> slope = broadcast(static_cast<T>(-inverse_temperature * grad_entropy));
   for_lanes<T>(n, [&](std::int64_t v, int count) {
-    const Vector<T> log_p = (load_some(raw + v, count) - offset) * inverse - log_sum;
-    store_some(raw + v, exp(log_p) * (constant + slope * log_p), count);
+    const Vector<T> log_p = fma(load_some(raw + v, count) - offset, inverse, -log_sum);
+    store_some(raw + v, exp(log_p) * fma(slope, log_p, constant), count);
   });
 }
 

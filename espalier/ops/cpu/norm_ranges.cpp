@@ -24,7 +24,7 @@ struct Rule {
   ESPALIER_SIMD_INLINE Vector<T> taken(Vector<T> n) const { return rounds ? rounded<T>(n) : n; }
   accumulator_t<T> mean(std::int64_t width, const T* x) const {
     if (!centred) return 0;
-    return sum_over<T>(width, [&](std::int64_t i, int count) { return load_some(x + i, count); }) /
+    return sum_over<T>(width, [&](Vector<T> sum, std::int64_t i, int count) { return sum + load_some(x + i, count); }) /
            static_cast<accumulator_t<T>>(width);
   }
 
@@ -38,18 +38,14 @@ void write_normalized(std::int64_t width, const T* x, const rows::NormParameters
   const Rule<T> rule(norm.kind);
   for_lanes<T>(width, [&](std::int64_t i, int count) {
     const Vector<T> n = rule.taken((load_some(x + i, count) - mean) * rstd);
-    const Vector<T> scaled = unfused(n * rule.factor(norm.weight, i, count));
+    const Vector<T> scaled = n * rule.factor(norm.weight, i, count);
     store_some(y + i, norm.bias != nullptr ? scaled + load_some(norm.bias + i, count) : scaled, count);
   });
 }
 
 template <class T>
 accumulator_t<T> root_mean_inverse(std::int64_t width, const T* x, accumulator_t<T> eps) {
-  const accumulator_t<T> squares = sum_over<T>(width, [&](std::int64_t i, int count) {
-    const Vector<T> value = load_some(x + i, count);
-    return value * value;
-  });
-  return inverse_root(squares / static_cast<accumulator_t<T>>(width) + eps);
+  return inverse_root(sum_of_squares(width, x) / static_cast<accumulator_t<T>>(width) + eps);
 }
 
 // 1/sqrt(mean (x - mean)^2 + eps). Lanes behind the row are left out.
@@ -96,22 +92,23 @@ void add_rms_norm_backward(RowRange rows, std::int64_t width, const T* stream, c
     const T* const g = grad_y + r * width;
     T* const out = grad_stream + r * width;
     const A scale = rstd[r], middle = rule.mean(width, x);
-    const A dot = sum_over<T>(width, [&](std::int64_t i, int count) {
-      return load_some(g + i, count) * rule.factor(norm.weight, i, count) *
-             ((load_some(x + i, count) - middle) * scale);
+    const A along = sum_over<T>(width, [&](Vector<T> sum, std::int64_t i, int count) {
+      const Vector<T> u = load_some(g + i, count) * rule.factor(norm.weight, i, count);
+      return fma(u, (load_some(x + i, count) - middle) * scale, sum);
     });
-    const A mean = dot / static_cast<A>(width);
+    const A mean = along / static_cast<A>(width);
     A mean_u = 0;
     if (rule.centred)
-      mean_u =
-          sum_over<T>(width, [&](std::int64_t i,
-                                 int count) { return load_some(g + i, count) * rule.factor(norm.weight, i, count); }) /
-          static_cast<A>(width);
+      mean_u = sum_over<T>(width,
+                           [&](Vector<T> sum, std::int64_t i, int count) {
+                             return fma(load_some(g + i, count), rule.factor(norm.weight, i, count), sum);
+                           }) /
+               static_cast<A>(width);
     for_lanes<T>(width, [&](std::int64_t i, int count) {
       const Vector<T> n = (load_some(x + i, count) - middle) * scale, grad = load_some(g + i, count);
-      const Vector<T> u = grad * rule.factor(norm.weight, i, count);
-      store_some(out + i, load_some(out + i, count) + scale * (u - mean_u - n * mean), count);
-      store_some(sums + i, load_some(sums + i, count) + grad * rule.taken(n), count);
+      const Vector<T> of_n = fma(-n, mean, fma(grad, rule.factor(norm.weight, i, count), -mean_u));
+      store_some(out + i, fma(of_n, scale, load_some(out + i, count)), count);
+      store_some(sums + i, fma(grad, rule.taken(n), load_some(sums + i, count)), count);
       if (norm.bias != nullptr) store_some(sums + width + i, load_some(sums + width + i, count) + grad, count);
     });
   }
@@ -160,6 +157,15 @@ ESPALIER_SIMD_INLINE void copy_first(std::int64_t count, const From* from, T* to
                [&](std::int64_t i, int some) { store_some(to + i, Vector<T>(load_some(from + i, some)), some); });
 }
 
+// a b + c with a product that T holds: rounded to it, or not at all.
+template <class T>
+ESPALIER_SIMD_INLINE Vector<T> add_held(Vector<T> a, Vector<T> b, Vector<T> c) {
+  if constexpr (sizeof(T) == 2)
+    return rounded<T>(a * b) + c;
+  else
+    return fma(a, b, c);
+}
+
 // One head: its norm with the given rstd, and its rotation.
 template <class T, bool kNorm>
 ESPALIER_SIMD_INLINE void rotate_head(const rows::HeadShape& shape, const Rule<T>& rule, const T* x,
@@ -176,8 +182,8 @@ ESPALIER_SIMD_INLINE void rotate_head(const rows::HeadShape& shape, const Rule<T
   for_lanes<T>(half, [&](std::int64_t i, int count) {
     const Pair<T> v{normed(i, count), normed(half + i, count)};
     const auto [c, s] = load_angles<T>(cos, sin, i, count);
-    store_some(y + i, rounded<T>(v.a * c) - rounded<T>(unfused(v.b * s)), count);
-    store_some(y + half + i, rounded<T>(v.b * c) + rounded<T>(unfused(v.a * s)), count);
+    store_some(y + i, add_held<T>(v.a, c, -rounded<T>(v.b * s)), count);
+    store_some(y + half + i, add_held<T>(v.b, c, rounded<T>(v.a * s)), count);
   });
   for_lanes<T>(shape.head_dim - rotary,
                [&](std::int64_t i, int count) { store_some(y + rotary + i, normed(rotary + i, count), count); });
@@ -232,7 +238,7 @@ ESPALIER_SIMD_INLINE void rotate_back(const rows::HeadShape& shape, const accumu
   for_lanes<T>(half, [&](std::int64_t i, int count) {
     const auto [ga, gb] = load_pair<G, T>(grad_out, half, i, count);
     const auto [c, s] = load_angles<T>(cos, sin, i, count);
-    const Vector<T> a = ga * c + unfused(gb * s), b = gb * c - unfused(ga * s);
+    const Vector<T> a = fma(ga, c, gb * s), b = fma(gb, c, -(ga * s));
     visit(i, count, a);
     visit(half + i, count, b);
   });
@@ -257,15 +263,16 @@ void heads_backward(const rows::HeadShape& shape, std::int64_t heads, const T* x
     Vector<T> dots{};
     for (std::int64_t h = 0; h < heads; ++h)
       rotate_back<T>(shape, cos, sin, grad_out + h * D, [&](std::int64_t i, int count, Vector<T> g) {
-        dots += g * rule.factor(norm_weight, h * D + i, count) * (load_some(x + h * D + i, count) * rstd);
+        const Vector<T> u = g * rule.factor(norm_weight, h * D + i, count);
+        dots = fma(u, load_some(x + h * D + i, count) * rstd, dots);
       });
     const A mean = sum(dots) / static_cast<A>(heads * D);
     for (std::int64_t h = 0; h < heads; ++h)
       rotate_back<T>(shape, cos, sin, grad_out + h * D, [&](std::int64_t i, int count, Vector<T> g) {
         const std::int64_t at = h * D + i;
         const Vector<T> n = load_some(x + at, count) * rstd;
-        store_some(sums + at, load_some(sums + at, count) + g * rule.taken(n), count);
-        store_some(grad_in + at, rstd * (g * rule.factor(norm_weight, at, count) - n * mean), count);
+        store_some(sums + at, fma(g, rule.taken(n), load_some(sums + at, count)), count);
+        store_some(grad_in + at, rstd * fma(g, rule.factor(norm_weight, at, count), -(n * mean)), count);
       });
   }
 }

@@ -31,7 +31,7 @@ template <class T>
 using Packed = StepPair;
 template <class T>
 using VectorOf = StepPairs;
-ESPALIER_SIMD_INLINE FloatVector add_product(StepPairs a, StepPairs b, FloatVector sum) {
+ESPALIER_SIMD_INLINE FloatVector fma(StepPairs a, StepPairs b, FloatVector sum) {
   return reinterpret<FloatVector>(
       _mm512_dpbf16_ps(reinterpret<__m512>(sum), reinterpret<__m512bh>(a), reinterpret<__m512bh>(b)));
 }
@@ -260,7 +260,7 @@ __attribute__((noinline)) void tile(std::int64_t elements, const Packed<T>* a, c
     for (int r = 0; r < rows; ++r) {
       const auto left = everywhere(steps_adjacent ? a[r * kRowStride<T> + k] : a[r]);
 #pragma GCC unroll 2
-      for (int v = 0; v < kSumVectors; ++v) sums[r][v] = add_product(left, right[v], sums[r][v]);
+      for (int v = 0; v < kSumVectors; ++v) sums[r][v] = fma(left, right[v], sums[r][v]);
     }
     if (!steps_adjacent) a += kSumRows;
   }

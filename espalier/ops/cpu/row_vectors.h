@@ -57,25 +57,42 @@ ESPALIER_SIMD_INLINE void for_row_parts(std::int64_t begin, std::int64_t end, Bo
   if (begin < end) for_parts<T>(begin, end - begin, body);
 }
 
-// sum_i term(i, count) over [0, width) in steps of kLanes<T>, where term gives 0 in lanes at and above count. Four
-// sets of lanes: short dependency chains, and an error that grows with width/64 instead of width.
-template <class T, class Term>
-ESPALIER_SIMD_INLINE accumulator_t<T> sum_over(std::int64_t width, Term term) {
+// A sum over [0, width) in steps of kLanes<T>: add(sum, i, count) gives the sum with the terms from i on, in whose
+// lanes at and above count nothing is added. Four sets of lanes: short dependency chains, and an error that grows with
+// width/64 instead of width.
+template <class T, class Add>
+ESPALIER_SIMD_INLINE accumulator_t<T> sum_over(std::int64_t width, Add add) {
   constexpr int kStep = RowSum<T>::kStep;
   RowSum<T> sums[4];
-  const auto add = [&](RowSum<T>& to, std::int64_t begin, std::int64_t count) {
-    for_parts<T>(begin, count, [&](int part, std::int64_t i, int lanes) { to.part[part] += term(i, lanes); });
+  const auto add_step = [&](RowSum<T>& to, std::int64_t begin, std::int64_t count) {
+    for_parts<T>(begin, count,
+                 [&](int part, std::int64_t i, int lanes) { to.part[part] = add(to.part[part], i, lanes); });
   };
   std::int64_t i = 0;
   for (; i + 4 * kStep <= width; i += 4 * kStep) {
-    add(sums[0], i, kStep);
-    add(sums[1], i + kStep, kStep);
-    add(sums[2], i + 2 * kStep, kStep);
-    add(sums[3], i + 3 * kStep, kStep);
+    add_step(sums[0], i, kStep);
+    add_step(sums[1], i + kStep, kStep);
+    add_step(sums[2], i + 2 * kStep, kStep);
+    add_step(sums[3], i + 3 * kStep, kStep);
   }
-  for (; i + kStep <= width; i += kStep) add(sums[0], i, kStep);
-  if (i < width) add(sums[1], i, width - i);
+  for (; i + kStep <= width; i += kStep) add_step(sums[0], i, kStep);
+  if (i < width) add_step(sums[1], i, width - i);
   return ((sums[0] + sums[1]) + (sums[2] + sums[3])).total();
+}
+
+// The sum of x_i^2, and of x_i y_i.
+template <class T>
+ESPALIER_SIMD_INLINE accumulator_t<T> sum_of_squares(std::int64_t width, const T* x) {
+  return sum_over<T>(width, [&](Vector<T> sum, std::int64_t i, int count) {
+    const Vector<T> v = load_some(x + i, count);
+    return fma(v, v, sum);
+  });
+}
+template <class T>
+ESPALIER_SIMD_INLINE accumulator_t<T> dot(std::int64_t width, const T* x, const T* y) {
+  return sum_over<T>(width, [&](Vector<T> sum, std::int64_t i, int count) {
+    return fma(load_some(x + i, count), load_some(y + i, count), sum);
+  });
 }
 
 inline float inverse_root(float x) { return 1.0f / __builtin_sqrtf(x); }

@@ -37,7 +37,7 @@ ESPALIER_SIMD_INLINE void product_tile(const LeftFactor<A>& left, std::int64_t b
     for (int v = 0; v < vectors; ++v) {
       A* const to = out + r * width + v * kLanes<A>;
       const Vector<A> added = sum[r][v] * factor;
-      store_some(to, keep == 0 ? added : load_some(to, count) * keep + added, count);
+      store_some(to, keep == 0 ? added : fma(load_some(to, count), keep, added), count);
     }
 }
 

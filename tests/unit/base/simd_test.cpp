@@ -153,6 +153,28 @@ TYPED_TEST(SimdOf, RootAndMagnitudeAreExact) {
   }
 }
 
+// This file has no flags for fused instructions: what stands here is rounded twice.
+TYPED_TEST(SimdOf, ProductsAreFusedWhereTheSourceSaysSoAlone) {
+  using T = TypeParam;
+  const std::vector<T> x = spread<T>(-2, 2, 9, 1003);
+  const T added = static_cast<T>(simd_test::kAdded);
+  for (const Named& s : sets()) {
+    const std::vector<T> apart = mapped(s, Function::add_square, x);
+    int other = 0;
+    for (std::size_t i = 0; i < x.size(); ++i) {
+      const T square = x[i] * x[i];
+      ASSERT_EQ(apart[i], square + added) << s.name << " " << x[i];
+      other += std::fma(x[i], x[i], added) != square + added;
+    }
+    EXPECT_GT(other, 100) << "numbers that do not tell the two apart";
+    for (const Function f : {Function::fma_square, Function::fma_of_lanes}) {
+      const std::vector<T> y = mapped(s, f, x);
+      for (std::size_t i = 0; i < x.size(); ++i)
+        ASSERT_EQ(y[i], s.name == "baseline" ? apart[i] : std::fma(x[i], x[i], added)) << s.name << " " << x[i];
+    }
+  }
+}
+
 TYPED_TEST(SimdOf, PartialLoadsAndStoresTouchOnlyTheirValues) {
   using T = TypeParam;
   for (const Named& s : sets())

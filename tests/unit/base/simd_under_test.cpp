@@ -30,6 +30,13 @@ void map(simd_test::Function function, const T* x, T* y, std::int64_t n) {
       return apply(x, y, n, [](auto v) { return sqrt(v); });
     case Function::abs:
       return apply(x, y, n, [](auto v) { return abs(v); });
+    case Function::add_square:
+      return apply(x, y, n, [](auto v) { return v * v + static_cast<T>(simd_test::kAdded); });
+    case Function::fma_square:
+      return apply(x, y, n, [](auto v) { return fma(v, v, simd_test::kAdded); });
+    case Function::fma_of_lanes:
+      for (std::int64_t i = 0; i < n; ++i) y[i] = fma(x[i], x[i], static_cast<T>(simd_test::kAdded));
+      return;
   }
 }
 template <class T>

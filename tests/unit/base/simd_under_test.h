@@ -7,7 +7,10 @@
 
 namespace espalier::simd_test {
 
-enum class Function { exp, exp2, exp_nonpositive, exp_by_powers, log, sqrt, abs };
+enum class Function { exp, exp2, exp_nonpositive, exp_by_powers, log, sqrt, abs, add_square, fma_square, fma_of_lanes };
+
+// c of the functions that give x^2 + c.
+inline constexpr double kAdded = 0.1;
 
 struct Set {
   int lanes_float = 0;

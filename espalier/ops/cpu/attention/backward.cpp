@@ -166,8 +166,9 @@ void pack(const Shape& shape, const Cut& c, const Inputs<typename O::Element>& i
     const std::int64_t at = p.first + lane;
     const T *grad = lane_row(values, grad_out, head, at), *result = lane_row(values, out, head, at);
     Vector<A> dot{};
-    for_lanes<T>(values.head_dim,
-                 [&](std::int64_t d, int count) { dot += load_some(grad + d, count) * load_some(result + d, count); });
+    for_lanes<T>(values.head_dim, [&](std::int64_t d, int count) {
+      dot = fma(load_some(grad + d, count), load_some(result + d, count), dot);
+    });
     to.dots[lane] = sum(dot);
     to.lse[lane] = lse_HQ[(head * c.group + at % c.group) * shape.query_rows + at / c.group];
   }
@@ -186,7 +187,7 @@ __attribute__((noinline)) void softmax_slopes(const Shape& shape, const KeyBlock
   }
   const auto at = [](std::int64_t j, int v) { return j * kPanel<A> + v * kLanes<A>; };
   const auto weight = [&](std::int64_t j, int v) __attribute__((always_inline)) {
-    const Vector<A> p = exp_nonpositive(load(z.scores + at(j, v)) * scale - lse[v]);
+    const Vector<A> p = exp_nonpositive(fma(load(z.scores + at(j, v)), scale, -lse[v]));
     if constexpr (masked) {
       return sees(shape, block, seen.first + j, panel.places, v) ? p : Vector<A>{};
     } else {
@@ -210,7 +211,7 @@ void cap_scores(const Shape& shape, const Visible& seen, const Packed<O>& panel,
       const std::int64_t at = j * kPanel<A> + v * kLanes<A>;
       const Vector<A> t = tanh_of<A>(load(z.scores + at) * in), dot = load(panel.dots + v * kLanes<A>);
       store(z.scores + at, t * out);
-      store(z.slopes + at, (load(z.slopes + at) - dot) * (1 - t * t) + dot);
+      store(z.slopes + at, fma(load(z.slopes + at) - dot, fma(-t, t, 1), dot));
     }
 }
 

@@ -132,8 +132,8 @@ struct Exponentials {
   static constexpr bool kOneChain = false;
   using V = Vector<A>;
   ESPALIER_SIMD_INLINE explicit Exponentials(const Shape& shape) : scale(magnitude<A>(shape.scale)) {}
-  ESPALIER_SIMD_INLINE V maximum(V score) const { return unfused(score * scale); }
-  ESPALIER_SIMD_INLINE V weight(V score, V m) const { return exp_nonpositive(score * scale - m); }
+  ESPALIER_SIMD_INLINE V maximum(V score) const { return score * scale; }
+  ESPALIER_SIMD_INLINE V weight(V score, V m) const { return exp_nonpositive(fma(score, scale, -m)); }
   ESPALIER_SIMD_INLINE V factor(V former, V m) const { return exp_nonpositive(former - m); }
   ESPALIER_SIMD_INLINE V lse(V m, V total) const { return m + log(total); }
 
@@ -191,7 +191,7 @@ __attribute__((noinline)) void softmax_step(std::int64_t n, E scale, const A* s,
 #pragma GCC unroll 8
   for (int v = 0; v < vectors; ++v) {
     const int lane = v * kLanes<A>;
-    store(total + lane, E::kOneChain ? sum[v] : load(total + lane) * load(alpha + lane) + sum[v]);
+    store(total + lane, E::kOneChain ? sum[v] : fma(load(total + lane), load(alpha + lane), sum[v]));
   }
 }
 
@@ -259,10 +259,10 @@ void merge_parts(const Shape& shape, std::int64_t parts, std::size_t apart, cons
     for (std::int64_t part = 1; part < parts; ++part) top = max(load(of(first.top, part) + lane), top);
     for (std::int64_t part = 0; part < parts; ++part) {
       const Vector<A> f = scale.factor(scale.maximum(load(of(first.top, part) + lane)), scale.maximum(top));
-      total += f * load(of(first.total, part) + lane);
+      total = fma(f, load(of(first.total, part) + lane), total);
       for (std::int64_t d = 0; d < shape.values(); ++d) {
         A* to = first.out + d * W + lane;
-        store(to, part == 0 ? f * load(to) : load(to) + f * load(of(first.out, part) + d * W + lane));
+        store(to, part == 0 ? f * load(to) : fma(f, load(of(first.out, part) + d * W + lane), load(to)));
       }
     }
     store(first.top + lane, top);

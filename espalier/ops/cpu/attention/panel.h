@@ -69,7 +69,7 @@ void add_rows(std::int64_t n, std::int64_t width, const A* from, std::int64_t st
   for (std::int64_t j = 0; j < n; ++j)
     for_lanes<A>(width, [&](std::int64_t d, int count) {
       A* at = to + j * to_stride + d;
-      store_some(at, load_some(at, count) + load(from + j * stride + d) * factor, count);
+      store_some(at, fma(load(from + j * stride + d), factor, load_some(at, count)), count);
     });
 }
 
