@@ -13,6 +13,7 @@
 #include "espalier/base/error.h"
 #include "espalier/checkpoint/convert.h"
 #include "espalier/checkpoint/json_file.h"
+#include "espalier/checkpoint/tensor_names.h"
 #include "espalier/shape/additions.h"
 
 namespace espalier {
@@ -20,11 +21,9 @@ namespace fs = std::filesystem;
 namespace {
 
 constexpr const char* kConfig = "adapter_config.json";
-constexpr std::string_view kPrefix = "base_model.model.";
 constexpr std::string_view kLowA = ".lora_A.weight", kLowB = ".lora_B.weight", kWeight = ".weight",
                            kBase = ".base_layer.weight";
 constexpr const char* kOther = "merge the adapter with peft (merge_and_unload)";
-constexpr const char *kTiedHead = "lm_head.weight", *kEmbedding = "model.embed_tokens.weight";
 constexpr const char* kBelongs = "Does the adapter belong to this model?";
 
 fs::path file_in(const fs::path& directory, const char* name) {
@@ -88,7 +87,8 @@ bool is_target(const std::string& module, const std::string& target) {
 }
 
 std::string name_in(const SafetensorsEntry& entry) {
-  return entry.name.starts_with(kPrefix) ? entry.name.substr(kPrefix.size()) : entry.name;
+  return entry.name.starts_with(kAdapterPrefix) ? entry.name.substr(std::string_view(kAdapterPrefix).size())
+                                                : entry.name;
 }
 
 }  // namespace
@@ -237,9 +237,9 @@ void Adapter::place(const SafetensorsEntry& entry, const ParameterTable& base) {
   if (is_base) name.replace(name.size() - kBase.size(), kBase.size(), kWeight);
   if (name.find("lora_") != name.npos)
     throw UnsupportedError({where, "lora_A and lora_B of linear layers", "another part of an adapter", kOther});
-  if (joint_.tied_head && name == kTiedHead && !a && !b) {
-    if (!is_base) return;  // check_tied_head
-    name = kEmbedding;     // they are the same
+  if (joint_.tied_head && name == kHeadName && !a && !b) {
+    if (!is_base) return;   // check_tied_head
+    name = kEmbeddingName;  // they are the same
   }
   if (!base.contains(name) && !a && !b && !is_base) return place_whole(entry, name, base);
   if (!base.contains(name))
@@ -274,10 +274,10 @@ void Adapter::place_whole(const SafetensorsEntry& entry, const std::string& tens
 // alone.
 void Adapter::check_tied_head() const {
   const auto saved = [&](const char* name) {
-    const SafetensorsEntry* const found = file_.find(std::string(kPrefix) + name);
+    const SafetensorsEntry* const found = file_.find(std::string(kAdapterPrefix) + name);
     return found != nullptr ? found : file_.find(name);
   };
-  const SafetensorsEntry *const head = saved(kTiedHead), *const embedding = saved(kEmbedding);
+  const SafetensorsEntry *const head = saved(kHeadName), *const embedding = saved(kEmbeddingName);
   const SafetensorsEntry* const one = head != nullptr ? head : embedding;
   if (one == nullptr) return;
   const bool alike = head != nullptr && embedding != nullptr && embedding->type == head->type &&

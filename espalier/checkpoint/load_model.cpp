@@ -20,6 +20,7 @@
 #include "espalier/checkpoint/packed_experts.h"
 #include "espalier/checkpoint/safetensors.h"
 #include "espalier/checkpoint/strided_copy.h"
+#include "espalier/checkpoint/tensor_names.h"
 #include "espalier/config/fp8_config.h"
 #include "espalier/config/unread_tensors.h"
 #include "espalier/model/parameters.h"
@@ -28,9 +29,6 @@ namespace espalier {
 namespace fs = std::filesystem;
 namespace {
 
-constexpr const char* kEmbedding = "model.embed_tokens.weight";
-constexpr const char* kHead = "lm_head.weight";
-constexpr const char* kPrefix = "model.";
 // The two ways to store a text model beside a tower.
 constexpr std::string_view kTextOfVision = "model.language_model.", kTextOfLanguage = "language_model.model.";
 constexpr const char* kHeadOfLanguage = "language_model.lm_head.weight";
@@ -232,13 +230,13 @@ void rename_dense_layers(Tensors& tensors) {
 void rename_embedding(Tensors& tensors) {
   const auto named = tensors.by_name.find("model.word_embeddings.weight");
   if (named == tensors.by_name.end()) return;
-  tensors.by_name.emplace(kEmbedding, named->second);
+  tensors.by_name.emplace(kEmbeddingName, named->second);
   tensors.by_name.erase("model.word_embeddings.weight");
 }
 
 // Towers and projectors of images, and of sounds.
 bool is_of_vision(std::string_view name) {
-  if (name.starts_with(kPrefix)) name.remove_prefix(std::string_view(kPrefix).size());
+  if (name.starts_with(kDecoderPrefix)) name.remove_prefix(std::string_view(kDecoderPrefix).size());
   for (const std::string_view prefix : {"visual.", "vision_tower.", "multi_modal_projector.", "vision_embedder.",
                                         "embed_vision.", "audio_tower.", "embed_audio."})
     if (name.starts_with(prefix)) return true;
@@ -280,9 +278,9 @@ void set_apart_the_rest(Tensors& tensors) {
     if (is_further_layer || is_of_vision(name) || is_of_shape(name) || is_unread(name))
       tensors.beside.push_back(is_fp8(*entry) ? &tensors.parts.emplace_back(in_bfloat16(*entry)) : entry);
     else if (!text_prefix.empty() && name.starts_with(text_prefix))
-      of_text.emplace(kPrefix + name.substr(text_prefix.size()), entry);
+      of_text.emplace(kDecoderPrefix + name.substr(text_prefix.size()), entry);
     else
-      of_text.emplace(name == kHeadOfLanguage ? kHead : name, entry);
+      of_text.emplace(name == kHeadOfLanguage ? kHeadName : name, entry);
   }
   tensors.by_name = std::move(of_text);
 }
@@ -360,12 +358,12 @@ Tensors open_model(const fs::path& directory) {
 // Names as the table spells them: a bare decoder's tensors get their prefix.
 std::map<std::string, const SafetensorsEntry*> table_names(const Tensors& tensors) {
   const bool prefixed = std::any_of(tensors.by_name.begin(), tensors.by_name.end(),
-                                    [](const auto& item) { return item.first.starts_with(kPrefix); });
+                                    [](const auto& item) { return item.first.starts_with(kDecoderPrefix); });
   if (prefixed) return tensors.by_name;
   std::map<std::string, const SafetensorsEntry*> out;
   for (const auto& [name, entry] : tensors.by_name) {
-    const bool of_head = name == kHead || name == kValueWeight || name == kValueBias;
-    out.emplace(of_head ? name : kPrefix + name, entry);
+    const bool of_head = name == kHeadName || name == kValueWeight || name == kValueBias;
+    out.emplace(of_head ? name : kDecoderPrefix + name, entry);
   }
   return out;
 }
@@ -384,9 +382,9 @@ bool equal_values(const SafetensorsEntry& a, const SafetensorsEntry& b) {
 // A tied head is the embedding under another name. read_model_shape unties a directory in which they differ; other
 // readers of one (a trace's checkpoint, whose model is tied) refuse it.
 void resolve_tied_head(std::map<std::string, const SafetensorsEntry*>& names, const fs::path& where) {
-  const auto head = names.find(kHead);
+  const auto head = names.find(kHeadName);
   if (head == names.end()) return;
-  const auto embedding = names.emplace(kEmbedding, head->second).first;
+  const auto embedding = names.emplace(kEmbeddingName, head->second).first;
   if (embedding->second != head->second && !equal_values(*embedding->second, *head->second))
     throw InputError({where.string(), "lm_head.weight equal to the embedding, since the head is tied", "other values",
                       "Set tie_word_embeddings to false in config.json to train the head on its own"});
@@ -403,7 +401,7 @@ std::string first_few(const std::vector<std::string>& names) {
 }
 
 std::string remedy_for(const std::vector<std::string>& missing, const std::vector<std::string>& unexpected) {
-  if (missing == std::vector<std::string>{kHead})
+  if (missing == std::vector<std::string>{kHeadName})
     return "If the head is the embedding, set tie_word_embeddings to true in config.json";
   if (missing == std::vector<std::string>{kValueWeight})
     return "Give a critic that was trained, or a ...ForCausalLM directory, which gets a new value head";
@@ -422,8 +420,8 @@ std::vector<const SafetensorsEntry*> match(const Tensors& tensors, const Paramet
   auto names = table_names(tensors);
   const auto in_model = [&](const char* name) { return table.contains(name) || table.elsewhere(name); };
   if (in_model(kValueWeight)) {
-    if (head == ValueHead::fresh) names.erase(kHead);
-  } else if (!in_model(kHead)) {
+    if (head == ValueHead::fresh) names.erase(kHeadName);
+  } else if (!in_model(kHeadName)) {
     resolve_tied_head(names, tensors.where);
   }
 
@@ -636,7 +634,7 @@ const std::vector<const SafetensorsEntry*>& StoredTensors::beside_text() const {
 
 const SafetensorsEntry& StoredTensors::at(const std::string& name) const {
   auto found = files_->by_name.find(name);
-  if (found == files_->by_name.end() && name == kEmbedding) found = files_->by_name.find(kHead);  // tied
+  if (found == files_->by_name.end() && name == kEmbeddingName) found = files_->by_name.find(kHeadName);  // tied
   if (found == files_->by_name.end())
     throw InputError({files_->tensors.where.string(), "tensor '" + name + "', which was there when the run began",
                       "no such tensor", "Restore the directory; the run copies what it does not train from there"});

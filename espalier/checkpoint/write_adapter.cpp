@@ -12,14 +12,12 @@
 #include "espalier/checkpoint/adapter.h"
 #include "espalier/checkpoint/file_tensors.h"
 #include "espalier/checkpoint/json_file.h"
+#include "espalier/checkpoint/tensor_names.h"
 #include "espalier/shape/additions.h"
 
 namespace espalier {
 namespace fs = std::filesystem;
 namespace {
-
-constexpr const char* kPrefix = "base_model.model.";
-constexpr const char *kHead = "lm_head.weight", *kEmbedding = "model.embed_tokens.weight";
 
 // The last part of a module's name.
 std::string last_part(const std::string& module) { return module.substr(module.rfind('.') + 1); }
@@ -70,9 +68,9 @@ void write_targets(Json& config, const ModelShape& shape, const std::set<std::st
 
 }  // namespace
 
-std::string peft_name(const std::string& parameter) { return kPrefix + parameter; }
+std::string peft_name(const std::string& parameter) { return kAdapterPrefix + parameter; }
 
-std::string prefix_of_files(const ModelShape& shape) { return shape.trained.added.exist() ? kPrefix : ""; }
+std::string prefix_of_files(const ModelShape& shape) { return shape.trained.added.exist() ? kAdapterPrefix : ""; }
 
 std::string note_on_files(const ModelShape& shape) {
   if (!adapts_experts(shape)) return "";
@@ -106,19 +104,19 @@ void write_added_values(const fs::path& target, const ModelShape& shape, const s
   write_targets(config, shape, adapted);
   config["modules_to_save"] = whole.empty() ? Json() : Json(std::vector<std::string>(whole.begin(), whole.end()));
   // peft takes the saved embedding for the head, too, only where both stand in the file.
-  const bool with_head = shape.tied_head && !shape.value_head && table.contains(kEmbedding);
+  const bool with_head = shape.tied_head && !shape.value_head && table.contains(kEmbeddingName);
   if (with_head) config["ensure_weight_tying"] = true;
   write_json_file(target / "adapter_config.json", config);
 
   std::vector<FileTensor> tensors = file_tensors(table);
-  const auto embedding = std::ranges::find(tensors, kEmbedding, &FileTensor::name);
+  const auto embedding = std::ranges::find(tensors, kEmbeddingName, &FileTensor::name);
   if (with_head) {
     FileTensor head = *embedding;
-    head.name = kHead;
+    head.name = kHeadName;
     tensors.insert(embedding + 1, std::move(head));
   }
   OutputFile output(target / "adapter_model.safetensors");
-  SafetensorsWriter writer(output, specs_of(tensors, to, kPrefix));
+  SafetensorsWriter writer(output, specs_of(tensors, to, kAdapterPrefix));
   const Parameter* last = nullptr;  // its values are asked for once, also where two tensors hold them
   const void* own = nullptr;
   const auto give = [&](const Parameter& parameter, const ValueSink& sink) {

@@ -17,14 +17,13 @@
 #include "espalier/checkpoint/json_file.h"
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/checkpoint/safetensors.h"
+#include "espalier/checkpoint/tensor_names.h"
 #include "espalier/config/model_config.h"
 #include "espalier/model/parameters.h"
 
 namespace espalier {
 namespace fs = std::filesystem;
 namespace {
-
-constexpr const char* kHead = "lm_head.weight";
 
 // The tensors of a model. A critic's bias of sequences is none, and parameters that keep their dtype are written as
 // they are stored. So are the tensors beside the text model.
@@ -176,7 +175,7 @@ void write_config(const fs::path& from, const fs::path& to, DType dtype, const P
   Json config = read_json_object(from);
   bool stated = false, changed = table.contains(kValueWeight) && state_value_head(config, of_sequences);
   // A tied config beside a head of its own: the head was untied when it was read.
-  if (table.contains(kHead) && config.contains("architectures") && config_ties_head(from)) {
+  if (table.contains(kHeadName) && config.contains("architectures") && config_ties_head(from)) {
     config["tie_word_embeddings"] = false;
     changed = true;
   }
