@@ -35,20 +35,31 @@ std::int64_t tile_bytes(const RecurrenceShape& s, std::int64_t chunks, bool grad
   return std::max(of_head, std::min(s.key_heads * of_head, kMostPassBytes));
 }
 
+// The most runs of a launch, and the most chunks of such runs.
+std::int64_t runs_of(std::int64_t rows) { return std::min(kRunsAtOnce, rows); }
+std::int64_t chunks_of(std::int64_t rows) { return runs_of(rows) + (rows - runs_of(rows)) / kRows; }
+
 }  // namespace
 
 bool fits_chunks(const RecurrenceShape& s) { return s.key_dim <= kMostKeys && s.value_dim <= kMostValues; }
 
-std::int64_t recurrent_scratch_bytes(const RecurrenceShape& s, std::int64_t rows, DType dtype, bool gradients) {
-  const std::int64_t runs = std::min(kRunsAtOnce, rows), chunks = runs + (rows - runs) / kRows;
-  if (dtype == DType::bfloat16 && fits_chunks(s)) {
-    const std::int64_t sums = s.channels() * (s.kernel + 1) + 2 * s.value_heads + s.decays();
-    return tile_bytes(s, chunks, gradients) + (gradients ? 4 * (chunks * sums + runs * s.state()) : 0);
-  }
+std::int64_t chunk_scratch_bytes(const RecurrenceShape& s, std::int64_t rows, bool gradients) {
+  const std::int64_t sums = s.channels() * (s.kernel + 1) + 2 * s.value_heads + s.decays();
+  const std::int64_t of_sums = chunks_of(rows) * sums + runs_of(rows) * s.state();
+  return tile_bytes(s, chunks_of(rows), gradients) + (gradients ? 4 * of_sums : 0);
+}
+
+std::int64_t row_scratch_bytes(const RecurrenceShape& s, std::int64_t rows, DType dtype, bool gradients) {
   if (!gradients) return 0;
   const std::int64_t sums = s.channels() * (s.kernel + 1) + 2 * s.decays() + s.value_heads;
   const std::int64_t of_run = s.key_heads * room_numbers(s) + sums + s.state();
-  return (runs * of_run + chunks * s.matrix()) * element_bytes(dtype).accumulator;
+  return (runs_of(rows) * of_run + chunks_of(rows) * s.matrix()) * element_bytes(dtype).accumulator;
+}
+
+std::int64_t recurrent_scratch_bytes(const RecurrenceShape& s, std::int64_t rows, DType dtype, bool gradients) {
+  const std::int64_t by_rows = row_scratch_bytes(s, rows, dtype, gradients);
+  const bool in_chunks = dtype == DType::bfloat16 && fits_chunks(s);
+  return in_chunks ? std::max(by_rows, chunk_scratch_bytes(s, rows, gradients)) : by_rows;
 }
 
 }  // namespace espalier
