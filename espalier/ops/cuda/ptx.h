@@ -16,9 +16,23 @@ namespace espalier::cuda {
 #define ESPALIER_TWIN_SITE , emulation::Site site = emulation::Site::current()
 #endif
 
-// The two bfloat16 of a register, the first one in the low half.
+// The two bfloat16 of a register, the first one in the low half. One instruction for two: one for each has a sixteenth
+// of the rate of a product.
 __device__ __forceinline__ unsigned packed(float low, float high) {
+#ifdef __CUDACC__
+  unsigned both;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+#else
   return narrowed<bfloat16>(low).bits | static_cast<unsigned>(narrowed<bfloat16>(high).bits) << 16;
+#endif
+}
+
+// One of the two.
+__device__ __forceinline__ float unpacked(unsigned both, bool high) {
+  bfloat16 one;
+  one.bits = static_cast<std::uint16_t>(high ? both >> 16 : both & 0xffffu);
+  return widened(one);
 }
 
 __device__ __forceinline__ float exp2_approximate(float x) {

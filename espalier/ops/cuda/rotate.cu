@@ -3,6 +3,7 @@
 #include "espalier/ops/cuda/kernel.h"
 #include "espalier/ops/cuda/launch.h"
 #include "espalier/ops/cuda/norm.h"
+#include "espalier/ops/cuda/ptx.h"
 
 namespace espalier::cuda {
 namespace {
@@ -34,23 +35,19 @@ __device__ accumulator_t<T> inverse_root_mean(const T* head, std::int64_t half, 
   return A(1) / std::sqrt(warp_sum<kLanes>(squares) / static_cast<A>(2 * half) + static_cast<A>(eps));
 }
 
-// Rounds numbers to T. Two at a time for bfloat16: an instruction for one has a sixteenth of the rate of a product, and
-// would take longer than memory does.
+// Rounds numbers to T, bfloat16 two at a time: else rounding would take longer than memory does.
 template <class T, int kCount>
 __device__ __forceinline__ void round_all(accumulator_t<T> (&x)[kCount]) {
-#ifdef __CUDACC__
   if constexpr (std::is_same_v<T, bfloat16> && kCount % 2 == 0) {
 #pragma unroll
     for (int n = 0; n < kCount; n += 2) {
-      unsigned both;
-      asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(x[n + 1]), "f"(x[n]));
-      x[n] = __uint_as_float(both << 16), x[n + 1] = __uint_as_float(both & 0xffff0000u);
+      const unsigned both = packed(x[n], x[n + 1]);
+      x[n] = unpacked(both, false), x[n + 1] = unpacked(both, true);
     }
-    return;
-  }
-#endif
+  } else {
 #pragma unroll
-  for (int n = 0; n < kCount; ++n) x[n] = rounded<T>(x[n]);
+    for (int n = 0; n < kCount; ++n) x[n] = rounded<T>(x[n]);
+  }
 }
 
 // A group's part of a row: up to kHeadsAtOnce heads behind each other, which share cosines and sines. The division has
