@@ -19,10 +19,12 @@ namespace {
 constexpr std::int64_t kNumber = 8;                             // bytes of a double
 constexpr double kLinkLatency = 5e-6, kNetworkLatency = 15e-6;  // seconds of one message; round
 
+}  // namespace
+
 enum class Collective { sum, gather, scatter_sum, exchange, send, broadcast };
 
 // Ranks that share an axis, and the link between those that are farthest apart.
-struct Line {
+struct RankLine {
   std::int64_t ranks = 1;
   double bytes_per_second = 1, latency = 0;
 
@@ -46,8 +48,10 @@ struct Line {
   }
 };
 
+namespace {
+
 // Ranks whose numbers lie within `span` of each other.
-Line line_of(std::int64_t ranks, std::int64_t span, const MachineProfile& profile) {
+RankLine line_of(std::int64_t ranks, std::int64_t span, const MachineProfile& profile) {
   const bool near = span <= profile.ranks_per_machine;
   return {ranks, near ? profile.link_bytes_per_second : profile.network_bytes_per_second,
           near ? kLinkLatency : kNetworkLatency};
@@ -155,7 +159,7 @@ class Communication::Walk {
   PlannedTraffic traffic;
 
  private:
-  void give(const Line& line, Collective kind, std::int64_t bytes, std::int64_t& counter) {
+  void give(const RankLine& line, Collective kind, std::int64_t bytes, std::int64_t& counter) {
     if (line.ranks == 1 || bytes == 0) return;
     counter += bytes;
     traffic.seconds += line.seconds(kind, static_cast<double>(bytes));
@@ -286,7 +290,7 @@ class Communication::Walk {
     for (const Unit& unit : units_.all)
       if (unit.what == what) give(holders_of(unit), Collective::scatter_sum, unit.whole() * s_, phase.dp);
   }
-  const Line& holders_of(const Unit& unit) const { return unit.experts ? expert_replicas_ : replicas_; }
+  const RankLine& holders_of(const Unit& unit) const { return unit.experts ? expert_replicas_ : replicas_; }
 
   // Around a stop.
   void move_unit(const Stop& stop, AxisBytes& phase) {
@@ -402,7 +406,7 @@ class Communication::Walk {
   std::map<std::pair<const PlanItem*, std::int64_t>, Rows> rows_;  // of divided items, by rank of cp
   std::map<const PlanItem*, SharedRuns> runs_;                     // of divided items of recurrent models
   std::int64_t open_rows_ = 0, layer_here_ = -1;  // of the path; of a divided one the layer that lies whole here
-  Line tp_, cp_, pp_, ep_, replicas_, expert_replicas_;
+  RankLine tp_, cp_, pp_, ep_, replicas_, expert_replicas_;
 };
 
 Communication::Communication(const LocalShape& local, DType dtype, const StepKind& kind, const MachineProfile& profile)
@@ -421,7 +425,7 @@ double Communication::seconds_of_units() const {
 
 double Communication::seconds_of_path(std::int64_t rows_above, std::int64_t own_rows, const PathPlan& path) const {
   const Degrees& d = local_.degrees();
-  const Line cp = line_of(d.cp, d.tp * d.cp, profile_);
+  const RankLine cp = line_of(d.cp, d.tp * d.cp, profile_);
   const auto of_layer = [&](const Mixer& mixer) {
     const std::vector<PathKind> kinds = mixer.path_kinds(path.latents);
     const auto seconds = [&](Collective kind, std::int64_t rows, std::int64_t bytes) {

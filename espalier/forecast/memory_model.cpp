@@ -1,6 +1,7 @@
 #include "espalier/forecast/memory_model.h"
 
 #include <algorithm>
+#include <list>
 #include <map>
 
 #include "espalier/base/defined_sums.h"
@@ -166,20 +167,52 @@ namespace {
 // The bytes of one layer's rows, in the forms in which a path may hold them.
 class LayerBytes {
  public:
-  LayerBytes(const BufferSizes& sizes, const LayerShape& layer, bool latents)
-      : block_(sizes, layer), latents_(latents) {}
+  LayerBytes(const BufferSizes& sizes, const LayerShape& layer, bool latents, std::int64_t cp)
+      : leaves_rows(leaves(*layer.mixer, cp)), block_(sizes, layer), latents_(latents) {}
 
-  std::int64_t of(std::int64_t rows, bool sums) const { return PathBuffers(block_, rows, sums, latents_).peak(); }
+  std::int64_t of(std::int64_t rows, bool sums) const {
+    for (const Known& known : known_)
+      if (known.rows == rows && known.sums == sums) return known.bytes;
+    known_.push_back({rows, sums, PathBuffers(block_, rows, sums, latents_).peak()});
+    return known_.back().bytes;
+  }
   std::int64_t stored(std::int64_t rows, bool sums) const {
     std::int64_t bytes = 0;  // every buffer begins at a page
     const PathBuffers buffers(block_, rows, sums, latents_);
     for (const Buffer& buffer : buffers.buffers()) bytes += whole_pages(buffer.bytes);
     return bytes;
   }
+  bool is_for(const LayerShape& layer) const { return block_.layer.mixer == layer.mixer; }
+
+  const PathLeaves leaves_rows;
 
  private:
+  struct Known {
+    std::int64_t rows;
+    bool sums;
+    std::int64_t bytes;
+  };
   BlockShape block_;
   bool latents_;
+  mutable std::vector<Known> known_;  // a few
+};
+
+// The same for all layers: those with one mixer have the same bytes, which are counted once.
+class BytesOfLayers {
+ public:
+  BytesOfLayers(const BufferSizes& sizes, bool latents, std::int64_t cp) : sizes_(sizes), latents_(latents), cp_(cp) {}
+
+  const LayerBytes& at(std::int64_t number) {
+    const LayerShape& layer = sizes_.shape.at(number);
+    const auto found = std::ranges::find_if(kinds_, [&](const LayerBytes& kind) { return kind.is_for(layer); });
+    return found != kinds_.end() ? *found : kinds_.emplace_back(sizes_, layer, latents_, cp_);
+  }
+
+ private:
+  const BufferSizes sizes_;
+  bool latents_;
+  std::int64_t cp_;
+  std::list<LayerBytes> kinds_;
 };
 
 bool is_awake(const ModelShape& shape, const PathPlan& path, std::int64_t layer) {
@@ -192,12 +225,13 @@ PathBytes path_bytes(const BufferSizes& sizes, PathRows rows, bool with_gradient
                      std::int64_t cp) {
   const ModelShape& shape = sizes.shape;
   const bool latents = path.latents && rows.all > 0;
+  BytesOfLayers bytes(sizes, latents, cp);
   std::int64_t room = 0, asleep = 0;
   for (std::int64_t i = 0; i < shape.layers(); ++i) {
     const LayerShape& layer = shape.at(i);
     if (latents && layer.mixer->narrows_path())
       room = std::max(room, PathRoomBuffers({sizes, layer}, rows.all, with_gradients).peak());
-    asleep += leaves(*layer.mixer, cp) == PathLeaves::all_rows && !is_awake(shape, path, i);
+    asleep += bytes.at(i).leaves_rows == PathLeaves::all_rows && !is_awake(shape, path, i);
   }
   const bool sleeps = asleep > 0 && rows.all > 0;
   PathBytes out{room, room, 0, sleeps};
@@ -205,9 +239,9 @@ PathBytes path_bytes(const BufferSizes& sizes, PathRows rows, bool with_gradient
   std::int64_t shared = 0, shared_with_sums = 0, gathered = 0;
   const std::int64_t of_rank = PathShares{rows.all, cp}.most();
   for (std::int64_t i = 0; i < shape.layers(); ++i) {
-    const PathLeaves leaves_rows = leaves(shape.mixer(i), cp);
+    const LayerBytes& layer = bytes.at(i);
+    const PathLeaves leaves_rows = layer.leaves_rows;
     if (leaves_rows == PathLeaves::no_rows) continue;
-    const LayerBytes layer(sizes, shape.at(i), latents);
     // Layers without a backward have no accumulators where all are in memory.
     const bool sums = with_gradients && (sleeps || shape.at(i).is_read_later || i >= shape.trained.first_layer);
     std::int64_t held = 0;
@@ -232,20 +266,24 @@ PathBytes path_bytes(const BufferSizes& sizes, PathRows rows, bool with_gradient
   return out;
 }
 
-PathTraffic ActivationBytes::path_traffic(std::int64_t rows_above, std::int64_t own_rows, const PathPlan& path) const {
+PathTraffic ActivationBytes::path_traffic_of(std::int64_t rows_above, std::int64_t own_rows,
+                                             const PathPlan& path) const {
   PathTraffic out;
   const std::int64_t of_others = own_rows - (own_rows + cp_ - 1) / cp_, rows = rows_above + own_rows;
+  BytesOfLayers bytes(sizes(), path.latents, cp_);
   for (std::int64_t i = 0; i < shape_.layers(); ++i) {
     const Mixer& mixer = shape_.mixer(i);
-    if (leaves(mixer, cp_) != PathLeaves::all_rows) continue;
+    const bool stays = is_awake(shape_, path, i) || path.sharded;
+    if (stays && !mixer.narrows_path()) continue;
+    const LayerBytes& layer = bytes.at(i);
+    if (layer.leaves_rows != PathLeaves::all_rows) continue;
     const bool backward = kind_.gradients && i >= shape_.trained.first_layer;
     if (mixer.narrows_path()) {
       std::int64_t expanded = of_others * (backward ? 3 : 1);
       if (path.latents) expanded += rows_above + (backward ? 3 * rows_above + own_rows : 0);
       out.flops += 2.0 * static_cast<double>(mixer.path_kinds(true)[0].width * mixer.expanded_width() * expanded);
     }
-    if (is_awake(shape_, path, i) || path.sharded) continue;
-    const LayerBytes layer(sizes(), shape_.at(i), path.latents);
+    if (stays) continue;
     const auto sums = [&](std::int64_t of) { return layer.of(of, true) - layer.of(of, false); };
     out.forward += layer.of(rows_above, false) + layer.of(own_rows, false);
     if (kind_.gradients) out.backward += layer.of(rows, true) + sums(rows_above);

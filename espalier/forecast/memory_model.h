@@ -42,7 +42,7 @@ struct PathTraffic {
   double flops = 0;
 };
 
-// Bytes of activations. Not thread-safe: it caches the bytes of items, because a planner asks for an item many times:
+// Bytes of activations. Not thread-safe: it caches items and traffic, because a planner asks for an item many times:
 // for peaks, for seconds and for every other plan with the same item.
 class ActivationBytes {
  public:
@@ -66,7 +66,11 @@ class ActivationBytes {
   // For an item below `rows_above` path rows; `own_rows`: a trunk's rows, 0 for a wave. The forward reads K and V (or
   // latents) and writes a trunk's own; the backward reads all of them and writes the accumulators. From latents: the
   // forward expands the rows above (again if it is run again), the backward all of them.
-  PathTraffic path_traffic(std::int64_t rows_above, std::int64_t own_rows, const PathPlan& path) const;
+  PathTraffic path_traffic(std::int64_t rows_above, std::int64_t own_rows, const PathPlan& path) const {
+    if (traffic_.rows_above != rows_above || traffic_.own_rows != own_rows || traffic_.path != path)
+      traffic_ = {rows_above, own_rows, path, path_traffic_of(rows_above, own_rows, path)};
+    return traffic_.traffic;
+  }
 
   // Bytes that an item holds between its forward and its backward: the kept state of its layers, and a trunk's
   // recurrent states.
@@ -109,6 +113,13 @@ class ActivationBytes {
     std::int64_t saved = 0, stored = 0, forward_peak = 0, backward_peak = 0;
   };
   const Item& item(const Work& work, ItemState state, bool wave) const;
+  // The traffic that was asked for last: a planner weighs one item in all of its states.
+  struct Traffic {
+    std::int64_t rows_above = -1, own_rows = 0;
+    PathPlan path;
+    PathTraffic traffic;
+  };
+  PathTraffic path_traffic_of(std::int64_t rows_above, std::int64_t own_rows, const PathPlan& path) const;
   // The recurrent states that a trunk leaves for everything below it.
   std::int64_t states(bool wave) const { return wave ? 0 : StateBuffers(sizes(), kind_.gradients).peak(); }
   std::int64_t saved_of(const Work& work, ItemState state, bool wave) const;
@@ -187,6 +198,7 @@ class ActivationBytes {
   static constexpr std::size_t kFewItems = 64, kManyItems = std::size_t{1} << 15;
   mutable std::vector<Item> asked_;
   mutable std::size_t misses_ = 0;
+  mutable Traffic traffic_;
 };
 
 inline Work work_of(const PlanItem& item) {

@@ -150,6 +150,7 @@ struct PathPlan {
     if (latents) return sharded ? PathState::latents_divide : PathState::latents_offload;
     return sharded ? PathState::divide : PathState::offload;
   }
+  bool operator==(const PathPlan&) const = default;
 };
 
 struct StepPlan {
