@@ -296,7 +296,8 @@ std::vector<OperationCase> attention_cases() {
             .own = 200, .path = 33, .heads = 2, .kv_heads = 2, .head_dim = 40, .branch_rows = 100, .unasked = 70},
         AttentionSize{.own = 150, .path = 0, .heads = 2, .kv_heads = 1, .unasked = 40}})
     add_attention_case(cases, size);
-  // Rows that see themselves alone; no queries.
+  // One row; rows that see themselves alone; no queries.
+  add_attention_case(cases, {.own = 1, .path = 1});
   add_attention_case(cases, {.own = 66, .path = 64, .window = 1});
   add_attention_case(cases, {.own = 66, .path = 40, .window = 20, .first_query = 66});
   // A block of keys that no query sees: before the branch that has queries, and behind the last query.
@@ -306,12 +307,18 @@ std::vector<OperationCase> attention_cases() {
   add_attention_case(cases, {.own = 129, .path = 0, .soft_cap = 1, .branch_rows = 129});
   // Pairs that are seen where one row of a tile is another than the rest: one that nobody below it sees, in several
   // places; the one at which a window ends; a branch that begins in the second half of a tile of queries, the last of
-  // which has one half; a branch without queries before all others.
+  // which has one half; a branch without queries before all others; a window whose only path row is the last one; a
+  // last query that is the first key of a block of 128; a branch that ends one row before a tile of queries does, and
+  // one that ends with it, before another branch.
   for (const AttentionSize& size :
        {AttentionSize{.own = 260, .path = 0, .some_queries = true, .branch_rows = 260, .leaf_rows = 65},
         AttentionSize{.own = 192, .path = 0, .window = 127, .branch_rows = 192},
         AttentionSize{.own = 224, .path = 70, .window = 20, .branch_rows = 100},
-        AttentionSize{.own = 140, .path = 0, .branch_rows = 64, .first_query = 70}}) {
+        AttentionSize{.own = 140, .path = 0, .branch_rows = 64, .first_query = 70},
+        AttentionSize{.own = 66, .path = 64, .window = 2},
+        AttentionSize{.own = 129, .path = 0, .branch_rows = 129, .first_query = 126},
+        AttentionSize{.own = 192, .path = 20, .branch_rows = 191},
+        AttentionSize{.own = 193, .path = 0, .branch_rows = 192}}) {
     AttentionSize counted = size;
     counted.counted = true;
     add_attention_case(cases, counted);

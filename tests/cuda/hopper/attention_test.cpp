@@ -1,5 +1,5 @@
 // Attention by the kernels for compute capability 9.0, emulated: the CPU's answer in float64 for the cases of selftest,
-// the same bits in every order, no tiles that nobody sees, and who runs which problem.
+// the same bits in every order, no tiles that nobody sees, and which problems they take.
 #include <gtest/gtest.h>
 
 #include <string>
@@ -65,41 +65,6 @@ TEST(HopperAttention, MultipliesTheTilesThatSomeRowSees) {
 TEST(HopperAttention, RunsOnComputeCapability90Alone) {
   for (const int major : {8, 9, 10, 12})
     for (const int minor : {0, 1, 3, 6}) EXPECT_EQ(cuda::hopper::runs_on(major, minor), major == 9 && minor == 0);
-}
-
-TEST(HopperAttention, TakesTheHeadsThatItsTilesHold) {
-  alignas(16) static const bfloat16 rows[16] = {};
-  const attention::Rows<const bfloat16> whole{rows, 64};
-  attention::Shape shape{};
-  shape.heads = shape.kv_heads = 1;
-  const auto forward = [&](std::int64_t D, std::int64_t V, double scale = 1, std::int64_t first = 0,
-                           std::int64_t stride = 64) {
-    const attention::Rows<const bfloat16> q{rows + first, stride};
-    shape.head_dim = D, shape.value_dim = V, shape.scale = scale;
-    return cuda::hopper::takes_forward(shape, {q, whole, whole, whole, whole}, whole);
-  };
-  for (std::int64_t D = 1; D <= 257; ++D) {
-    const bool taken = D == 64 || D == 96 || D == 128 || D == 192 || D == 256;
-    EXPECT_EQ(forward(D, D), taken) << D;
-    EXPECT_EQ(forward(192, D), D == 192 || D == 128) << D;
-    shape.head_dim = shape.value_dim = D;
-    EXPECT_EQ(cuda::hopper::takes_backward(shape, {whole, whole, whole, whole, whole}, whole, whole), taken) << D;
-  }
-  EXPECT_FALSE(forward(128, 64));
-  for (const std::int64_t D : {128, 192})
-    for (const std::int64_t window : {0, 5})
-      for (const double cap : {0.0, 2.0}) {
-        shape.head_dim = D, shape.value_dim = 128, shape.window = window, shape.soft_cap = cap;
-        EXPECT_TRUE(cuda::hopper::takes_backward(shape, {whole, whole, whole, whole, whole}, whole, whole));
-      }
-  shape.window = 0, shape.soft_cap = 0;
-  for (const double scale : {0.0, -1.0}) EXPECT_FALSE(forward(64, 64, scale));
-  EXPECT_FALSE(forward(64, 64, 1, 1));
-  EXPECT_FALSE(forward(64, 64, 1, 0, 68));
-  shape.heads = 65536;
-  EXPECT_FALSE(forward(64, 64));
-  shape.heads = 65535;
-  EXPECT_TRUE(forward(64, 64));
 }
 
 }  // namespace

@@ -68,6 +68,7 @@ void barrier_arrive(void* at, int bytes, Site site) {
 }
 
 void barrier_wait(void* at, unsigned parity, Site site) {
+  if (parity > 1) fail("a parity that there is not", site);
   Warpgroups& block = warpgroups_now();
   CountedBarrier& barrier = block.counted_at(at, site);
   ThreadState& me = block.me();

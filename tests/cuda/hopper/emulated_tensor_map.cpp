@@ -15,8 +15,10 @@ TensorMap tensor_map(const Matrix& matrix, int box_rows) {
   return map;
 }
 
-bool holds_together(const void*, int, std::int64_t, std::int64_t blocks) {
-  return blocks <= static_cast<std::int64_t>(emulation::most_together());
+// A multiprocessor, which holds one block, has 65,536 registers.
+bool holds_together(const void*, int threads, std::int64_t shared_bytes, std::int64_t blocks) {
+  return threads > 0 && threads * kLaunchRegisters <= 65536 && shared_bytes <= kSharedBytes &&
+         blocks <= static_cast<std::int64_t>(emulation::most_together());
 }
 
 }  // namespace espalier::cuda::hopper

@@ -1,8 +1,10 @@
 #include "tests/cuda/hopper/hopper_checks.h"
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 
+#include <array>
 #include <memory>
 
 #include "espalier/base/error.h"
@@ -114,6 +116,72 @@ std::string problem_of_turns(const Turns& of) {
   return added == of.added ? "" : text_of(added, " tiles are added to in turn instead of ", of.added);
 }
 
+// ---- scores far below 0 ----
+
+// All scores are about -180. A key behind the path's last one has the score 0: were it seen, its weight would be
+// infinite and gradients of queries not be numbers.
+std::string problem_of_low_scores() {
+  constexpr std::int64_t D = 128, kRows = 20;
+  Device& device = emulated_hopper_device();
+  const auto rows = [&](std::int64_t count) { return device.adopt(normal({count, D}, 1).to(at::kBFloat16)); };
+  const auto all = [&](std::int64_t count, double x) { return device.adopt(at::full({count, D}, x, at::kBFloat16)); };
+  const auto sums = [&](std::int64_t count) { return device.adopt(at::zeros({count, D}, at::kFloat)); };
+  const std::vector<std::int32_t> ends(kRows, kRows);
+  for (const std::int64_t path : {126, 127}) {
+    const at::Tensor q = all(kRows, -4), v = rows(kRows), out = rows(kRows), grad_q = rows(kRows),
+                     lse = device.adopt(at::zeros({1, kRows}, at::kFloat));
+    const AttentionProblem problem{
+        D, q, all(kRows, 4), v, all(path, 4), rows(path), at::Tensor(), device.adopt(whole_numbers(ends))};
+    emulation::set_seed(1);
+    device.operations().attention(problem, out, lse);
+    device.operations().add_attention_backward(problem, out, lse, v,
+                                               {grad_q, sums(kRows), sums(kRows), sums(path), sums(path)});
+    if (!device.to_host(grad_q).isfinite().all().item<bool>())
+      return text_of("path ", path, ": gradients of queries that are not finite");
+  }
+  return "";
+}
+
+// ---- problems that are taken ----
+
+// The kernels take problems with whole tiles of heads, a positive scale and rows that the copy engine reads.
+std::string problem_of_taken() {
+  using OfRows = attention::Rows<const bfloat16>;
+  alignas(16) static const bfloat16 numbers[16] = {};
+  const OfRows whole{numbers, 64};
+  std::array<OfRows, 7> rows;  // of q, own and the path's k and v; of the result or q's gradient, the result's gradient
+  rows.fill(whole);
+  attention::Shape shape{};
+  shape.heads = shape.kv_heads = 1;
+  const auto differs = [&](std::int64_t D, std::int64_t V, bool forward, bool backward) {
+    shape.head_dim = D, shape.value_dim = V;
+    const attention::Inputs<bfloat16> in{rows[0], rows[1], rows[2], rows[3], rows[4]};
+    return cuda::hopper::takes_forward(shape, in, rows[5]) != forward ||
+           cuda::hopper::takes_backward(shape, in, rows[6], rows[5]) != backward;
+  };
+  for (std::int64_t D = 1; D <= 257; ++D) {
+    const bool taken = D == 64 || D == 96 || D == 128 || D == 192 || D == 256, of_192 = D == 192 || D == 128;
+    if (differs(D, D, taken, taken) || differs(192, D, of_192, of_192)) return text_of("heads or values of ", D);
+    if (D != 128 && D != 192 && differs(D, 128, false, false)) return text_of("heads of ", D, " with values of 128");
+  }
+  for (std::size_t i = 0; i < rows.size(); ++i)
+    for (const OfRows& other : {OfRows{numbers + 1, 64}, OfRows{numbers, 68}}) {
+      rows[i] = other;
+      if (differs(64, 64, i == 6, false)) return text_of("rows number ", i, " are not at multiples of 16 bytes");
+      rows[i] = whole;
+    }
+  for (const double scale : {-1.0, 0.0, 0.5, 2.0}) {
+    shape.scale = scale;
+    if (differs(64, 64, scale > 0, scale > 0)) return text_of("a scale of ", scale);
+  }
+  for (const std::int64_t heads : {65535, 65536}) {
+    shape.heads = heads;
+    if (differs(64, 64, heads == 65535, heads == 65535)) return text_of(heads, " heads");
+  }
+  shape.heads = 1, shape.window = 5, shape.soft_cap = 2;
+  return differs(128, 128, true, true) ? "windows and caps" : "";
+}
+
 // Heads that these kernels multiply.
 bool is_taken(const OperationCase& each) {
   if (each.operation.find("attention") == std::string::npos) return false;
@@ -217,6 +285,8 @@ std::vector<KernelCheck> hopper_checks() {
                       text_of("hopper: sums in turn, path ", of.path, ", ", of.heads, "/", of.kv_heads, " heads, ",
                               of.most, " blocks at a time, window ", of.window, ", cap ", of.cap),
                       [of] { return problem_of_turns(of); }});
+  checks.push_back({Kind::answer, "HopperTiles", "hopper: scores far below 0", problem_of_low_scores});
+  checks.push_back({Kind::answer, "HopperTiles", "hopper: problems that are taken", problem_of_taken});
   for (const Branches& of : {Branches{200, 192, 3}, Branches{0, 300, 1}, Branches{512, 128, 3, 40},
                              Branches{40, 100, 1, 60, 128}, Branches{0, 150, 1, 0, 128}})
     checks.push_back({Kind::instructions, "HopperTiles",
