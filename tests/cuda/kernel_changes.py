@@ -131,6 +131,8 @@ def changes_of(file, source):
         line = source[starts[number]:starts[number + 1]]
         column = begin - starts[number]
         text = (line[:column] + instead + line[column + end - begin:]).strip()
+        if text == ";":  # a statement alone: told by its name and the next line
+            text = f"; for {source[begin:end]} {source[starts[number + 1]:].partition(chr(10))[0].strip()}".strip()
         statement = CHOSEN.sub("", re.split(r"[;{}]", code[:begin])[-1])
         fixed = not pieces or FIXED.search(statement) or any(a < begin < b for a, b in in_angles)
         found.append((Change(file, number + 1, begin, end, instead, text, not fixed), [] if fixed else pieces))

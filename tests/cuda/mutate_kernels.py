@@ -40,7 +40,7 @@ GROUPS = {"activation.cu": ["Variants"], "attention_merge.cu": ["Merging"], "att
               "query_sums.h", "tile_facts.cu", "tile_facts.h")}, "delta_rows.h": ["States"], "delta_rule.cu": ["States"],
            **{name: ["Chunks", "States:bfloat16"] for name in (
                "delta_chunk_channel_gradients.cu", "delta_chunk_channels.cu", "delta_chunk_channels.h", "delta_chunk_value_sums.h",
-               "delta_chunk_gradients.cu", "delta_chunk_inverse.cu", "delta_chunk_rows.cu", "delta_chunk_scans.cu", "delta_chunk_tiles.h",
+               "delta_chunk_gradients.cu", "delta_chunk_inverse.cu", "delta_chunk_outputs.cu", "delta_chunk_rows.cu", "delta_chunk_scans.cu", "delta_chunk_tiles.h",
                "delta_chunks.cu", "delta_chunks.h", "split_tiles.h")},
           "delta_rule_backward.cu": ["States"], "expert_rows.cu": ["Experts", "Variants"],
           "gates.cu": ["States"], "head.cu": ["Experts", "Head", "Variants"], "latent.cu": ["Variants"],
@@ -57,7 +57,7 @@ HEADERS = ["delta_chunk_channels.h", "delta_chunk_tiles.h", "delta_chunk_value_s
 FLAGS = ["-std=c++20", "-x", "c++", "-fPIC", "-O1", "-g1", "-ffp-contract=off", "-Werror=vla", "-Wno-narrowing", "-fmax-errors=0",
          "-DESPALIER_EMULATED", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0",
          "-fsanitize=bounds,shift,integer-divide-by-zero", "-fsanitize-undefined-trap-on-error"]
-MADE_OF = ["tests/cuda/chunk_checks.cpp", "tests/cuda/kernel_checks.cpp", *[f"tests/cuda/hopper/{name}.cpp" for name in ("hopper_checks", "barriers", "copies", "products", "warpgroups")], "tests/cuda/accesses.cpp", "tests/cuda/emulation.cpp", "tests/cuda/emulation.h", "espalier/selftest/operation_check.cpp",
+MADE_OF = ["tests/cuda/chunk_checks.cpp", "tests/cuda/kernel_checks.cpp", *[f"tests/cuda/hopper/{name}.cpp" for name in ("hopper_checks", "barriers", "copies", "emulated_tensor_map", "products", "warpgroups")], "tests/cuda/accesses.cpp", "tests/cuda/emulation.cpp", "tests/cuda/emulation.h", "espalier/selftest/operation_check.cpp",
            *[f"espalier/selftest/{name}_cases.cpp" for name in ("attention", "head", "row", "state", "variant")], f"{FOLDER}/ptx.h"]
 
 
@@ -281,7 +281,7 @@ def try_all(arguments, library, everything, program, results):
         if number in switched:
             continue
         plan = [n for n in by_seconds if n in of_file[change.file]]
-        of_few = [n for n in plan if FEW in checks[n][1]] if change.file.startswith(HOPPER) and change.file.endswith(".cu") else []
+        of_few = [n for n in plan if FEW in checks[n][1]] if change.file.startswith(HOPPER) else []
         if first.get(change.file) in plan:
             plan = [first[change.file], *[n for n in plan if n != first[change.file]]]
         for few in (True, False) if of_few else (False,):
