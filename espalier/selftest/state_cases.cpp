@@ -27,6 +27,7 @@ struct DeltaSize {
   std::vector<RunSize> runs;
   std::string name;
   bool strong = false;  // logarithms of every third decay, and of all decays of every fifth row, are about -40
+  bool weak = false;    // logarithms of decays are about -0.01, so that rows far apart depend on each other
 };
 
 bool forks(const std::vector<RunSize>& sizes, std::size_t run) {
@@ -71,6 +72,7 @@ void add_delta_cases(std::vector<OperationCase>& cases, const DeltaSize& size) {
     projected.slice(0, 0, T, 5).narrow(1, s.columns(0).a, s.decays()).add_(40);
     steps.slice(0, 0, s.decays(), 3).add_(40);
   }
+  if (size.weak) steps.sub_(5);
   const std::vector<OperationCase::Argument> shared = {{projected},
                                                        {normal({C, s.kernel}, 131, 0.5)},
                                                        {normal({H}, 132, 0.5)},
@@ -240,6 +242,8 @@ std::vector<OperationCase> state_cases() {
   RecurrenceShape by_head = by_part, wide = by_part, mamba = by_part;
   by_head.by_key_head = true;
   wide.key_heads = wide.value_heads = 1, wide.key_dim = 20, wide.value_dim = 64, wide.kernel = 2;
+  RecurrenceShape wider = wide, narrow = wide;
+  wider.value_dim = 66, narrow.value_dim = 12;  // three blocks of 32 value channels; one
   mamba.mamba = mamba.conv_bias = true, mamba.value_dim = 6, mamba.kernel = 3, mamba.least_step = 0.3,
   mamba.largest_step = 1.5;
   RecurrenceShape large = by_head;
@@ -256,6 +260,9 @@ std::vector<OperationCase> state_cases() {
   add_delta_cases(cases, {by_part, tree, "q, k, v of all heads, a tree"});
   add_delta_cases(cases, {by_head, small, "by key head"});
   add_delta_cases(cases, {wide, {{70, -1}}, "heads of 20 and 64"});
+  add_delta_cases(cases, {wider, {{17, -1}}, "heads of 20 and 66"});
+  add_delta_cases(cases,
+                  {.shape = narrow, .runs = {{64, -1}}, .name = "weak decays, heads of 20 and 12", .weak = true});
   add_delta_cases(cases, {large, {{66, -1}, {3, 0}}, "heads of 100 and 40"});
   add_delta_cases(cases, {mamba, tree, "Mamba-2, a tree"});
   add_delta_cases(cases, {bare, small, "Mamba-2 without biases"});
