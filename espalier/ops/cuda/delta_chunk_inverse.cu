@@ -24,7 +24,7 @@ static_assert(sizeof(SolvedRows) <= 2 * ValueTile::kBytes);
 __device__ __forceinline__ void invert_blocks(const SolvedRows& system, const SquareTile& inverse) {
   if (threadIdx.x >= kChunk) return;
   const int block = static_cast<int>(threadIdx.x) / kSolved, column = static_cast<int>(threadIdx.x) % kSolved;
-  float x[kSolved];
+  float x[kSolved] = {};
 #pragma unroll
   for (int i = 0; i < kSolved; ++i) {
     float sum = i == column ? 1.f : 0.f;
