@@ -251,6 +251,8 @@ std::vector<OperationCase> state_cases() {
   RecurrenceShape of_channels = by_part, wide_channels = wide;
   of_channels.value_heads = 2, of_channels.gate_latent = wide_channels.gate_latent = 1, wide_channels.value_dim = 33;
   RecurrenceShape strong_channels = wide_channels, large_channels = wide_channels;
+  RecurrenceShape narrow_channels = narrow;
+  narrow_channels.gate_latent = 1;
   strong_channels.key_dim = 64, strong_channels.value_dim = 20;
   large_channels.key_dim = 128, large_channels.value_dim = 64;
   RecurrenceShape bare = mamba;
@@ -270,6 +272,10 @@ std::vector<OperationCase> state_cases() {
   add_delta_cases(cases, {wide_channels, {{70, -1}}, "decays of channels, heads of 20 and 33"});
   add_delta_cases(cases, {strong_channels, {{70, -1}, {40, 0}}, "strong decays of channels, heads of 64 and 20", true});
   add_delta_cases(cases, {large_channels, {{67, -1}, {3, 0}}, "decays of channels, heads of 128 and 64"});
+  add_delta_cases(cases, {.shape = narrow_channels,
+                          .runs = {{64, -1}},
+                          .name = "weak decays of channels, heads of 20 and 12",
+                          .weak = true});
   add_short_convolution_cases(cases, {.channels = 40, .kernel = 4, .bias = true}, tree, "a tree");
   add_short_convolution_cases(cases, {.channels = 130, .kernel = 3}, {{3, -2}, {33, 0}}, "without biases");
   add_gate_cases(cases, by_part, 7, "q, k, v of all heads");
