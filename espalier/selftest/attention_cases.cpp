@@ -318,7 +318,14 @@ std::vector<OperationCase> attention_cases() {
         AttentionSize{.own = 66, .path = 64, .window = 2},
         AttentionSize{.own = 129, .path = 0, .branch_rows = 129, .first_query = 126},
         AttentionSize{.own = 192, .path = 20, .branch_rows = 191},
-        AttentionSize{.own = 193, .path = 0, .branch_rows = 192}}) {
+        AttentionSize{.own = 193, .path = 0, .branch_rows = 192},
+        // Keys that some rows of a tile see, with depths greater than any row; then the only row of its kind at each
+        // place of a warp, or behind it: leaves, and the row that sees furthest.
+        AttentionSize{.own = 135, .path = 140, .window = 1000, .branch_rows = 130, .first_query = 127},
+        AttentionSize{.own = 259, .path = 0, .branch_rows = 259, .leaf_rows = 32, .first_query = 256},
+        AttentionSize{.own = 261, .path = 0, .branch_rows = 261, .leaf_rows = 33, .first_query = 256},
+        AttentionSize{.own = 100, .path = 130, .window = 4, .branch_rows = 95},
+        AttentionSize{.own = 100, .path = 130, .window = 4, .branch_rows = 96}}) {
     AttentionSize counted = size;
     counted.counted = true;
     add_attention_case(cases, counted);
