@@ -4,7 +4,7 @@
 
 namespace espalier::changes {
 
-inline constexpr int kMost = 64 * 1024;
+inline constexpr int kMost = 96 * 1024;
 struct State {
   int chosen;
   unsigned char met[kMost];  // by number: whether its place was reached

@@ -61,7 +61,7 @@ MADE_OF = ["tests/cuda/chunk_checks.cpp", "tests/cuda/kernel_checks.cpp", *[f"te
            *[f"espalier/selftest/{name}_cases.cpp" for name in ("attention", "head", "row", "state", "variant")], f"{FOLDER}/ptx.h"]
 
 
-OF_A_FILE = 1536  # numbers of changes; changes.h has room for as many files as there are
+OF_A_FILE, MOST = 1536, 96 * 1024  # numbers of changes: of a file, and those that changes.h has room for
 
 
 def limit_of(seconds):
@@ -364,6 +364,7 @@ def main():
     found = [(name, n, change) for name in names for n, change in enumerate(changes_of(name, sources[name]))]
     everything = {OF_A_FILE * names.index(name) + n: change for name, n, change in found}
     assert len(everything) == len(found), "a file has more changes than OF_A_FILE"
+    assert OF_A_FILE * len(names) <= MOST, "more files than changes.h has room for"
     arguments.harmless = listed_in(HARMLESS)
     stale = arguments.harmless - {change.key() for change, _ in everything.values()}
     for line in sorted(stale):
