@@ -276,51 +276,32 @@ ESPALIER_SIMD_INLINE DoubleVector scale_by_power(DoubleVector value, IntegerVect
   const IntegerVector<double> half = n >> 1;
   return value * reinterpret<DoubleVector>((half + 1023) << 52) * reinterpret<DoubleVector>((n - half + 1023) << 52);
 }
+// ((first r + next_0) r + next_1) ...
+template <class V, class S, class... Next>
+ESPALIER_SIMD_INLINE V horner(V r, S first, Next... next) {
+  V p = broadcast(first);
+  ((p = fma(p, r, next)), ...);
+  return p;
+}
 // 2^r for |r| <= 1/2.
 ESPALIER_SIMD_INLINE FloatVector exp2_fraction(FloatVector r) {
-  FloatVector p = broadcast(0.000154532623f);
-  p = fma(p, r, 0.00133909786f);
-  p = fma(p, r, 0.00961808208f);
-  p = fma(p, r, 0.0555035695f);
-  p = fma(p, r, 0.240226507f);
-  p = fma(p, r, 0.693147182f);
-  return fma(p, r, 1.0f);
+  return horner(r, 0.000154532623f, 0.00133909786f, 0.00961808208f, 0.0555035695f, 0.240226507f, 0.693147182f, 1.0f);
 }
 ESPALIER_SIMD_INLINE DoubleVector exp2_fraction(DoubleVector r) {
-  DoubleVector p = broadcast(4.4549794711760616e-10);
-  p = fma(p, r, 7.072621356539349e-09);
-  p = fma(p, r, 1.0178062351388103e-07);
-  p = fma(p, r, 1.3215442410711872e-06);
-  p = fma(p, r, 1.525273382999124e-05);
-  p = fma(p, r, 0.0001540353044202707);
-  p = fma(p, r, 0.0013333558146416842);
-  p = fma(p, r, 0.009618129107606715);
-  p = fma(p, r, 0.0555041086648216);
-  p = fma(p, r, 0.24022650695910097);
-  p = fma(p, r, 0.6931471805599453);
-  return fma(p, r, 1.0);
+  return horner(r, 4.4549794711760616e-10, 7.072621356539349e-09, 1.0178062351388103e-07, 1.3215442410711872e-06,
+                1.525273382999124e-05, 0.0001540353044202707, 0.0013333558146416842, 0.009618129107606715,
+                0.0555041086648216, 0.24022650695910097, 0.6931471805599453, 1.0);
 }
 // e^r for |r| <= ln(2) / 2.
 ESPALIER_SIMD_INLINE FloatVector exp_fraction(FloatVector r) {
-  FloatVector p = broadcast(0.00139262504f);
-  p = fma(p, r, 0.00836323295f);
-  p = fma(p, r, 0.0416665524f);
-  p = fma(p, r, 0.166665763f);
-  p = fma(p, r, 0.5f);
-  return fma(p, r * r, r) + 1.0f;
+  return fma(horner(r, 0.00139262504f, 0.00836323295f, 0.0416665524f, 0.166665763f, 0.5f), r * r, r) + 1.0f;
 }
 ESPALIER_SIMD_INLINE DoubleVector exp_fraction(DoubleVector r) {
-  DoubleVector p = broadcast(2.5100472505694996e-08);
-  p = fma(p, r, 2.7620201591031547e-07);
-  p = fma(p, r, 2.7557268276905696e-06);
-  p = fma(p, r, 2.4801521057868204e-05);
-  p = fma(p, r, 0.00019841269863171557);
-  p = fma(p, r, 0.0013888888917367081);
-  p = fma(p, r, 0.008333333333330039);
-  p = fma(p, r, 0.041666666666623824);
-  p = fma(p, r, 0.16666666666666669);
-  p = fma(p, r, 0.5000000000000001);
-  return fma(p, r * r, r) + 1.0;
+  return fma(horner(r, 2.5100472505694996e-08, 2.7620201591031547e-07, 2.7557268276905696e-06, 2.4801521057868204e-05,
+                    0.00019841269863171557, 0.0013888888917367081, 0.008333333333330039, 0.041666666666623824,
+                    0.16666666666666669, 0.5000000000000001),
+             r * r, r) +
+         1.0;
 }
 }  // namespace detail
 
@@ -420,8 +401,8 @@ ESPALIER_SIMD_INLINE DoubleVector times_power(DoubleVector p, DoubleVector n) {
 }
 
 namespace detail {
-// log(2^k * (1 + f)), s = f / (2 + f): log(1 + f) = f - f^2/2 + s (f^2/2 + R(s^2)), R = series z the series of 2
-// atanh(s)/s - 2.
+// log(2^k * (1 + f)), s = f / (2 + f): log(1 + f) = f - f^2/2 + s (f^2/2 + R(s^2)), where
+// R(s^2) = series z is the series of 2 atanh(s)/s - 2.
 template <class V>
 ESPALIER_SIMD_INLINE V log_parts(V k, V f, V series, V z, V s, double ln2_high, double ln2_low) {
   using S = decltype(f[0] + f[0]);
