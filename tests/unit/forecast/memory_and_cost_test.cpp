@@ -1,6 +1,8 @@
 // Bytes of phases and seconds of items: hand-made sums, and how they must change.
 #include <gtest/gtest.h>
 
+#include <utility>
+
 #include "espalier/base/error.h"
 #include "espalier/base/instruction_set.h"
 #include "espalier/base/json.h"
@@ -41,6 +43,10 @@ TEST(MemoryModel, APathThatSleepsHoldsTheLayersInUse) {
   EXPECT_EQ(traffic.forward, 30 * of_layer / 3);
   EXPECT_EQ(traffic.backward, 30 * of_layer + 30 * (of_layer * 2 / 3) * 48 / 64);
   EXPECT_EQ(bytes.path_traffic(48, 16, {}).backward, 0);
+  // The traffic that is kept from the last question answers no other one.
+  for (const auto& [above, own] : {std::pair{48, 16}, {48, 32}, {32, 32}})
+    EXPECT_EQ(bytes.path_traffic(above, own, {2}).backward,
+              ActivationBytes(testing::llama_3_8b(), DType::bfloat16).path_traffic(above, own, {2}).backward);
   // Traffic that does not hide behind the compute is paid for.
   const CostModel model(testing::llama_3_8b(), testing::test_profile(), DType::bfloat16);
   const Work work{16, 16 * 64, 0, 0};
