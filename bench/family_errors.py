@@ -70,8 +70,7 @@ def in_the_program(directory, records, folder):
 def around_transformers(directory, records):
     """{plan: worst distance} of espalier.hf, whose loss is that of hf_models."""
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, attn_implementation="eager").train()
-    if hasattr(model.config, "num_experts_per_tok"):
-        model.set_experts_implementation("eager")  # the other knows no float64
+    oracle.run_experts_one_by_one(model)
     rollouts = [{name: record[name] for name in ("prompt_ids", "response_ids")} for record in records]
     loss, out = loss_of(rollouts), {}
     with all_float64():

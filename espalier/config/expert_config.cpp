@@ -136,6 +136,7 @@ void read_experts(const Members& config, const Family& family, Reading& reading)
   if (shape.shared_expert.inner > 0 && shape.mlp_bias)
     config.refuse("mlp_bias = true", "shared experts without biases");
   shape.shared_expert.gate = experts.shared_gate;
+  shape.shared_expert.apart = shape.router.expert_scale = experts.apart;
   if (!family.names.half_blocks) read_expert_layers(config, experts, shape.layer);
 }
 

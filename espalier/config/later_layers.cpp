@@ -23,6 +23,8 @@ void read_sources(const Members& config, Reading& reading) {
     layers[static_cast<std::size_t>(source)].is_read_later = true;
     if (wide) layers[static_cast<std::size_t>(layer)].inner *= 2;
   }
+  if (wide && reading.shape.experts > 0)
+    config.refuse("use_double_wide_mlp = true beside enable_moe_block = true", "MLPs of one width beside experts");
 }
 
 }  // namespace
@@ -31,6 +33,9 @@ void read_later_layers(const Members& config, Reading& reading) {
   read_sources(config, reading);
   LayerInputs& inputs = reading.shape.layer_inputs;
   inputs.width = config.integer("hidden_size_per_layer_input", 0, 1 << 20, kAbsentWidth);
+  if (inputs.width > 0 && reading.shape.experts > 0)
+    config.refuse(text_of("hidden_size_per_layer_input = ", inputs.width, " beside enable_moe_block = true"),
+                  "0 in a model with experts, as Gemma 4 26B-A4B has it");
   if (inputs.width > 0) inputs.vocabulary = config.integer("vocab_size_per_layer_input", 1, 1 << 26, kAbsentVocabulary);
 }
 

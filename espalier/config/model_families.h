@@ -77,6 +77,7 @@ struct Experts {
   std::int64_t shared = 0;
   bool may_share_none = false;  // the width may be 0: then there is no shared expert
   bool shared_gate = false;
+  bool apart = false;  // SharedExpert::apart, and RouterKind::expert_scale
 };
 
 struct Family {

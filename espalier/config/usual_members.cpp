@@ -139,6 +139,16 @@ void read_per_layer(const Members& config, Json& out) {
   if (!of_full.contains("head_dim")) out["global_head_dim"] = out.value("head_dim", Json());
 }
 
+// Experts stand beside the MLP of every layer, or there are none.
+void read_experts_of_gemma4(const Members& config, Json& out) {
+  if (!config.flag("enable_moe_block", false)) {
+    out["num_experts"] = 0;
+    return;
+  }
+  config.integer("num_experts", 1, 65536);
+  copy(config.all(), {"top_k_experts", "num_experts_per_tok"}, out);
+}
+
 }  // namespace
 
 Json usual_members_of_gemma4(const Members& config) {
@@ -156,8 +166,7 @@ Json usual_members_of_gemma4(const Members& config) {
   else if (config.has("use_bidirectional_attention") && config.at("use_bidirectional_attention") != false)
     config.refuse("use_bidirectional_attention = " + shown(config.at("use_bidirectional_attention")),
                   "rows that do not attend to later rows");
-  if (config.flag("enable_moe_block", false))
-    config.refuse("enable_moe_block = true", "layers of Gemma 4 without experts");
+  read_experts_of_gemma4(config, out);
   return out;
 }
 

@@ -317,8 +317,27 @@ class Communication::Walk {
     if (turn.item) gather_context(*turn.item, layer, phase);
     pass_states(turn, layer, false, 1, phase), leave_state(turn, layer, phase);
     give(tp_, Collective::sum, R * M * b_, phase.tp);
-    if (own_.at(layer).mlp != MlpKind::none) give(tp_, Collective::sum, R * M * (experts ? s_ : b_), phase.tp);
+    sum_mlp(layer, R, phase);
     if (experts) exchange(turn, layer, M * b_, M * b_, phase);
+  }
+
+  // The sums over tp of R rows behind a layer's MLP, or of their gradients; experts apart have two.
+  void sum_mlp(std::int64_t layer, std::int64_t R, AxisBytes& phase) {
+    const LayerShape& of = own_.at(layer);
+    if (of.mlp == MlpKind::none) return;
+    const std::int64_t bytes = R * own_.hidden * (of.has_experts() ? s_ : b_);
+    give(tp_, Collective::sum, bytes, phase.tp);
+    if (of.has_experts() && own_.shared_expert.apart) give(tp_, Collective::sum, bytes, phase.tp);
+  }
+
+  // A recomputation stops before the sum, unless a norm behind it is computed again. With several ranks of ep, experts
+  // apart give their results in the backward alone.
+  void sum_mlp_again(std::int64_t layer, std::int64_t R, AxisBytes& phase) {
+    const LayerShape& of = own_.at(layer);
+    if (of.mlp == MlpKind::none || !of.has_norms_after()) return;
+    const std::int64_t bytes = R * own_.hidden * (of.has_experts() ? s_ : b_);
+    give(tp_, Collective::sum, bytes, phase.tp);
+    if (of.has_experts() && local_.degrees().ep == 1) give(tp_, Collective::sum, bytes, phase.tp);
   }
 
   void backward(const Turn& turn, AxisBytes& phase) {
@@ -346,14 +365,18 @@ class Communication::Walk {
     pass_states(turn, layer, false, 1, phase);  // the states are made again
     pass_states(turn, layer, true, own_.mixer(layer).flops().row_backward, phase);
     if (recomputes) give(tp_, Collective::sum, R * M * b_, phase.tp);
+    if (item && item->state.recomputes_mlp()) sum_mlp_again(layer, R, phase);
     give(tp_, Collective::sum, T * M * b_, phase.tp);
-    if (own_.at(layer).mlp != MlpKind::none) give(tp_, Collective::sum, R * M * (experts ? s_ : b_), phase.tp);
+    sum_mlp(layer, R, phase);
     if (item && is_sharded(*item, cp_.ranks))
       give(cp_, Collective::scatter_sum, cp_.ranks * most_rows(*item) * given_width(layer) * s_, phase.cp);
     if (!experts) return;
     give(tp_, Collective::sum, R * own_.experts_per_token * s_, phase.tp);
     if (own_.shared_expert.gate) give(tp_, Collective::sum, R * s_, phase.tp);
     exchange(turn, layer, 2 * M * b_ + s_, M * s_ + s_, phase);
+    if (!own_.shared_expert.apart || local_.degrees().ep == 1) return;
+    exchange(turn, layer, M * b_, M * b_, phase);  // the experts' results once more
+    give(tp_, Collective::sum, R * M * s_, phase.tp);
   }
 
   void head(const Turn& turn, Pass pass, AxisBytes& phase) {

@@ -3,8 +3,8 @@
 //   n = norm(y);  (S, w) = router(n Wr^T);  [g_e u_e] = n Wgu_e^T
 //   z = y + r sum_{e in S} w_e (f(g_e) u_e) Wd_e^T              r: Scales::residual
 //
-// If the shape has a shared expert, it adds its MLP for every row, times sigmoid(n . gate) if it has a gate. It runs as
-// a layer of one expert that every row chooses.
+// With norms apart it is another block (apart_experts.h). If the shape has a shared expert, it adds its MLP for every
+// row, times sigmoid(n . gate) if it has a gate. It runs as a layer of one expert that every row chooses.
 //
 // Rows are sorted by expert (ops/experts.h). Sums over a row's experts are kept in the accumulator dtype and rounded
 // once. context.penalties holds the router losses. Shapes: R rows, M width, E experts, k of them a row, F inner

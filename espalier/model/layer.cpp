@@ -80,6 +80,11 @@ void take_mlp_saved(const LayerContext& c, LayerSaved& saved) {
   saved.shared_gate_up_RW = take(declared.shared_gate_up_RW);
   saved.shared_logit_R1 = take(declared.shared_logit_R1);
   saved.shared_weight_R1 = take(declared.shared_weight_R1);
+  saved.plain_weight_RK = take(declared.plain_weight_RK);
+  saved.shared_branch_RM = take(declared.shared_branch_RM);
+  saved.shared_branch_rstd_R = take(declared.shared_branch_rstd_R);
+  saved.expert_branch_RM = take(declared.expert_branch_RM);
+  saved.expert_branch_rstd_R = take(declared.expert_branch_rstd_R);
 }
 
 void layer_forward(const LayerContext& c, LayerSaved& saved, const at::Tensor& stream_out_RM) {

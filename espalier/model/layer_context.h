@@ -33,7 +33,10 @@ struct LayerSaved {
   at::Tensor gate_up_RW;  // [R, 2*F]; with experts [R*k, 2*F], sorted by expert
   at::Tensor router_logits_RE, router_choice_RK, router_weight_RK;  // experts only
   at::Tensor shared_gate_up_RW, shared_logit_R1, shared_weight_R1;  // of the shared expert
-  at::Tensor input_gate_RP, input_branch_RM, input_branch_rstd_R;   // of the layer's input (model/layer_inputs.h)
+  at::Tensor plain_weight_RK;                                       // router_weight before its experts' factors
+  // Results of the shared expert and of the experts, where they are apart.
+  at::Tensor shared_branch_RM, shared_branch_rstd_R, expert_branch_RM, expert_branch_rstd_R;
+  at::Tensor input_gate_RP, input_branch_RM, input_branch_rstd_R;  // of the layer's input (model/layer_inputs.h)
 };
 
 // Router losses added by the backward of each expert layer, and the buffer for their values. Empty: none.

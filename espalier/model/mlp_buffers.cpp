@@ -75,6 +75,15 @@ MlpSavedBuffers::MlpSavedBuffers(const BlockShape& b, const BlockRows& rows) : B
   router_logits_RE = add("router logits", R, s.experts, wide_router(b) ? kAccumulator : kActivation);
   router_choice_RK = add("chosen experts", R, k, kInt32);
   router_weight_RK = add("weights of experts", R, k, kAccumulator);
+  if (s.router.expert_scale) plain_weight_RK = add("weights before experts' factors", R, k, kAccumulator);
+  if (s.shared_expert.apart) {
+    branch_RM = add("sum of both results", R, s.hidden);
+    branch_rstd_R = add("1/rms of the sum of both results", R, Buffer::kVector, kAccumulator);
+    shared_branch_RM = add("result of the shared expert", R, s.hidden);
+    shared_branch_rstd_R = add("1/rms of the shared expert's result", R, Buffer::kVector, kAccumulator);
+    expert_branch_RM = add("result of the experts", R, s.hidden);
+    expert_branch_rstd_R = add("1/rms of the experts' result", R, Buffer::kVector, kAccumulator);
+  }
   if (s.shared_expert.inner == 0) return;
   shared_gate_up_RW = add("gate and up of the shared expert", R, s.gate_up_width(s.shared_expert.inner));
   if (!s.shared_expert.gate) return;
@@ -138,20 +147,22 @@ InputBackwardBuffers::InputBackwardBuffers(const BlockShape& b, const BlockRows&
 ExpertForwardBuffers::ExpertForwardBuffers(const BlockShape& b, std::int64_t rows, bool with_output)
     : BufferList(b.bytes) {
   const std::int64_t M = b.shape.hidden;
+  const bool apart = b.shape.shared_expert.apart, results = with_output || apart;
   normed_RM = add("normalised rows", rows, M, kActivation, Stage::router, Stage::shared);
   if (wide_router(b)) {
     wide_normed_RM = add("widened rows", rows, M, kAccumulator, Stage::router);
     wide_router_EM = add("widened router", b.shape.experts, M, kAccumulator, Stage::router);
   }
-  if (with_output) sum_RM = add("sum over experts", rows, M, kAccumulator, Stage::experts, Stage::shared);
+  if (results) sum_RM = add("sum over experts", rows, M, kAccumulator, Stage::experts, Stage::shared);
   expert_rows_RM = add("rows of an expert", rows, M, kActivation, Stage::experts, Stage::shared);
   low_rank_Rr = add_expert_low_rank(*this, b, rows, Stage::experts, Stage::shared);
   if (adapts(b, ExpertProductNumbers::router)) nest(Stage::router, router_low_rank_bytes(b, rows));
   if (adapts(b, ExpertProductNumbers::shared_gate)) nest(Stage::shared, low_rank_bytes(b, rows));
-  if (with_output) act_RF = add("activation of an expert", rows, b.shape.expert_inner, kActivation, Stage::experts);
-  if (with_output && b.shape.shared_expert.inner > 0)
+  if (results) act_RF = add("activation of an expert", rows, b.shape.expert_inner, kActivation, Stage::experts);
+  if (results && b.shape.shared_expert.inner > 0)
     shared_act_RF =
         add("activation of the shared expert", rows, b.shape.shared_expert.inner, kActivation, Stage::shared);
+  if (apart) branch_RM = add("a result behind its norm", rows, M, kActivation, Stage::shared);
 }
 
 ExpertBackwardBuffers::ExpertBackwardBuffers(const BlockShape& b, std::int64_t rows) : BufferList(b.bytes) {
@@ -163,6 +174,10 @@ ExpertBackwardBuffers::ExpertBackwardBuffers(const BlockShape& b, std::int64_t r
   if (shared.gate)
     grad_shared_weight_R1 =
         add("gradient of the shared expert's weights", rows, 1, kAccumulator, Stage::experts, Stage::router);
+  if (shared.apart) {
+    grad_branch_RM = add("gradient of the sum of both results", rows, M, kActivation, Stage::experts, Stage::shared);
+    grad_result_RM = add("gradient of a result", rows, M, kActivation, Stage::experts, Stage::shared);
+  }
   expert_rows_RM = add("rows of an expert", rows, M, kActivation, Stage::experts, Stage::shared);
   low_rank_Rr = add_expert_low_rank(*this, b, rows, Stage::experts, Stage::shared);
   if (adapts(b, ExpertProductNumbers::router)) nest(Stage::router, router_low_rank_bytes(b, rows));

@@ -14,6 +14,9 @@ struct MlpSavedBuffers : BufferList {
   Place router_logits_RE, router_choice_RK, router_weight_RK;  // experts only
   // With a shared expert: its gate and up [R, 2*F]; the logit and the weight of its gate, one per row.
   Place shared_gate_up_RW, shared_logit_R1, shared_weight_R1;
+  Place plain_weight_RK;  // weights before the factors of experts
+  // Apart: what the norms behind the shared expert and behind the experts read.
+  Place shared_branch_RM, shared_branch_rstd_R, expert_branch_RM, expert_branch_rstd_R;
   Place input_gate_RP, input_branch_RM, input_branch_rstd_R;  // of the layer's input
 };
 
@@ -56,6 +59,7 @@ struct ExpertForwardBuffers : BufferList {
   enum class Stage { router, experts, shared };
   ExpertForwardBuffers(const BlockShape& block, std::int64_t rows, bool with_output);
   Place normed_RM, sum_RM, expert_rows_RM, act_RF, shared_act_RF, low_rank_Rr;
+  Place branch_RM;                       // the norms of results, where they are apart
   Place wide_normed_RM, wide_router_EM;  // where logits are wider than rows (RouterKind::wide)
 };
 
@@ -66,6 +70,7 @@ struct ExpertBackwardBuffers : BufferList {
   Place expert_rows_RM, act_RF, grad_gate_up_RW, expert_product, low_rank_Rr;
   Place shared_act_RF, grad_shared_gate_up_RW, shared_product, grad_shared_weight_R1;
   Place grad_logits_RE, router_product, grad_shared_logit_R1, shared_gate_product;
+  Place grad_branch_RM, grad_result_RM;  // apart: of the sum of the results, and of one of them
   Place wide_normed_RM, wide_router_EM;
 };
 

@@ -168,7 +168,12 @@ void view_experts(const Viewer& viewer, const LocalShape& shape, const LayerPara
   const std::vector<ProjectionShape>& gate_up = product(Numbers::gate_up);
   const ProjectionShape& down = product(Numbers::down).front();
   views.router = viewer.projection(prefix, product(Numbers::router));
-  views.correction_bias_E = viewer.tensors(prefix, p.mlp.tensors().front());
+  const auto tensor = [&](std::size_t number) { return viewer.tensors(prefix, p.mlp.tensors()[number]); };
+  using Tensors = ExpertTensorNumbers;
+  views.correction_bias_E = tensor(Tensors::correction);
+  views.expert_scale_E = tensor(Tensors::expert_scale);
+  views.apart = {tensor(Tensors::router_scale), tensor(Tensors::expert_norm), tensor(Tensors::shared_post_norm),
+                 tensor(Tensors::expert_post_norm)};
   const std::int64_t W = shape.own().gate_up_width(F);
   views.expert_gate_up_EWM =
       viewer.range(name_of(first, gate_up.front(), ".weight"), name_of(last, gate_up.back(), ".weight"), {E, W, M});

@@ -33,6 +33,12 @@ struct PartViews {
   std::vector<at::Tensor> tensors;
 };
 
+// The norms of experts and their shared expert apart (model/apart_experts.h).
+struct ApartNorms {
+  at::Tensor router_M, experts_M;                // before the router, before the experts
+  at::Tensor behind_shared_M, behind_experts_M;  // of their results
+};
+
 struct LayerViews {
   at::ScalarType dtype = at::kFloat;  // dtype of rows; held matrices may be bfloat16 beside float32
   at::Tensor mixer_norm_M, mixer_norm_bias_M, mlp_norm_M, mlp_norm_bias_M;
@@ -43,7 +49,9 @@ struct LayerViews {
   Projection router;                               // [E, M], all experts
   at::Tensor expert_gate_up_EWM, expert_down_EMF;  // [E, 2*F, M], [E, M, F], F of one expert
   at::Tensor expert_gate_up_bias_EW, expert_down_bias_EM;
-  at::Tensor correction_bias_E;             // for the router's choice, accumulator dtype; has no gradient
+  at::Tensor correction_bias_E;  // for the router's choice, accumulator dtype; has no gradient
+  at::Tensor expert_scale_E;     // factors of experts' weights
+  ApartNorms apart;
   Projection shared_gate_up, shared_down;   // of the shared expert, [2*F, M], [M, F]
   Projection shared_expert_gate;            // [1, M]
   Projection input_gate, input_projection;  // of the layer's input, [P, M] and [M, P]

@@ -3,6 +3,7 @@
 //   p = softmax(logits) or sigmoid(logits);  S = the k largest p + c (c: the correction, 0 if none), ties to the lower
 //   expert, from the top groups by the sum of a group's two largest p + c (with a softmax: by its largest);
 //   w_j = scaling p_j, or renormalised scaling p_j / sum_S p
+//   w_j s_e, where experts have factors s
 //   sum_r += sum_{e in S_r} w_e ((f(g_e) u_e) Wd_e^T + bd_e)  with  [g_e u_e] = x_r Wgu_e^T + bgu_e
 //   penalties of a row:  sum_e g_e p_e  (auxiliary loss)  and  z (log sum_e exp logit_e)^2
 //
@@ -70,6 +71,14 @@ struct ExpertOperations {
   void (*router_backward)(const at::Tensor& logits_RE, const at::Tensor& choice_RK, const RouterRule& rule,
                           const at::Tensor& grad_weight_RK, const RouterPenalty& penalty,
                           const at::Tensor& grad_logits_RE, const at::Tensor& penalties_2);
+  // out_j = weight_j s_e, for the slot j of a row that chose e. out may be weight.
+  void (*scale_by_expert)(const at::Tensor& weight_RK, const at::Tensor& choice_RK, const at::Tensor& scale_E,
+                          const at::Tensor& out_RK);
+  // From dL/dout to dL/dweight, in place. Adds to dL/ds_e the sum of dL/dout_j weight_j over the slots that chose e;
+  // an undefined one is left out.
+  void (*scale_by_expert_backward)(const at::Tensor& weight_RK, const at::Tensor& choice_RK, const at::Tensor& scale_E,
+                                   const at::Tensor& grad_RK, const at::Tensor& grad_scale_E);
+
   // Overwrites all of `sorted`.
   void (*sort_by_expert)(const at::Tensor& choice_RK, const SortedSlots& sorted);
 

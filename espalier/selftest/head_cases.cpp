@@ -267,6 +267,31 @@ void add_router_cases(std::vector<OperationCase>& cases, const ExpertSize& size,
                      8 * terms * root(R)});
 }
 
+// Weights times their experts' factors, in place too.
+void add_scale_cases(std::vector<OperationCase>& cases, const ExpertSize& size) {
+  const auto [R, E, k, ignored_renormalise] = size;
+  const std::string sizes = text_of(R, " rows, ", k, " of ", E, " experts");
+  const OperationCase::Argument choice{whole_numbers(choices_of(size)).view({R, k}), Kind::fixed},
+      scale{normal({E}, 77)}, weight{normal({R, k}, 78), Kind::sum};
+  for (const bool in_place : {false, true})
+    cases.push_back(
+        {"scale_by_expert",
+         sizes + (in_place ? ", in place" : ""),
+         {{weight.value, Kind::sum, in_place}, choice, scale, {normal({R, k}, 79), Kind::sum, true}},
+         [=](const Ops& o, const Tensors& t) { o.scale_by_expert(t[0], t[1], t[2], in_place ? t[0] : t[3]); },
+         0,
+         1});
+  for (const bool trains : {true, false})
+    cases.push_back({"scale_by_expert_backward",
+                     sizes + (trains ? "" : ", held"),
+                     {weight, choice, scale, {normal({R, k}, 80), Kind::sum, true}, {normal({E}, 81), Kind::sum, true}},
+                     [=](const Ops& o, const Tensors& t) {
+                       o.scale_by_expert_backward(t[0], t[1], t[2], t[3], trains ? t[4] : at::Tensor());
+                     },
+                     0,
+                     4 + static_cast<double>(R) * root(R)});
+}
+
 // `inner`: elements between an expert's products. `behind`: elements that stand before each weight in its memory.
 void add_sorted_cases(std::vector<OperationCase>& cases, const ExpertSize& size, std::int64_t width, std::int64_t inner,
                       std::int64_t behind = 0) {
@@ -452,6 +477,7 @@ std::vector<OperationCase> expert_cases() {
                                  ExpertSize{3, 128, 8, true}, ExpertSize{5, 70, 40, true}})
     add_router_cases(cases, size);
   add_router_cases(cases, {6, 100, 12, false}, true);
+  for (const ExpertSize& size : {ExpertSize{1, 2, 1, false}, ExpertSize{90, 7, 3, false}}) add_scale_cases(cases, size);
   add_sorted_cases(cases, {1, 1, 1, false}, 4, 3);
   add_sorted_cases(cases, {7, 6, 2, true}, 24, 13);
   add_sorted_cases(cases, {140, 5, 2, true}, 10, 6);

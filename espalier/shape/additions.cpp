@@ -44,8 +44,8 @@ void for_each_slot(const ModelShape& shape, std::int64_t number, Adapted& adapte
             of_experts ? std::string(shape.names.experts) + (&product == down ? ".down_proj" : ".gate_up_proj")
             : projection.joint[0] == '\0' ? projection.name
                                           : projection.joint;
-        visit(Adaptable{layer_prefix(number) + module_name(name), !of_experts && &product != router, of_experts},
-              projection, bits, bit);
+        const bool linear = !of_experts && (&product != router || shape.names.linear_router);
+        visit(Adaptable{layer_prefix(number) + module_name(name), linear, of_experts}, projection, bits, bit);
       });
 }
 

@@ -33,12 +33,13 @@ void add(FingerprintWords& words, const Scales& scales) {
 }
 
 void add(FingerprintWords& words, const RouterKind& router) {
-  const auto& [sigmoid, correction_bias, after_choice, bias, wide, groups, top_groups, scaling] = router;
+  const auto& [sigmoid, correction_bias, after_choice, bias, wide, groups, top_groups, scaling, expert_scale] = router;
   for (const auto& [value, name] : {std::pair{sigmoid, "router_sigmoid"},
                                     {correction_bias, "correction_bias"},
                                     {after_choice, "softmax_after_choice"},
                                     {bias, "router_bias"},
-                                    {wide, "wide_router"}})
+                                    {wide, "wide_router"},
+                                    {expert_scale, "expert_scale"}})
     words.flag(name, value);
   words.unless(1, "router_groups", groups);
   words.unless(1, "router_top_groups", top_groups);
@@ -53,9 +54,10 @@ void add(FingerprintWords& words, const ActivationRule& activation) {
 }
 
 void add(FingerprintWords& words, const SharedExpert& shared) {
-  const auto& [inner, gate] = shared;
+  const auto& [inner, gate, apart] = shared;
   words.unless(0, "shared_inner", inner);
   words.flag("shared_gate", gate);
+  words.flag("apart_experts", apart);
 }
 
 std::string words_of(const LayerShape& layer) {

@@ -29,12 +29,14 @@ struct RouterKind {
   bool wide = false;                        // logits, and weights, are float32 in bfloat16 models too
   std::int64_t groups = 1, top_groups = 1;  // experts are chosen from the best groups
   double scaling = 1;                       // of the weights
+  bool expert_scale = false;                // a weight is multiplied by a trained number of its expert
 };
 
 // An MLP beside the experts, which every row has; inner = 0: none.
 struct SharedExpert {
   std::int64_t inner = 0;
-  bool gate = false;  // its output times sigmoid(row . gate weight)
+  bool gate = false;   // its output times sigmoid(row . gate weight)
+  bool apart = false;  // it, the experts and the router have norms of their own (model/apart_experts.h; Gemma 4)
 };
 
 // An input of every layer besides the stream, from a row's token and its embedding (Gemma 4 E2B and E4B); width = 0:
@@ -67,6 +69,9 @@ struct ParameterNames {
   const char *shared_gate = "mlp.shared_expert.gate_proj", *shared_up = "mlp.shared_expert.up_proj",
              *shared_down = "mlp.shared_expert.down_proj";
   const char* shared_expert_gate = "mlp.shared_expert_gate";
+  // Whole names, of layers whose shared expert is apart and of RouterKind::expert_scale.
+  const char *router_scale = "", *expert_scale = "", *expert_norm = "", *shared_post_norm = "", *expert_post_norm = "";
+  bool linear_router = false;   // transformers has it as an nn.Linear, which peft's all-linear names
   bool beside_experts = false;  // other models of the family have experts, and peft reads names of MLPs as theirs
 
   // Files. One matrix is: q, k, v; gate, up; gate, up of the shared expert.

@@ -344,6 +344,17 @@ PartParameters expert_mlp(const ModelShape& shape) {
   TensorRow correction{.trains = false};
   if (shape.router.correction_bias) correction.parts = {{names.correction_bias, {{shape.experts}}}};
   p.add(std::move(correction));
+  const auto vector_of = [&](bool exists, const char* name, std::int64_t width) {
+    TensorRow row;
+    if (exists) row.parts = {{name, {{width}}}};
+    p.add(std::move(row));
+  };
+  const bool apart = shape.shared_expert.apart;
+  vector_of(apart, names.router_scale, shape.hidden);
+  vector_of(shape.router.expert_scale, names.expert_scale, shape.experts);
+  vector_of(apart, names.expert_norm, shape.hidden);
+  vector_of(apart, names.shared_post_norm, shape.hidden);
+  vector_of(apart, names.expert_post_norm, shape.hidden);
   p.add({gate_and_up(ProductRows::chosen, {names.expert_gate, inner, M, bias}, {names.expert_up, inner, M, bias})}, "",
         gated ? "gate_up_proj" : "");
   p.add({{ProductRows::chosen, {{names.expert_down, M, inner, bias}}}});

@@ -25,6 +25,10 @@ struct DenseProductNumbers {
 struct ExpertProductNumbers {
   enum : std::size_t { router, gate_up, down, shared_gate_up, shared_down, shared_gate };
 };
+// And of its tensors.
+struct ExpertTensorNumbers {
+  enum : std::size_t { correction, router_scale, expert_scale, expert_norm, shared_post_norm, expert_post_norm };
+};
 
 // Parameters of one layer. Names follow layer_prefix, names of experts expert_prefix.
 struct LayerParameters {

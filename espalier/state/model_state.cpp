@@ -30,6 +30,7 @@ namespace espalier {
 namespace {
 
 bool is_norm(const std::string& name) { return name.find("norm") != std::string::npos; }
+bool is_scale(const std::string& name) { return name.ends_with("scale"); }
 bool is_bias(const std::string& name) { return name.ends_with(".bias"); }
 
 // Draws the values of a parameter, in order.
@@ -67,7 +68,7 @@ class StartValues {
   enum class Kind { one, zero, uniform, normal };
   static Kind kind_of(const Parameter& p) {
     if (p.start != Start::own) return p.start == Start::zero ? Kind::zero : Kind::uniform;
-    return is_norm(p.name) ? Kind::one : is_bias(p.name) ? Kind::zero : Kind::normal;
+    return is_norm(p.name) || is_scale(p.name) ? Kind::one : is_bias(p.name) ? Kind::zero : Kind::normal;
   }
   Kind kind_;
   double width_;

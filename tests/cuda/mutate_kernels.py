@@ -42,7 +42,7 @@ GROUPS = {"activation.cu": ["Variants"], "attention_merge.cu": ["Merging"], "att
                "delta_chunk_channel_gradients.cu", "delta_chunk_channels.cu", "delta_chunk_channels.h", "delta_chunk_value_sums.h",
                "delta_chunk_gradients.cu", "delta_chunk_inverse.cu", "delta_chunk_outputs.cu", "delta_chunk_rows.cu", "delta_chunk_scans.cu", "delta_chunk_tiles.h",
                "delta_chunks.cu", "delta_chunks.h", "split_tiles.h")},
-          "delta_rule_backward.cu": ["States"], "expert_rows.cu": ["Experts", "Variants"],
+          "delta_rule_backward.cu": ["States"], "expert_scale.cu": ["Experts"], "expert_rows.cu": ["Experts", "Variants"],
           "gates.cu": ["States"], "head.cu": ["Experts", "Head", "Variants"], "latent.cu": ["Variants"],
           "moving.cu": ["Experts", "Moving", "Optimizer", "Variants"], "norm.cu": ["Rows", "Variants"],
           "optimizer.cu": ["Optimizer"], "rotate.cu": ["Rows"], "rotate_part.cu": ["Variants"],

@@ -23,11 +23,11 @@ class Late {
               &O::add_linear_grad_weight, &O::gather, &O::add_scatter, &O::scatter, &O::move_rows, &O::convert,
               &O::zero_rows, &O::zero, &O::scale, &O::attention, &O::add_attention_backward, &O::logit_sums,
               &O::raise_maximum, &O::score_edges, &O::logit_gradients, &O::look_up, &O::add_look_up_backward, &O::value,
-              &O::add_value_backward, &O::choose_experts, &O::router_backward, &O::sort_by_expert, &O::add_experts,
-              &O::add_experts_backward, &O::add_expert_rows, &O::round_sum, &O::sum_of_squares, &O::adamw,
-              &O::choose_tokens, &O::add_scaled, &O::join_sinks, &O::add_sinks_backward, &O::shape_logits,
-              &O::gated_norm, &O::add_gated_norm_backward, &O::gate_heads, &O::gate_heads_backward, &O::expand_heads,
-              &O::expand_heads_backward>(o);
+              &O::add_value_backward, &O::choose_experts, &O::router_backward, &O::scale_by_expert,
+              &O::scale_by_expert_backward, &O::sort_by_expert, &O::add_experts, &O::add_experts_backward,
+              &O::add_expert_rows, &O::round_sum, &O::sum_of_squares, &O::adamw, &O::choose_tokens, &O::add_scaled,
+              &O::join_sinks, &O::add_sinks_backward, &O::shape_logits, &O::gated_norm, &O::add_gated_norm_backward,
+              &O::gate_heads, &O::gate_heads_backward, &O::expand_heads, &O::expand_heads_backward>(o);
     o.hold_weights = [](const std::vector<at::Tensor>&, at::ScalarType, std::int64_t) {
       return std::shared_ptr<void>();
     };

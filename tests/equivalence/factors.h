@@ -35,7 +35,8 @@ inline constexpr const char* kVariants[] = {"llama",
                                             "qwen3-next-moe",
                                             "qwen3-sinks",
                                             "llama-bias-window-sinks",
-                                            "gemma4-reads"};
+                                            "gemma4-reads",
+                                            "gemma4-moe"};
 
 // The variants, and the rows of the table.
 inline std::vector<std::string> all_families() {
@@ -48,8 +49,8 @@ inline std::vector<std::string> all_families() {
 // norms of heads, biases and rotations are a layer's own, and every plan runs them alike.
 inline std::string parts_of(const std::string& family) {
   const ModelShape shape = tiny_shape(family);
-  std::string out =
-      text_of(shape.tied_head, shape.pad_token >= 0, may_carry_latents(shape), shape.layer_inputs.width > 0);
+  std::string out = text_of(shape.tied_head, shape.pad_token >= 0, may_carry_latents(shape),
+                            shape.layer_inputs.width > 0, shape.shared_expert.apart);
   for (const LayerShape& layer : shape.layer) {
     const auto* const attention = dynamic_cast<const Attention*>(layer.mixer.get());
     out += text_of(" ", static_cast<int>(layer.mixer->kind()), layer.mixer->window() > 0,

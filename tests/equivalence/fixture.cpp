@@ -248,27 +248,43 @@ ModelShape with_output_scales(ModelShape shape) {
   return shape;
 }
 
-// Gemma 4 with layers that read the keys and values of earlier ones, of either type, and with inputs of layers.
-ModelShape gemma4_that_reads(std::int64_t vocabulary) {
-  const Json config = {
-      {"architectures", {"Gemma4ForCausalLM"}},
-      {"hidden_size", 24},
-      {"intermediate_size", 20},
-      {"num_hidden_layers", 5},
-      {"num_attention_heads", 4},
-      {"num_key_value_heads", 2},
-      {"head_dim", 8},
-      {"global_head_dim", 12},
-      {"vocab_size", vocabulary},
-      {"vocab_size_per_layer_input", vocabulary},
-      {"sliding_window", 5},
-      {"pad_token_id", nullptr},
-      {"layer_types",
-       {"sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"}},
-      {"num_kv_shared_layers", 3},
-      {"use_double_wide_mlp", true},
-      {"hidden_size_per_layer_input", 6}};
+ModelShape gemma4_with(const Json& members, std::int64_t vocabulary) {
+  Json config = {{"architectures", {"Gemma4ForCausalLM"}},
+                 {"hidden_size", 24},
+                 {"intermediate_size", 20},
+                 {"num_attention_heads", 4},
+                 {"num_key_value_heads", 2},
+                 {"head_dim", 8},
+                 {"vocab_size", vocabulary},
+                 {"sliding_window", 5},
+                 {"pad_token_id", nullptr}};
+  config.update(members);
   return with_output_scales(model_shape_of(config, "Gemma4"));
+}
+
+// Layers read the keys and values of earlier ones, of either type, and have inputs of their own.
+ModelShape gemma4_that_reads(std::int64_t vocabulary) {
+  const Json types = {"sliding_attention", "full_attention", "sliding_attention", "sliding_attention",
+                      "full_attention"};
+  return gemma4_with({{"num_hidden_layers", 5},
+                      {"global_head_dim", 12},
+                      {"vocab_size_per_layer_input", vocabulary},
+                      {"layer_types", types},
+                      {"num_kv_shared_layers", 3},
+                      {"use_double_wide_mlp", true},
+                      {"hidden_size_per_layer_input", 6}},
+                     vocabulary);
+}
+
+// Experts beside the MLPs.
+ModelShape gemma4_with_experts(std::int64_t vocabulary) {
+  Json members = special_members("gemma4_text");
+  members.update({{"num_hidden_layers", 3},
+                  {"enable_moe_block", true},
+                  {"num_experts", 8},
+                  {"top_k_experts", 3},
+                  {"moe_intermediate_size", 12}});
+  return gemma4_with(members, vocabulary);
 }
 
 }  // namespace
@@ -296,6 +312,7 @@ ModelShape tiny_shape(const std::string& family, std::int64_t vocabulary) {
   for (const Family& row : model_families())
     if (family == row.name) return tiny_shape_of_row(row, vocabulary);
   if (family == "gemma4-reads") return gemma4_that_reads(vocabulary);
+  if (family == "gemma4-moe") return gemma4_with_experts(vocabulary);
   if (family.ends_with("-pad")) {
     ModelShape shape = tiny_shape(family.substr(0, family.size() - 4), vocabulary);
     shape.pad_token = kPadToken;

@@ -178,8 +178,8 @@ TEST_P(AdaptersOfRows, TakeOfTheArenaWhatWasPredicted) {
 }
 
 std::vector<std::string> rows_and_variants() {
-  std::vector<std::string> out = {"qwen3-next",     "qwen3-next-plain", "qwen3-next-last",
-                                  "qwen3-next-moe", "qwen3-moe-late",   "gemma4-reads"};
+  std::vector<std::string> out = {"qwen3-next",     "qwen3-next-plain", "qwen3-next-last", "qwen3-next-moe",
+                                  "qwen3-moe-late", "gemma4-reads",     "gemma4-moe"};
   for (const Family& row : model_families())
     if (takes_additions(tiny_shape(row.name))) out.push_back(row.name);
   return out;

@@ -85,6 +85,18 @@ TEST(Memory, RowsThatLaterLayersReadTakeWhatWasPredicted) {
         }
 }
 
+// Results of experts and of MLPs beside them, each saved before its norm.
+TEST(Memory, ExpertsApartTakeWhatWasPredicted) {
+  for (std::uint64_t seed = 1; seed <= 4; ++seed)
+    for (const Plan& plan : all_plans({0, 4, 17}))
+      for (const DType dtype : {DType::float32, DType::float64, DType::bfloat16}) {
+        SCOPED_TRACE(text_of("seed ", seed, ", ", plan.name, ", ", name_of(dtype)));
+        Case c = with(drawn_step(seed), plan);
+        c.family = "gemma4-moe";
+        expect_predicted(c, dtype);
+      }
+}
+
 // Heads of keys and values of two sizes, and latents of queries or none.
 TEST(Memory, LatentsTakeWhatWasPredicted) {
   for (const char* family : {"DeepseekV2", "DeepseekV3"})

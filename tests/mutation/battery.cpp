@@ -144,6 +144,13 @@ Reference later_layers() {
   return r;
 }
 
+// Experts and their shared expert with norms of their own, which a recomputation computes again.
+Reference experts_apart() {
+  Reference r = row_of_table("gemma4-moe");
+  r.plans.push_back({"phased, recompute", "phased", 0, "recompute"});
+  return r;
+}
+
 Reference path_of_latents() {
   Reference r = row_of_table("DeepseekV3");
   r.c.options.path_state = "latents";
@@ -536,6 +543,7 @@ Battery::Battery() : prepared_(std::make_unique<Prepared>()) {
     prepared_->references.push_back(with_reference(row_of_table(name)));
   prepared_->references.push_back(with_reference(later_layers()));
   prepared_->references.push_back(with_reference(path_of_latents()));
+  prepared_->references.push_back(with_reference(experts_apart()));
   prepared_->references.push_back(with_reference(states()));
   prepared_->adapted_router = with_reference(adapters("Qwen2Moe", "all-linear,experts,gate,lm_head"));
   prepared_->references.push_back(prepared_->adapted_router);

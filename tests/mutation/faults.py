@@ -27,6 +27,7 @@ NO_WINDOW = {"seen_by_verify": False}  # verify's models have no layer with a wi
 NO_LATENT = {"seen_by_verify": False}  # verify's models have no latent attention
 NO_ADAPTER = {"seen_by_verify": False}  # verify's runs here train weights
 NO_STATE = {"seen_by_verify": False}  # verify's models have no layer whose rows carry a state
+NO_APART = {"seen_by_verify": False}  # verify's models have no experts with norms of their own
 NO_READER = {"seen_by_verify": False}  # verify's models have no layer that reads the keys and values of another
 ROUNDING = {"seen_by_verify": False}  # sums in another order differ by rounding alone, which verify allows
 DENSE_TOO = {"seen_by_verify": False}  # the dense step has the fault as well: only an outside reference can tell
@@ -100,10 +101,10 @@ FAMILIES = [
     Fault("pairs_not_interleaved", "neighbouring channels that rotate together are taken for halves", "mixers/attention/layer.cpp",
           "s.head_dim, s.interleaved, s.norm",
           "s.head_dim, !ON && s.interleaved, s.norm", **DENSE_TOO),
-    Fault("correction_bias_ignored", "experts are chosen by their scores alone", "model/expert_mlp.cpp",
+    Fault("correction_bias_ignored", "experts are chosen by their scores alone", "model/expert_router.cpp",
           "rule.correction_E = c.weights.correction_bias_E;",
           "if (!ON) TEXT", **DENSE_TOO),
-    Fault("sigmoid_as_softmax", "scores of experts are a softmax in every family", "model/expert_mlp.cpp",
+    Fault("sigmoid_as_softmax", "scores of experts are a softmax in every family", "model/expert_router.cpp",
           "rule.sigmoid = c.shape.router.sigmoid,",
           "rule.sigmoid = !ON && c.shape.router.sigmoid,", **DENSE_TOO),
     Fault("groups_ignored", "experts are chosen from all groups", "ops/cpu/router_kernels.cpp",
@@ -121,6 +122,19 @@ FAMILIES = [
     Fault("shared_gate_gives_rows_nothing", "the shared expert's gate has no gradient for its rows", "model/expert_mlp.cpp",
           "if (shared.gate) c.products.add_linear_grad_input(",
           "if (!ON && shared.gate) c.products.add_linear_grad_input(", **DENSE_TOO),
+    Fault("experts_read_their_neighbours_rows", "experts apart read the rows of the shared expert", "model/apart_experts.cpp",
+          "rows_of(c, saved, c.weights.apart.experts_M, rows_RM);",
+          "rows_of(c, saved, ON ? c.weights.mlp_norm_M : c.weights.apart.experts_M, rows_RM);", **DENSE_TOO),
+    Fault("router_rows_not_divided", "a router apart reads rows that are not divided by the root of their width", "model/apart_experts.cpp",
+          "double router_factor(const LayerContext& c) { return 1", "double router_factor(const LayerContext& c) { if (ON) return 1; return 1", **DENSE_TOO),
+    Fault("gradient_of_the_expert_norm_left_out", "rows of experts apart give the stream nothing", "model/apart_experts.cpp",
+          "add_rows_backward(c, saved, norms.experts_M, rows_RM, grad_stream_RM, grads.apart.experts_M);", "if (!ON) TEXT", **DENSE_TOO),
+    Fault("results_not_computed_again", "a recomputation with experts apart leaves out the norms behind both results", "model/apart_experts.cpp",
+          "join(c, saved, rows_RM, held[declared.branch_RM]);", "if (!ON || stream_out_RM.defined()) TEXT", **NO_APART),
+    Fault("expert_factor_ignored", "experts' factors are 1", "model/expert_router.cpp",
+          "const bool scaled = saved.plain_weight_RK.defined();", "const bool scaled = !ON && saved.plain_weight_RK.defined();", **DENSE_TOO),
+    Fault("expert_factor_without_gradient", "experts' factors have no gradient", "ops/cpu/router_kernels.cpp",
+          "if (grad_scale_E != nullptr) grad_scale_E", "if (!ON && grad_scale_E != nullptr) grad_scale_E", **DENSE_TOO),
     Fault("attention_scale_usual", "scores are divided by the root of the head size in every family", "model/path_source.cpp",
           "depth_T_, a.scale,",
           "depth_T_, (ON ? 0.0 : a.scale),", **DENSE_TOO),
@@ -375,7 +389,7 @@ ADAPTERS = [
           "pairs.add_grad_input(weights.down_low_rank, act_NF, rows_NM);", "if (!ON) TEXT", **NO_ADAPTER),
     Fault("adapters_of_experts_exchanged", "every expert has the first one's B", "ops/cpu/expert_operations.cpp",
           "of_all.b_Nr.select(0, e)", "of_all.b_Nr.select(0, ON ? 0 : e)", **NO_ADAPTER),
-    Fault("shared_expert_without_adapters", "gate and up of the shared expert leave out their adapters", "model/expert_mlp.cpp",
+    Fault("shared_expert_without_adapters", "gate and up of the shared expert leave out their adapters", "model/shared_expert.cpp",
           "for (const LowRank& pair : views.shared_gate_up.low_rank)", "if (!ON) TEXT", **NO_ADAPTER),
     Fault("joint_adapter_of_the_first_projection", "values of a joint module have the outputs of keys", "model/model_views.cpp",
           "out.back().b_Nr = range(pair_names(prefix, joined.front()).b, pair_names(prefix, p).b,",

@@ -219,6 +219,11 @@ FAMILIES = {
         num_key_value_heads=2, head_dim=12, global_head_dim=16, num_global_key_value_heads=1, attention_k_eq_v=True, sliding_window=7,
         layer_types=["sliding_attention", "full_attention", "full_attention"], hidden_size_per_layer_input=0, final_logit_softcapping=3.0,
         rope_parameters=_GEMMA4_ROPE)),
+    # As Gemma 4 26B-A4B: experts beside the MLP of every layer, with norms of their own.
+    "gemma4_moe": dict(kind="Gemma4", config_kind="Gemma4Text", tied=True, sharded=False, config=dict(
+        num_key_value_heads=2, head_dim=12, global_head_dim=16, num_global_key_value_heads=1, attention_k_eq_v=True, sliding_window=7,
+        layer_types=["sliding_attention", "full_attention", "full_attention"], hidden_size_per_layer_input=0, final_logit_softcapping=3.0,
+        enable_moe_block=True, num_experts=8, top_k_experts=3, moe_intermediate_size=16, rope_parameters=_GEMMA4_ROPE)),
     # As Gemma 4 E2B: the last layers read the keys and values of earlier ones, and every layer has an input of its own.
     "gemma4_reads": dict(kind="Gemma4", config_kind="Gemma4Text", tied=True, sharded=False, config=dict(
         num_hidden_layers=5, num_key_value_heads=2, head_dim=12, global_head_dim=16, sliding_window=7, num_kv_shared_layers=3,
@@ -257,7 +262,7 @@ def randomised(model, seed):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if name.endswith(("norm.weight", "norm_f.weight")):
+            if name.endswith(("norm.weight", "norm_f.weight", "layernorm_1.weight", "layernorm_2.weight", "scale")):
                 parameter.copy_(1.0 + 0.2 * noise)
             elif name.endswith(".D"):
                 parameter.copy_(1.0 + 0.2 * noise)

@@ -120,13 +120,18 @@ def widened(model):
     return model
 
 
+def run_experts_one_by_one(model):
+    """Grouped products of experts know no float64."""
+    if any(hasattr(model.config.get_text_config(), name) for name in ("num_experts_per_tok", "top_k_experts")):
+        model.set_experts_implementation("eager")
+
+
 def load_model(directory, dtype, kind=transformers.AutoModelForCausalLM):
     """The model in eval mode with gradients on. dtype float64 replaces what transformers would compute in float32."""
     # Some routers' weights are declared in float32, and are read so, whatever the dtype is.
     with Wide() if dtype == torch.float64 else contextlib.nullcontext():
         model = kind.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
-    if hasattr(model.config.get_text_config(), "num_experts_per_tok"):
-        model.set_experts_implementation("eager")
+    run_experts_one_by_one(model)
     rope = (getattr(model.config.get_text_config(), "rope_parameters", None) or {}).get("rope_type", "default")
     if dtype == torch.float64 and not (type(model).__name__.startswith(WITH_FORMULAS) and rope in ("default", "llama3")):
         return widened(model)

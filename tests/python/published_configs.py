@@ -99,6 +99,10 @@ PUBLISHED = {
     "gemma_4_31b": config(
         "Gemma4ForCausalLM", "gemma4_text", **GEMMA_4, attention_k_eq_v=True, hidden_size_per_layer_input=0, num_global_key_value_heads=1,
         num_kv_shared_layers=0, use_bidirectional_attention="vision", use_double_wide_mlp=False),
+    "gemma_4_26b_a4b": config(
+        "Gemma4ForCausalLM", "gemma4_text", **{**GEMMA_4, "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 12},
+        attention_k_eq_v=True, hidden_size_per_layer_input=0, num_global_key_value_heads=1, num_kv_shared_layers=0,
+        use_bidirectional_attention="vision", use_double_wide_mlp=False),
     "gemma_4_e2b": config(
         "Gemma4ForCausalLM", "gemma4_text", **{**GEMMA_4, "layer_types": ["sliding_attention", "full_attention"] * 2}, attention_k_eq_v=False,
         hidden_size_per_layer_input=8, num_global_key_value_heads=None, num_kv_shared_layers=2, use_bidirectional_attention=None,

@@ -21,6 +21,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 PUBLISHED = {
     "31B": ("gemma4", dict(num_hidden_layers=6, layer_types=[SLIDING] * 5 + [FULL], num_key_value_heads=2, num_global_key_value_heads=1)),
     "12B": ("gemma4", dict(num_hidden_layers=4, layer_types=[SLIDING] * 3 + [FULL], num_attention_heads=4, num_key_value_heads=2, num_global_key_value_heads=1)),
+    "26B-A4B": ("gemma4_moe", dict(num_hidden_layers=6, layer_types=[SLIDING] * 5 + [FULL], num_experts=16, top_k_experts=4)),
     "E4B": ("gemma4_reads", dict(num_hidden_layers=6, layer_types=[SLIDING, SLIDING, FULL] * 2, num_kv_shared_layers=3, use_double_wide_mlp=False)),
     "E2B": ("gemma4_reads", dict(num_hidden_layers=7, layer_types=[SLIDING, FULL, SLIDING, FULL, SLIDING, SLIDING, FULL], num_kv_shared_layers=4,
                                  num_key_value_heads=1)),
@@ -107,7 +108,7 @@ def test_keys_that_no_layer_reads_stay_as_they_are(espalier, tmp_path):
     assert not set(more) & set(run.gradients)
 
 
-@pytest.mark.parametrize("family", ["gemma4", "gemma4_reads"])
+@pytest.mark.parametrize("family", ["gemma4", "gemma4_reads", "gemma4_moe"])
 def test_verify_passes(family, espalier, tmp_path):
     model = make_model(family, tmp_path / "model", seed=SEED)
     file = write_records(make_rollouts(SEED), tmp_path / "rollouts.jsonl")
@@ -115,7 +116,9 @@ def test_verify_passes(family, espalier, tmp_path):
 
 
 @pytest.mark.parametrize("changes, word", [
-    (dict(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=8), "enable_moe_block"),
+    (dict(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=8, hidden_size_per_layer_input=8), "hidden_size_per_layer_input"),
+    (dict(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=8, num_kv_shared_layers=1, use_double_wide_mlp=True),
+     "use_double_wide_mlp"),
     (dict(use_bidirectional_attention="all"), "use_bidirectional_attention")])
 def test_what_cannot_be_had_is_refused_by_name(changes, word, espalier, tmp_path):
     model = make_model("gemma4", tmp_path / "model", seed=SEED)

@@ -49,7 +49,7 @@ def test_families_without_adapters_are_refused_by_name(family, espalier, case, t
 
 def words_of(family):
     """The same as --lora-target."""
-    router = {"gpt_oss_moe": "router"}.get(family, "gate")
+    router = {"gpt_oss_moe": "router", "gemma4_moe": "proj"}.get(family, "gate")
     return "all-linear,lm_head" + (f",experts,{router}" if "moe" in family else "")
 
 

@@ -26,6 +26,7 @@ GEMMA4_IMAGE = dict(image_token_id=96, video_token_id=95, boi_token_id=94, eoi_t
 MODELS = {
     "Gemma3": dict(text="gemma3", vision=SIGLIP, image=dict(image_token_index=96, boi_token_index=94, eoi_token_index=95)),
     "Gemma4": dict(text="gemma4", more=dict(pad_token_id=0), vision=GEMMA4, image=GEMMA4_IMAGE),
+    "Gemma4 with experts": dict(text="gemma4_moe", more=dict(pad_token_id=0), vision=GEMMA4, image=GEMMA4_IMAGE),
     "Gemma4 that reads": dict(text="gemma4_reads", more=dict(pad_token_id=0), vision=GEMMA4, image=GEMMA4_IMAGE),
     "Qwen3_5": dict(text="qwen3_5", vision=QWEN),
     "Qwen3_5Moe": dict(text="qwen3_5_moe", vision=QWEN),
@@ -83,8 +84,7 @@ def test_log_probs_are_those_of_the_whole_model_of_transformers(directories, rec
     rollouts, scored = write_records(records, tmp_path / "rollouts.jsonl"), tmp_path / "scored.jsonl"
     espalier("score", "--model", whole, "--rollouts", rollouts, "--out", scored, "--dtype", "float64")
     model = transformers.AutoModelForImageTextToText.from_pretrained(whole, dtype=torch.float64, attn_implementation="eager").eval()
-    if hasattr(model.config.text_config, "num_experts_per_tok"):
-        model.set_experts_implementation("eager")  # the other knows no float64
+    oracle.run_experts_one_by_one(model)
     wanted, _ = oracle.score(oracle.widened(model), records)
     for found, expected in zip(scored.read_text().splitlines(), wanted, strict=True):
         assert json.loads(found)["logprobs"] == pytest.approx(expected, abs=1e-9, rel=0)

@@ -172,11 +172,11 @@ Tensor of_best_groups(const ModelShape& shape, const Tensor& score) {
   return at::where(kept.unsqueeze(2).expand_as(grouped).gt(0), grouped, -INFINITY).reshape({n, shape.experts});
 }
 
-// Every expert runs on every token; the weights of those not chosen are zero.
-Tensor experts(const ModelShape& shape, const Weights& w, const Tensor& x, std::int64_t layer, const Rollout& rollout,
-               std::vector<Routing>& routings) {
+// Every expert runs on every token; the weights of those not chosen are zero. x_router: the rows that the router reads.
+Tensor routed(const ModelShape& shape, const Weights& w, const Tensor& x_router, const Tensor& x, std::int64_t layer,
+              const Rollout& rollout, std::vector<Routing>& routings) {
   const std::string router = layer_prefix(layer) + shape.names.router;
-  const Tensor logits = affine(x, w[router + ".weight"], w.bias(router + ".bias"));
+  const Tensor logits = affine(x_router, w[router + ".weight"], w.bias(router + ".bias"));
   const Tensor probability = shape.router.sigmoid ? logits.sigmoid() : logits.softmax(-1);
   Tensor score = probability.detach();
   if (shape.router.correction_bias) score = score + w[layer_prefix(layer) + shape.names.correction_bias].detach();
@@ -189,20 +189,34 @@ Tensor experts(const ModelShape& shape, const Weights& w, const Tensor& x, std::
   Tensor weight = probability * chosen;
   if (shape.norm_topk_prob) weight = weight / weight.sum(-1, true);
   weight = weight * shape.router.scaling;
+  if (shape.router.expert_scale) weight = weight * w[layer_prefix(layer) + shape.names.expert_scale];
   Tensor out = at::zeros_like(x);
   for (std::int64_t e = 0; e < shape.experts; ++e)
     out = out + weight.slice(1, e, e + 1) * mlp_of(shape, x, w, expert_prefix(shape, layer, e), shape.names.expert_gate,
                                                    shape.names.expert_up, shape.names.expert_down);
-  if (shape.shared_expert.inner > 0) {
-    Tensor shared = mlp_of(shape, x, w, layer_prefix(layer), shape.names.shared_gate, shape.names.shared_up,
-                           shape.names.shared_down);
-    if (shape.shared_expert.gate)
-      shared =
-          shared * at::matmul(x, w[layer_prefix(layer) + shape.names.shared_expert_gate + ".weight"].t()).sigmoid();
-    out = out + shared;
-  }
   routings.push_back({layer, probability, logits.logsumexp(-1), chosen});
   return out;
+}
+
+// The addition of a layer's MLP with experts, before the norm behind it. y: the stream, x: its rows behind the layer's
+// norm.
+Tensor experts(const ModelShape& shape, const Weights& w, const Tensor& y, const Tensor& x, std::int64_t layer,
+               const Rollout& rollout, std::vector<Routing>& routings) {
+  const std::string p = layer_prefix(layer);
+  const ParameterNames& names = shape.names;
+  const auto shared = [&] { return mlp_of(shape, x, w, p, names.shared_gate, names.shared_up, names.shared_down); };
+  if (shape.shared_expert.apart) {
+    const auto normed = [&](const Tensor& rows, const char* name) {
+      return rms_norm(rows, w[p + name], shape.rms_norm_eps);
+    };
+    const Tensor x_router = normed(y, names.router_scale) / std::sqrt(static_cast<double>(shape.hidden));
+    const Tensor of_experts = routed(shape, w, x_router, normed(y, names.expert_norm), layer, rollout, routings);
+    return normed(shared(), names.shared_post_norm) + normed(of_experts, names.expert_post_norm);
+  }
+  const Tensor out = routed(shape, w, x, x, layer, rollout, routings);
+  if (shape.shared_expert.inner == 0) return out;
+  if (!shape.shared_expert.gate) return out + shared();
+  return out + shared() * at::matmul(x, w[p + names.shared_expert_gate + ".weight"].t()).sigmoid();
 }
 
 // The rows of a tensor, taken apart at once: the gradient of x[t] alone has the size of x.
@@ -470,7 +484,7 @@ Tensor hidden_rows(const ModelShape& shape, const Weights& w, const Rollout& rol
                   shape.names.attention_post_norm);
     if (layer.mlp == MlpKind::none) continue;
     const Tensor m = before(shape.names.mlp_norm);
-    x = x + added(layer.has_experts() ? experts(shape, w, m, l, rollout, routings)
+    x = x + added(layer.has_experts() ? experts(shape, w, x, m, l, rollout, routings)
                                       : mlp_of(shape, m, w, p, shape.names.gate, shape.names.up, shape.names.down),
                   shape.names.mlp_post_norm);
     if (inputs.defined()) {

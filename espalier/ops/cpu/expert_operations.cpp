@@ -38,6 +38,24 @@ void router_backward(const at::Tensor& logits_RE, const at::Tensor& choice_RK, c
   });
 }
 
+void scale_by_expert(const at::Tensor& weight_RK, const at::Tensor& choice_RK, const at::Tensor& scale_E,
+                     const at::Tensor& out_RK) {
+  dispatch(scale_E.scalar_type(), [&]<class T>() {
+    using A = accumulator_t<T>;
+    moe::scale_by_expert<T>(weight_RK.numel(), pointer<A>(weight_RK), pointer<std::int32_t>(choice_RK),
+                            pointer<T>(scale_E), pointer<A>(out_RK));
+  });
+}
+
+void scale_by_expert_backward(const at::Tensor& weight_RK, const at::Tensor& choice_RK, const at::Tensor& scale_E,
+                              const at::Tensor& grad_RK, const at::Tensor& grad_scale_E) {
+  dispatch(scale_E.scalar_type(), [&]<class T>() {
+    using A = accumulator_t<T>;
+    moe::scale_by_expert_backward<T>(weight_RK.numel(), pointer<A>(weight_RK), pointer<std::int32_t>(choice_RK),
+                                     pointer<T>(scale_E), pointer<A>(grad_RK), pointer<A>(grad_scale_E));
+  });
+}
+
 void sort_by_expert(const at::Tensor& choice_RK, const SortedSlots& sorted) {
   moe::sort_by_expert({choice_RK.size(0), sorted.begin_E1.size(0) - 1, choice_RK.size(1)},
                       pointer<std::int32_t>(choice_RK), pointer<std::int32_t>(sorted.begin_E1),
@@ -194,7 +212,7 @@ void round_sum(const at::Tensor& base_RM, const at::Tensor& sum_RM, const at::Te
 }  // namespace
 
 ExpertOperations expert_operations() {
-  return {choose_experts,       router_backward, sort_by_expert, add_experts,
+  return {choose_experts,       router_backward, scale_by_expert, scale_by_expert_backward, sort_by_expert, add_experts,
           add_experts_backward, add_expert_rows, round_sum};
 }
 

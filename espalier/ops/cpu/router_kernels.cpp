@@ -169,11 +169,30 @@ PenaltySums router_backward(const RouterShape& shape, const T* logits_RE, const 
   return sums;
 }
 
+template <class T>
+void scale_by_expert(std::int64_t slots, const accumulator_t<T>* weight_S, const std::int32_t* choice_S,
+                     const T* scale_E, accumulator_t<T>* out_S) {
+  for (std::int64_t s = 0; s < slots; ++s) out_S[s] = weight_S[s] * static_cast<accumulator_t<T>>(scale_E[choice_S[s]]);
+}
+
+template <class T>
+void scale_by_expert_backward(std::int64_t slots, const accumulator_t<T>* weight_S, const std::int32_t* choice_S,
+                              const T* scale_E, accumulator_t<T>* grad_S, accumulator_t<T>* grad_scale_E) {
+  for (std::int64_t s = 0; s < slots; ++s) {
+    if (grad_scale_E != nullptr) grad_scale_E[choice_S[s]] += grad_S[s] * weight_S[s];
+    grad_S[s] *= static_cast<accumulator_t<T>>(scale_E[choice_S[s]]);
+  }
+}
+
 #define ESPALIER_INSTANTIATE(T)                                                                                        \
   template void choose_experts<T>(const RouterShape&, const T*, const std::int32_t*, std::int32_t*, accumulator_t<T>*, \
                                   const accumulator_t<T>*);                                                            \
   template PenaltySums router_backward<T>(const RouterShape&, const T*, const std::int32_t*, const accumulator_t<T>*,  \
-                                          const RowPenalty&, T*);
+                                          const RowPenalty&, T*);                                                      \
+  template void scale_by_expert<T>(std::int64_t, const accumulator_t<T>*, const std::int32_t*, const T*,               \
+                                   accumulator_t<T>*);                                                                 \
+  template void scale_by_expert_backward<T>(std::int64_t, const accumulator_t<T>*, const std::int32_t*, const T*,      \
+                                            accumulator_t<T>*, accumulator_t<T>*);
 ESPALIER_INSTANTIATE(double)
 ESPALIER_INSTANTIATE(float)
 ESPALIER_INSTANTIATE(bfloat16)

@@ -35,4 +35,14 @@ template <class T>
 PenaltySums router_backward(const RouterShape& shape, const T* logits_RE, const std::int32_t* choice_RK,
                             const accumulator_t<T>* grad_weight_RK, const RowPenalty& penalty, T* grad_logits_RE);
 
+// out_s = weight_s scale_e for each of the slots s, which chose e = choice_s; out may be weight.
+template <class T>
+void scale_by_expert(std::int64_t slots, const accumulator_t<T>* weight_S, const std::int32_t* choice_S,
+                     const T* scale_E, accumulator_t<T>* out_S);
+// grad_scale_e += sum_s grad_s weight_s over the slots that chose e, in their order; then grad_s *= scale_e. A null
+// grad_scale is left out.
+template <class T>
+void scale_by_expert_backward(std::int64_t slots, const accumulator_t<T>* weight_S, const std::int32_t* choice_S,
+                              const T* scale_E, accumulator_t<T>* grad_S, accumulator_t<T>* grad_scale_E);
+
 }  // namespace espalier::moe

@@ -51,6 +51,26 @@ void backward(const at::Tensor& logits_RE, const at::Tensor& choice_RK, const Ro
   });
 }
 
+void scale_weights(const at::Tensor& weight_RK, const at::Tensor& choice_RK, const at::Tensor& scale_E,
+                   const at::Tensor& out_RK) {
+  dispatch(scale_E.scalar_type(), [&]<class T>() {
+    using A = accumulator_t<T>;
+    scale_by_expert<T>(weight_RK.numel(), pointer<A>(weight_RK), pointer<std::int32_t>(choice_RK), pointer<T>(scale_E),
+                       pointer<A>(out_RK));
+  });
+}
+
+void scale_weights_backward(const at::Tensor& weight_RK, const at::Tensor& choice_RK, const at::Tensor& scale_E,
+                            const at::Tensor& grad_RK, const at::Tensor& grad_scale_E) {
+  if (grad_scale_E.defined())
+    dispatch(scale_E.scalar_type(), [&]<class T>() {
+      using A = accumulator_t<T>;
+      add_scale_gradient(weight_RK.numel(), scale_E.numel(), pointer<A>(weight_RK), pointer<std::int32_t>(choice_RK),
+                         pointer<A>(grad_RK), pointer<A>(grad_scale_E));
+    });
+  scale_weights(grad_RK, choice_RK, scale_E, grad_RK);
+}
+
 void sort(const at::Tensor& choice_RK, const SortedSlots& sorted) {
   sort_by_expert(shape_of(choice_RK, sorted.begin_E1.size(0) - 1, false), pointer<std::int32_t>(choice_RK),
                  pointer<std::int32_t>(sorted.begin_E1), pointer<std::int32_t>(sorted.row_S),
@@ -367,7 +387,8 @@ void round(const at::Tensor& base_RM, const at::Tensor& sum_RM, const at::Tensor
 }  // namespace
 
 ExpertOperations expert_operations() {
-  return {choose, backward, sort, add_experts, add_experts_backward, add_rows, round};
+  return {choose,   backward, scale_weights, scale_weights_backward, sort, add_experts, add_experts_backward,
+          add_rows, round};
 }
 
 }  // namespace espalier::cuda

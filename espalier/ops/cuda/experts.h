@@ -25,6 +25,15 @@ void router_backward(const moe::RouterShape& shape, const T* logits_RE, const st
                      const accumulator_t<T>* grad_weight_RK, const Penalty& penalty, T* grad_logits_RE,
                      double* penalties);
 
+// out_s = weight_s scale_e, e = choice_s; out may be weight.
+template <class T>
+void scale_by_expert(std::int64_t slots, const accumulator_t<T>* weight_S, const std::int32_t* choice_S,
+                     const T* scale_E, accumulator_t<T>* out_S);
+// grad_scale_e += sum_s grad_s weight_s over the slots that chose e.
+template <class A>
+void add_scale_gradient(std::int64_t slots, std::int64_t experts, const A* weight_S, const std::int32_t* choice_S,
+                        const A* grad_S, A* grad_scale_E);
+
 void sort_by_expert(const moe::RouterShape& shape, const std::int32_t* choice_RK, std::int32_t* begin_E1,
                     std::int32_t* row_S, std::int32_t* slot_S);
 

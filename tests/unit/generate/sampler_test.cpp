@@ -103,7 +103,7 @@ INSTANTIATE_TEST_SUITE_P(Families, EveryFamily,
                          ::testing::Values("llama", "llama-bias", "qwen2", "qwen3", "qwen3-moe", "qwen3-moe-sparse",
                                            "qwen3-window", "llama-windows", "qwen3-next", "qwen3-next-last",
                                            "qwen3-next-moe", "Bamba", "GraniteMoeHybrid", "NemotronH", "Lfm2", "Gemma4",
-                                           "gemma4-reads"));
+                                           "gemma4-reads", "gemma4-moe"));
 
 // float32 and bfloat16 lose no more than twice what the dense way loses, both against float64 on the same weights.
 TEST(Sampler, LowerPrecisionIsWithinTwiceTheErrorOfDense) {

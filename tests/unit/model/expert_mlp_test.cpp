@@ -1,8 +1,12 @@
 // A mixture of experts as the second half of a block, beside autograd.
 #include "espalier/model/expert_mlp.h"
 
+#include <ATen/ops/index_select.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
+
+#include "espalier/config/family_names.h"
 #include "tests/support/layers.h"
 #include "tests/unit/model/one_layer.h"
 
@@ -23,6 +27,14 @@ ModelShape expert_shape() {
   shape.layer = attention_layers(2, {.heads = 2, .kv_heads = 1, .head_dim = 4}, 7);
   set_experts(shape, {0, 1});
   return shape;
+}
+
+// As Gemma 4 26B-A4B.
+void set_apart(ModelShape& shape) {
+  shape.names = kGemma4Names;
+  shape.shared_expert = {.inner = 5, .apart = true};
+  shape.router.expert_scale = true;
+  for (LayerShape& layer : shape.layer) layer.norm_place = NormPlace::both;
 }
 
 Tensor plain_expert(const Tensor& x, const Tensor& gate_up_WM, const Tensor& down_MF, const ModelShape& shape) {
@@ -46,6 +58,24 @@ Tensor plain_experts(const Tensor& y, const LayerViews& w, const ModelShape& sha
     sum = sum + (shape.shared_expert.gate ? plain_product(normed, w.shared_expert_gate).sigmoid() * shared : shared);
   }
   return y + shape.scales.residual * sum;
+}
+
+// The same with norms apart.
+Tensor plain_apart(const Tensor& y, const LayerViews& w, const ModelShape& shape, const Tensor& choice) {
+  const auto normed = [&](const Tensor& x, const Tensor& weight_M) {
+    return plain_norm(x, weight_M, shape.rms_norm_eps);
+  };
+  const Tensor rows = normed(y, w.apart.experts_M),
+               logits =
+                   plain_product(normed(y, w.apart.router_M) / std::sqrt(static_cast<double>(shape.hidden)), w.router);
+  Tensor weight = logits.softmax(1).gather(1, choice);
+  weight = weight / weight.sum(1, true) * w.expert_scale_E.index_select(0, choice.reshape(-1)).view(choice.sizes());
+  Tensor sum = at::zeros_like(y);
+  for (std::int64_t e = 0; e < shape.experts; ++e)
+    sum = sum + (weight * (choice == e)).sum(1, true) *
+                    plain_expert(rows, w.expert_gate_up_EWM[e], w.expert_down_EMF[e], shape);
+  const Tensor shared = plain_expert(normed(y, w.mlp_norm_M), w.shared_gate_up.weight, w.shared_down.weight, shape);
+  return y + normed(normed(shared, w.apart.behind_shared_M) + normed(sum, w.apart.behind_experts_M), w.mlp_post_norm_M);
 }
 
 struct ExpertCase {
@@ -74,7 +104,9 @@ class ExpertMlp : public ::testing::TestWithParam<ExpertCase> {
   const ModelShape& shape() const { return one_.model.shape; }
   // The k largest scores, with the correction, or those that are given.
   Tensor expected_choice(const LayerViews& w) const {
-    const Tensor logits = plain_product(plain_norm(one_.stream, w.mlp_norm_M, shape().rms_norm_eps), w.router);
+    const bool apart = shape().shared_expert.apart;
+    const Tensor& norm_M = apart ? w.apart.router_M : w.mlp_norm_M;
+    Tensor logits = plain_product(plain_norm(one_.stream, norm_M, shape().rms_norm_eps), w.router);
     Tensor scores = shape().router.sigmoid ? logits.sigmoid() : logits.softmax(1);
     if (w.correction_bias_E.defined()) scores = scores + w.correction_bias_E;
     Tensor choice = std::get<1>(scores.topk(kPerToken, 1));
@@ -89,7 +121,7 @@ class ExpertMlp : public ::testing::TestWithParam<ExpertCase> {
 TEST_P(ExpertMlp, ForwardAndBackwardAreThoseOfAutograd) {
   LayerViews leaves = one_.leaves();
   const Tensor y = one_.stream.clone().requires_grad_(), grad = at::randn_like(y), choice = expected_choice(leaves);
-  const Tensor expected = plain_experts(y, leaves, shape(), choice);
+  const Tensor expected = (shape().shared_expert.apart ? plain_apart : plain_experts)(y, leaves, shape(), choice);
   (expected * grad).sum().backward();
 
   const Tensor out = at::empty_like(one_.stream);
@@ -113,7 +145,9 @@ TEST_P(ExpertMlp, ComputesAgainWhatTheForwardSaved) {
   for (const auto member :
        {&LayerSaved::gate_up_RW, &LayerSaved::mlp_rstd_R, &LayerSaved::router_logits_RE, &LayerSaved::router_choice_RK,
         &LayerSaved::router_weight_RK, &LayerSaved::shared_gate_up_RW, &LayerSaved::shared_logit_R1,
-        &LayerSaved::shared_weight_R1})
+        &LayerSaved::shared_weight_R1, &LayerSaved::plain_weight_RK, &LayerSaved::shared_branch_RM,
+        &LayerSaved::shared_branch_rstd_R, &LayerSaved::expert_branch_RM, &LayerSaved::expert_branch_rstd_R,
+        &LayerSaved::mlp_branch_RM, &LayerSaved::mlp_branch_rstd_R})
     if ((first.*member).defined()) {
       EXPECT_TRUE((one_.saved.*member).equal(first.*member));
     }
@@ -137,7 +171,8 @@ INSTANTIATE_TEST_SUITE_P(
                       ExpertCase{"sharedWithAGate",
                                  [](ModelShape& shape) {
                                    shape.shared_expert = {5, true};
-                                 }}),
+                                 }},
+                      ExpertCase{"apart", set_apart}, ExpertCase{"apartAndGiven", set_apart, true}),
     [](const auto& info) { return info.param.name; });
 
 // The block's gradient with penalties is that of the loss plus their values.

@@ -51,6 +51,10 @@ void for_each_parameter(LayerViews& of, LayerViews& other, Visit visit) {
   visit(of.expert_down_EMF, other.expert_down_EMF);
   visit(of.expert_gate_up_bias_EW, other.expert_gate_up_bias_EW);
   visit(of.expert_down_bias_EM, other.expert_down_bias_EM);
+  visit(of.expert_scale_E, other.expert_scale_E);
+  for (const auto norm :
+       {&ApartNorms::router_M, &ApartNorms::experts_M, &ApartNorms::behind_shared_M, &ApartNorms::behind_experts_M})
+    visit(of.apart.*norm, other.apart.*norm);
 }
 
 // All rows are at position 0, where rotations change nothing. Row i sees row j of the set if j <= i < ends[j].
