@@ -46,7 +46,7 @@ AttentionForwardBuffers::AttentionForwardBuffers(const AttentionShape& s, const 
     query_RW = add("queries without gates", R, s.query_width(), kActivation, Stage::attention);
     gated_RW = add("gated values", R, s.query_width(), kActivation, Stage::output);
   }
-  if (adapted.of_mixer(Attention::key_value)) nest(Stage::projection, low_rank_bytes(b, T));
+  if (has_keys && adapted.of_mixer(Attention::key_value)) nest(Stage::projection, low_rank_bytes(b, T));
   if (adapted.of_mixer(Attention::query)) nest(Stage::projection, low_rank_bytes(b, R));
   nest(Stage::output, output_bytes);
   if (rows.ranks > 1)
@@ -85,7 +85,7 @@ AttentionBackwardBuffers::AttentionBackwardBuffers(const AttentionShape& s, cons
   if (R > 0) query_product = add_product(*this, b, "product for queries", s.projected_width(), M, Stage::query);
   if (R > 0 && rows.narrow) query_part_RM = add("gradient of normalised outputs", R, M, kActivation, Stage::input);
   for (const Stage stage : {Stage::key_value, Stage::input})
-    if (adapted.of_mixer(Attention::key_value)) nest(stage, low_rank_bytes(b, T));
+    if (has_keys && adapted.of_mixer(Attention::key_value)) nest(stage, low_rank_bytes(b, T));
   for (const Stage stage : {Stage::query, Stage::input})
     if (adapted.of_mixer(Attention::query)) nest(stage, low_rank_bytes(b, R));
   if (rows.ranks > 1)
