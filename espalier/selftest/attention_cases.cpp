@@ -296,6 +296,19 @@ std::vector<OperationCase> attention_cases() {
             .own = 200, .path = 33, .heads = 2, .kv_heads = 2, .head_dim = 40, .branch_rows = 100, .unasked = 70},
         AttentionSize{.own = 150, .path = 0, .heads = 2, .kv_heads = 1, .unasked = 40}})
     add_attention_case(cases, size);
+  // Heads that products of matrices take on a GPU: sides of scores that are no multiples of 8, or empty.
+  for (const AttentionSize& size :
+       {AttentionSize{.own = 21, .path = 13, .heads = 4, .kv_heads = 2, .head_dim = 264},
+        AttentionSize{.own = 26, .path = 0, .heads = 2, .kv_heads = 1, .head_dim = 24, .value_dim = 320},
+        AttentionSize{.own = 19,
+        .path = 30,
+        .head_dim = 512,
+        .some_queries = true,
+        .window = 17,
+        .soft_cap = 2,
+        .branch_rows = 8},
+        AttentionSize{.own = 8, .path = 4, .head_dim = 260, .first_query = 8}})
+    add_attention_case(cases, size);
   // One row; rows that see themselves alone; no queries.
   add_attention_case(cases, {.own = 1, .path = 1});
   add_attention_case(cases, {.own = 66, .path = 64, .window = 1});

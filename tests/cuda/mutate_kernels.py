@@ -46,7 +46,7 @@ GROUPS = {"activation.cu": ["Variants"], "attention_merge.cu": ["Merging"], "att
           "gates.cu": ["States"], "head.cu": ["Experts", "Head", "Variants"], "latent.cu": ["Variants"],
           "moving.cu": ["Experts", "Moving", "Optimizer", "Variants"], "norm.cu": ["Rows", "Variants"],
           "optimizer.cu": ["Optimizer"], "rotate.cu": ["Rows"], "rotate_part.cu": ["Variants"],
-          "router.cu": ["Experts", "Variants"], "short_convolution.cu": ["States"], "swiglu.cu": ["Experts", "Rows"],
+          "router.cu": ["Experts", "Variants"], "short_convolution.cu": ["States"], "swiglu.cu": ["Experts", "Rows"], "wide_attention.cu": ["Attention:264", "Attention:values of 320", "Attention:512"],
           "key_tiles.h": ["Attention", "Formula", "Hopper", "HopperTiles", "Unseen"],
           "visible.h": ["Attention", "Formula", "Hopper", "HopperTiles", "Unseen"]}
 FEW, SIZES = "heads of 64", "hopper/attention.h"

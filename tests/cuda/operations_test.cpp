@@ -11,6 +11,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/mixers/attention/shape.h"
+#include "espalier/mixers/attention/wide_work.h"
 #include "espalier/mixers/delta_rule/shape.h"
 #include "espalier/mixers/recurrence/gpu_work.h"
 #include "espalier/ops/cuda/chunk_trial.h"
@@ -18,6 +19,7 @@
 #include "espalier/ops/cuda/launch.h"
 #include "espalier/ops/cuda/operations.h"
 #include "espalier/ops/cuda/runtime.h"
+#include "espalier/program/step_kind.h"
 #include "espalier/selftest/operation_check.h"
 #include "espalier/shape/model_shape.h"
 #include "tests/cuda/emulated_runtime.h"
@@ -61,19 +63,6 @@ TEST(TiledAttention, TakesTheInstructionsOfItsFormulaAndMeetsNoBankTwice) {
 }
 
 TEST(TiledAttention, LeavesOutTilesThatNobodySees) { expect_no_problem(KernelCheck::Kind::instructions, "Unseen"); }
-
-TEST(Heads, OfMoreElementsThanKernelsTakeAreRefusedByName) {
-  Device& device = emulated_device();
-  const auto rows = [&](std::int64_t count) { return device.adopt(normal({count, 264}, 1).to(at::kFloat)); };
-  const AttentionProblem problem{264,     rows(4), rows(4), rows(4),
-                                 rows(0), rows(0), {},      device.adopt(at::full({4}, 4, at::kInt))};
-  try {
-    device.operations().attention(problem, rows(4), device.adopt(at::zeros({1, 4}, at::kFloat)));
-    FAIL() << "no error";
-  } catch (const UnsupportedError& error) {
-    EXPECT_NE(std::string(error.what()).find("264"), std::string::npos) << error.what();
-  }
-}
 
 // So that a kernel that reads it gives another result, or goes astray.
 TEST(DeviceMemory, IsNoNumberAndNoPlaceUntilItIsWritten) {
@@ -135,9 +124,10 @@ TEST(Models, ThatKernelsDoNotTakeAreRefusedWhenTheyAreOpened) {
     EXPECT_NE(said.find("AnyForCausalLM"), std::string::npos) << said;
     EXPECT_NE(said.find("cpu"), std::string::npos) << said;
   };
-  expect_named(
-      changed([&](ModelShape& s) { s.layer = attention_layers(1, {.heads = 32, .kv_heads = 8, .head_dim = 264}, 0); }),
-      at::kFloat, "264");
+  const auto wide_heads = [&](ModelShape& s) {
+    s.layer = attention_layers(1, {.heads = 32, .kv_heads = 8, .head_dim = 512}, 0);
+  };
+  EXPECT_EQ(refusal(changed(wide_heads), at::kBFloat16), "");
   expect_named(changed([](ModelShape& s) { s.experts = 2049; }), at::kFloat, "2049");
   const ModelShape wide = changed([](ModelShape& s) { s.hidden = 24576; });
   EXPECT_EQ(refusal(wide, at::kFloat), "");
@@ -190,6 +180,39 @@ TEST(Experts, AForwardWaitsForNothingWhereProductsAreGrouped) {
 }
 
 // Scratch memory is given back when somebody waits, so all of a call is held behind it.
+TEST(WideHeads, TakeTheScratchThatThePlanCounts) {
+  Device& device = emulated_device();
+  constexpr std::int64_t T = 40, P = 50, H = 2, D = 320;
+  const Attention mixer({.heads = H, .kv_heads = 1, .head_dim = D});
+  const DeviceTraits traits{.attention = AttentionKernels::own};
+  for (const std::int64_t most : {std::int64_t{1} << 30, std::int64_t{40} << 10})
+    for (const DType dtype : {DType::float32, DType::bfloat16})
+      for (const bool gradients : {false, true}) {
+        const std::int64_t usual = std::exchange(WideRoom::most_bytes, most);
+        const auto rows = [&](std::int64_t count, std::int64_t width, bool sums = false) {
+          const bool narrow = dtype == DType::bfloat16 && !sums;
+          return device.adopt(at::zeros({count, width}, narrow ? at::kBFloat16 : at::kFloat));
+        };
+        const AttentionProblem problem{
+            D,          rows(T, H * D), rows(T, D), rows(T, D),
+            rows(P, D), rows(P, D),     {},         device.adopt(at::full({T}, T, at::kInt))};
+        const at::Tensor out = rows(T, H * D), lse = rows(H, T, true), grad_q = rows(T, H * D);
+        const AttentionGradients grads{grad_q, rows(T, D, true), rows(T, D, true), rows(P, D, true), rows(P, D, true)};
+        device.synchronize();
+        const std::int64_t before = cuda::held_memory();
+        if (gradients)
+          device.operations().add_attention_backward(problem, out, lse, out, grads);
+        else
+          device.operations().attention(problem, out, lse);
+        const std::int64_t taken = cuda::held_memory() - before;
+        const std::int64_t counted = mixer.gpu_scratch({traits, dtype, T, P, 1, gradients}).given_back;
+        device.synchronize();
+        WideRoom::most_bytes = usual;
+        EXPECT_LE(taken, counted + 6 * 4096);  // whole pages
+        EXPECT_GE(static_cast<double>(taken), 0.98 * static_cast<double>(counted)) << gradients << name_of(dtype);
+      }
+}
+
 TEST(RecurrentLayers, TakeTheScratchThatThePlanCounts) {
   Device& device = emulated_device();
   RecurrenceShape heads, channels, mamba;

@@ -115,7 +115,7 @@ TEST(PadToken, HasNoGradientButThatOfATiedHead) {
 
 // The smallest step with every kind of kernel: experts, windows and caps, sinks, latents and states.
 TEST(Steps, OfEveryKindOfLayerEqualAutograd) {
-  for (const char* family : {"qwen3-moe", "Gemma2", "GptOss", "KimiLinear"}) {
+  for (const char* family : {"qwen3-moe", "Gemma2", "GptOss", "KimiLinear", "gemma4-moe"}) {
     SCOPED_TRACE(family);
     Case c = with(ragged(family), {"", "phased", 7, "recompute"});
     c.rollouts.groups = 2;

@@ -3,6 +3,8 @@
 #include <algorithm>
 
 #include "espalier/device/buffers.h"
+#include "espalier/mixers/attention/shape.h"
+#include "espalier/mixers/attention/wide_work.h"
 #include "espalier/program/step_kind.h"
 
 namespace espalier {
@@ -10,6 +12,11 @@ namespace espalier {
 std::int64_t own_attention_bytes(const AttentionHeads& heads, const ScratchRows& of) {
   constexpr std::int64_t kTile = 64, kNumber = 4;
   const std::int64_t width = heads.heads * heads.head_dim;
+  if (const std::int64_t widest = std::max(heads.head_dim, heads.value_dim); widest > kLargestGpuHead) {
+    const ElementBytes bytes = element_bytes(of.dtype);
+    const WideRoom room = WideRoom::of(bytes, of.rows, of.path_rows, of.rows, widest, of.gradients);
+    return room.bytes() + arena_bytes(of.rows * heads.heads * bytes.accumulator);
+  }
   const bool in_tiles = of.device.attention == AttentionKernels::hopper && of.dtype == DType::bfloat16;
   if (!in_tiles) return arena_bytes(of.rows * width * kNumber);
   const std::int64_t tiles = (of.rows + kTile - 1) / kTile, padded = tiles * kTile;

@@ -61,11 +61,6 @@ void Attention::require(const Degrees& d) const {
     throw OptionError({"--tp", "1, because the norms of queries and keys are over all heads", text_of(d.tp), ""});
 }
 
-Mixer::Refusal head_refused_on_gpu(std::int64_t head) {
-  if (head <= kLargestGpuHead) return {};
-  return {text_of("heads of at most ", kLargestGpuHead, " elements"), text_of(head)};
-}
-
 Mixer::Refusal norm_refused_on_gpu(std::int64_t width, std::int64_t number_bytes) {
   if (const std::int64_t most = kWidestGpuNorm / number_bytes; width > most)
     return {text_of("norms over at most ", most, " columns with sums of ", number_bytes, " bytes"), text_of(width)};
@@ -73,7 +68,6 @@ Mixer::Refusal norm_refused_on_gpu(std::int64_t width, std::int64_t number_bytes
 }
 
 Mixer::Refusal Attention::refused_on_gpu(std::int64_t number_bytes) const {
-  if (Refusal head = head_refused_on_gpu(shape.head_dim); !head.expected.empty()) return head;
   return norm_refused_on_gpu(shape.wide_norm ? std::max(shape.query_width(), shape.key_width()) : 0, number_bytes);
 }
 

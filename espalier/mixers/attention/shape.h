@@ -96,8 +96,8 @@ std::vector<LayerShape> attention_layers(std::int64_t count, AttentionShape atte
 
 // The limits of attention with these heads under tp. Errors: OptionError.
 void require_heads(std::int64_t heads, std::int64_t kv_heads, const Degrees& degrees);
-// The widest head that a GPU's kernels take, and the bytes of the widest row of a norm in shared memory.
+// The widest head that a GPU's kernels take, above which attention runs by products (ops/cuda/wide_attention.h); and
+// the bytes of the widest row of a norm in shared memory.
 inline constexpr std::int64_t kLargestGpuHead = 256, kWidestGpuNorm = 96 * 1024;
-Mixer::Refusal head_refused_on_gpu(std::int64_t head);
 Mixer::Refusal norm_refused_on_gpu(std::int64_t width, std::int64_t number_bytes);
 }  // namespace espalier

@@ -44,7 +44,6 @@ std::shared_ptr<const Mixer> LatentAttention::part(std::int64_t ranks) const {
 void LatentAttention::require(const Degrees& degrees) const { require_heads(shape.heads, shape.heads, degrees); }
 
 Mixer::Refusal LatentAttention::refused_on_gpu(std::int64_t number_bytes) const {
-  if (Refusal head = head_refused_on_gpu(std::max(shape.head_dim(), shape.value)); !head.expected.empty()) return head;
   return norm_refused_on_gpu(std::max(shape.query, shape.key_value), number_bytes);
 }
 

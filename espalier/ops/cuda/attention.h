@@ -1,5 +1,5 @@
 // Shared-prefix attention on a device: contract in ops/attention/rows.h. Head sizes up to 256, windows and
-// soft caps of scores. A shape's value_dim is given, not 0.
+// soft caps of scores; wide_attention.h has larger heads. A shape's value_dim is given, not 0.
 //
 // Plain kernels for every type, exact and without tensor cores: for float32 and float64, which tensor cores lack, and
 // for head sizes that the tiled kernels do not take. Tiled kernels for bfloat16 use tensor cores.

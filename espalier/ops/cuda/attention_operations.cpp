@@ -5,17 +5,13 @@
 #include "espalier/ops/cuda/attention.h"
 #include "espalier/ops/cuda/open_attention.h"
 #include "espalier/ops/cuda/operations.h"
+#include "espalier/ops/cuda/wide_attention.h"
 #include "espalier/ops/dispatch.h"
 
 namespace espalier::cuda {
 namespace {
 
-void check_taken(const AttentionProblem& problem) {
-  const std::int64_t widest = std::max(problem.head_dim, problem.value_dim());
-  if (widest > kLargestHead)
-    throw UnsupportedError({"attention", text_of("heads of at most ", kLargestHead, " elements on a GPU"),
-                            text_of(widest), "use --device cpu"});
-}
+bool is_wide(const attention::Shape& shape) { return std::max(shape.head_dim, shape.value_dim) > kLargestHead; }
 
 // True if rows of bfloat16 stand at multiples of 16 bytes.
 bool in_pieces(const at::Tensor& x) {
@@ -23,15 +19,19 @@ bool in_pieces(const at::Tensor& x) {
 }
 
 void attention_rows(const AttentionProblem& problem, const at::Tensor& out, const at::Tensor& lse) {
-  check_taken(problem);
+  const attention::Shape shape = attention::shape_of(problem);
+  if (is_wide(shape))
+    return dispatch(out.scalar_type(), [&]<class T>() {
+      wide_attention<T>(shape, attention::inputs_of<T>(problem), attention::rows_of<T>(out),
+                        pointer<accumulator_t<T>>(lse));
+    });
   if (out.scalar_type() == at::kBFloat16) {
-    const attention::Shape shape = attention::shape_of(problem);
     const attention::Inputs<bfloat16> in = attention::inputs_of<bfloat16>(problem);
     if (takes_tiles(shape, in) && in_pieces(out))
       return tiled_attention(shape, in, attention::rows_of<bfloat16>(out), pointer<float>(lse));
   }
   dispatch(out.scalar_type(), [&]<class T>() {
-    plain_attention<T>(attention::shape_of(problem), attention::inputs_of<T>(problem), attention::rows_of<T>(out),
+    plain_attention<T>(shape, attention::inputs_of<T>(problem), attention::rows_of<T>(out),
                        pointer<accumulator_t<T>>(lse));
   });
 }
@@ -43,6 +43,9 @@ void add_attention_rows_backward(const AttentionProblem& problem, const at::Tens
     const attention::Shape shape = attention::shape_of(problem);
     const attention::Inputs<T> in = attention::inputs_of<T>(problem);
     const attention::Gradients<T> to = attention::gradients_of<T>(gradients);
+    if (is_wide(shape))
+      return add_wide_attention_backward<T>(shape, in, attention::rows_of<const T>(out), pointer<A>(lse),
+                                            attention::rows_of<const T>(grad_out), to);
     if constexpr (std::is_same_v<T, bfloat16>)
       if (takes_tiles(shape, in) && in_pieces(grad_out) && in_pieces(gradients.q_Q))
         return add_tiled_attention_backward(shape, in, attention::rows_of<const T>(out), pointer<A>(lse),
