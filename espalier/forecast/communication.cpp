@@ -302,7 +302,11 @@ class Communication::Walk {
     const std::int64_t T = turn.rows.all, M = own_.hidden;
     for (const Stop& stop : decoder_stops(local_, Pass::forward)) {
       move_unit(stop, phase);
-      if (stop.kind == Stop::Kind::embedding) give(tp_, Collective::sum, T * M * b_, phase.tp);
+      if (stop.kind == Stop::Kind::embedding) {
+        give(tp_, Collective::sum, T * M * b_, phase.tp);
+        if (const std::int64_t P = own_.layer_inputs.width; P > 0)
+          give(tp_, Collective::sum, T * own_.layers() * P * b_, phase.tp);
+      }
       if (stop.is_layer()) forward_layer(turn, stop.unit, phase);
     }
     if (turn.item) control(*turn.item, phase);

@@ -81,7 +81,9 @@ void look_up_layer_inputs(const Decoder& decoder, const DecoderRun& run, const a
   const Operations& ops = look_up.ops;
   look_up.context(embedded_TM, inputs_TW);
   const at::Tensor& looked_up_TW = look_up.held[look_up.declared.looked_up_TW];
-  ops.look_up(decoder.weights().layer_embedding_VW, run.input.id_T, 0, looked_up_TW);
+  ops.look_up(decoder.weights().layer_embedding_VW, run.input.id_T, decoder.local().input_vocabulary().begin,
+              looked_up_TW);
+  decoder.mesh().tp.add_over_ranks(looked_up_TW);
   ops.scale(looked_up_TW, look_up.table_factor());
   ops.add_scaled(inputs_TW, looked_up_TW, 1, inputs_TW);
   ops.scale(inputs_TW, kHalfPower);
@@ -99,7 +101,8 @@ void add_layer_inputs_backward(const Decoder& decoder, const DecoderRun& run, co
     ops.add_scaled({}, grad_inputs_TW, look_up.table_factor(), grad_looked_up_TW);
     if (std::ranges::find(run.input.id, decoder.shape().pad_token) != run.input.id.end())
       ops.zero_rows(grad_looked_up_TW, run.input.id_T, decoder.shape().pad_token);
-    ops.add_look_up_backward(grad_looked_up_TW, run.input.id_T, 0, grads.layer_embedding_VW);
+    ops.add_look_up_backward(grad_looked_up_TW, run.input.id_T, decoder.local().input_vocabulary().begin,
+                             grads.layer_embedding_VW);
   }
   look_up.context(embedded_TM, held(look_up.declared.normed_TW));
   const at::Tensor &context_TW = held(look_up.declared.context_TW),

@@ -44,7 +44,6 @@ void check_read_later(const ModelShape& s, const Degrees& d) {
   const char* const why = "1, because every layer has an input from the look-up of tokens";
   need(d.pp == 1, "--pp", why, d.pp);
   need(d.cp == 1, "--cp", why, d.cp);
-  need(d.tp == 1, "--tp", why, d.tp);
 }
 
 void check(const ModelShape& s, const Degrees& d) {
@@ -54,6 +53,7 @@ void check(const ModelShape& s, const Degrees& d) {
   const bool split_experts = s.expert_layers() > 0 && d.ep == 1;
   const auto [widest, narrowest] = dense_widths(s);
   need(all_get_some(s.vocabulary, d.tp) &&
+           (s.layer_inputs.width == 0 || all_get_some(s.layer_inputs.vocabulary, d.tp)) &&
            (widest == 0 || (all_get_some(widest, d.tp) && all_get_some(narrowest, d.tp))) &&
            (!split_experts || all_get_some(s.expert_inner, d.tp)) &&
            (s.shared_expert.inner == 0 || all_get_some(s.shared_expert.inner, d.tp)),
@@ -107,6 +107,7 @@ LocalShape::LocalShape(const ModelShape& whole, const Degrees& degrees, const Pl
   own_.expert_inner = ceil_div(whole.expert_inner, portion({.cut = Cut::experts}).parts);
   own_.shared_expert.inner = ceil_div(whole.shared_expert.inner, degrees.tp);
   own_.vocabulary = ceil_div(whole.vocabulary, degrees.tp);
+  own_.layer_inputs.vocabulary = ceil_div(whole.layer_inputs.vocabulary, degrees.tp);
   TrainedParameters& trained = own_.trained;
   trained.input = trained.input || trained.first_layer < layers_.begin;
   trained.first_layer = std::clamp<std::int64_t>(trained.first_layer - layers_.begin, 0, own_.layers());
@@ -144,6 +145,9 @@ LocalShape LocalShape::last_stage() const {
 std::int64_t LocalShape::expert_layers_before() const { return whole_.expert_layers_before(layers_.begin); }
 
 LocalShape::Range LocalShape::vocabulary() const { return part(whole_.vocabulary, degrees_.tp, place_.tp); }
+LocalShape::Range LocalShape::input_vocabulary() const {
+  return part(whole_.layer_inputs.vocabulary, degrees_.tp, place_.tp);
+}
 
 std::optional<Shard> LocalShape::shard(const ParameterShape& parameter) const {
   const OuterParameters outer = outer_parameters(whole_);

@@ -76,7 +76,8 @@ class LocalShape {
   Range layers() const { return layers_; }
   std::int64_t expert_layers_before() const;  // layers of experts before this rank's first layer
   Range experts() const { return experts_; }
-  Range vocabulary() const;  // rows of embedding and head, without padding
+  Range vocabulary() const;        // rows of embedding and head, without padding
+  Range input_vocabulary() const;  // rows of the table of LayerInputs
 
   // Empty if another rank has the parameter.
   std::optional<Shard> shard(const ParameterShape& parameter) const;

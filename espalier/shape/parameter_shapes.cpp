@@ -442,7 +442,7 @@ OuterParameters outer_parameters(const ModelShape& shape) {
   p.head = {"lm_head", vocabulary, M};
   if (const LayerInputs& inputs = shape.layer_inputs; inputs.width > 0) {
     const Side W{inputs.width * shape.layers()};
-    p.layer_embedding = {"model.embed_tokens_per_layer", {inputs.vocabulary}, W};
+    p.layer_embedding = {"model.embed_tokens_per_layer", {inputs.vocabulary, Cut::tp}, W};
     const Additions& added = shape.trained.added;
     p.layer_projection = {"model.per_layer_model_projection", W, M, false, added.layer_inputs ? added.rank : 0};
     p.layer_projection_norm = {"model.per_layer_projection_norm", inputs.width};

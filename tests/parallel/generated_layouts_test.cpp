@@ -16,10 +16,10 @@ namespace espalier::testing {
 namespace {
 
 std::vector<std::string> drawn_families() {
-  std::vector<std::string> out{"llama",          "llama-bias",    "qwen2",          "qwen3",
-                               "qwen3-odd",      "qwen3-pad",     "qwen3-moe",      "qwen3-moe-sparse",
-                               "qwen3-moe-late", "qwen3-moe-odd", "qwen3-moe-ties", "qwen3-window",
-                               "llama-windows",  "Gemma2",        "Olmo2",          "gemma4-moe"};
+  std::vector<std::string> out{
+      "llama",         "llama-bias",       "qwen2",          "qwen3",         "qwen3-odd",      "qwen3-pad",
+      "qwen3-moe",     "qwen3-moe-sparse", "qwen3-moe-late", "qwen3-moe-odd", "qwen3-moe-ties", "qwen3-window",
+      "llama-windows", "Gemma2",           "Olmo2",          "gemma4-moe",    "gemma4-reads"};
   for (const std::string& family : families_of_table())
     if (const ModelShape shape = tiny_shape(family); narrows_path(shape) || shape.states() > 0) out.push_back(family);
   return out;

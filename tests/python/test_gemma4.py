@@ -128,7 +128,7 @@ def test_what_cannot_be_had_is_refused_by_name(changes, word, espalier, tmp_path
     assert word in espalier("plan", "--model", model, "--rollouts", file, expect=4).stderr
 
 
-@pytest.mark.parametrize("option", ["--cp", "--pp", "--tp"])
+@pytest.mark.parametrize("option", ["--cp", "--pp"])
 def test_layouts_of_models_whose_layers_read_others_are_refused(option, espalier, tmp_path):
     model = make_model("gemma4_reads", tmp_path / "model", seed=SEED)
     file = write_records(make_rollouts(SEED), tmp_path / "rollouts.jsonl")
