@@ -60,6 +60,10 @@ std::vector<Prompt> FileQuestions::train(const Draw& draw, std::int64_t count) {
 
 std::vector<Judgement> FileQuestions::judge(std::vector<Rollout>& rollouts, Progress& progress) {
   add_texts(rollouts, tokenizer_.get(), stops());
+  if (!reward_) {  // a teacher judges tokens
+    for (Rollout& rollout : rollouts) rollout.reward = 0;
+    return std::vector<Judgement>(rollouts.size(), {.reward = 0, .right = {}});
+  }
   const std::vector<Score> scores = reward_->of(rollouts, progress);
   add_scores(rollouts, scores);
   std::vector<Judgement> out;

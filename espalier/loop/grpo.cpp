@@ -16,6 +16,7 @@
 #include "espalier/loop/random_streams.h"
 #include "espalier/loop/run_start.h"
 #include "espalier/loop/sampling.h"
+#include "espalier/loop/teacher.h"
 #include "espalier/metrics/part_progress.h"
 #include "espalier/metrics/timer.h"
 #include "espalier/rollout/mini_batches.h"
@@ -39,6 +40,12 @@ void keep_old_logprobs(std::span<const double> logprobs, Rollout& rollout) {
   rollout.old_logprobs.assign(logprobs.begin(), logprobs.end());
   for (std::size_t t = 0; t < logprobs.size(); ++t)
     if (rollout.loss_mask[t] == 0) rollout.old_logprobs[t] = 0;
+}
+
+std::int64_t weight_bytes(const ModelState& model) {
+  return static_cast<std::int64_t>(model.weights.nbytes() + model.held_weights.nbytes() +
+                                   model.narrow_weights.nbytes() + model.quantised_weights.nbytes()) +
+         model.mapped_table.size() * bytes_of(DType::bfloat16);
 }
 
 class Loop {
@@ -107,7 +114,7 @@ class Loop {
   const Mesh& mesh_;
   std::int64_t first_step_ = 0, last_step_ = 0;
 
-  std::unique_ptr<ModelState> model_, reference_;
+  std::unique_ptr<ModelState> model_, reference_, teacher_;
   std::unique_ptr<Decoder> own_parameters_;  // the reference where the model's own parameters do not train
   std::unique_ptr<AdamW> optimizer_;
   std::unique_ptr<RunMetrics> metrics_;  // on rank 0
@@ -117,7 +124,7 @@ class Loop {
   std::optional<Actor> actor_;
   std::optional<Critic> critic_;
   std::optional<Sampling> sampling_;
-  std::optional<HeldBytes> reference_bytes_;  // beside the learners
+  std::optional<HeldBytes> reference_bytes_, teacher_bytes_;  // beside the learners
   std::optional<TraceRecorder> recorder_;
   std::vector<Rollout> last_rollouts_;  // of the last batch, with old log-probs
   std::vector<Answer> last_answers_;    // of the last batch, one to each prompt
@@ -235,12 +242,12 @@ void Loop::prepare() {
     reference_ = load_checkpoint(folder_.checkpoint(0), options_, mesh_).model;
     reference_->decoder.reserve_positions(sampling_->longest_rollout());
   }
-  if (reference_)
-    reference_bytes_.emplace(
-        actor_->workspace,
-        static_cast<std::int64_t>(reference_->weights.nbytes() + reference_->held_weights.nbytes() +
-                                  reference_->narrow_weights.nbytes() + reference_->quantised_weights.nbytes()) +
-            reference_->mapped_table.size() * bytes_of(DType::bfloat16));
+  if (reference_) reference_bytes_.emplace(actor_->workspace, weight_bytes(*reference_));
+  if (!options_.teacher_model.empty()) {
+    teacher_ = load_teacher(options_, progress_, mesh_);
+    teacher_->decoder.reserve_positions(longest);
+    teacher_bytes_.emplace(actor_->workspace, weight_bytes(*teacher_));
+  }
   if (!options_.record.empty()) {
     Options recorded = options_;
     if (recorded.lr_total_steps == 0) recorded.lr_total_steps = last_step_;
@@ -320,8 +327,8 @@ bool Loop::sampler_has_bits_of_training() const {
 }
 
 // Old log-probs where the weights will have moved before they are needed, or importance weights compare them with the
-// sampler's; reference log-probs where there is a KL term. The pass over old log-probs also counts the routers' choices
-// for the first step, whose weights are the same, where its loss needs them first.
+// sampler's; reference log-probs where there is a KL term; a teacher's where there is one. The pass over old log-probs
+// also counts the routers' choices for the first step, whose weights are the same, where its loss needs them first.
 void Loop::add_logprobs(std::vector<Rollout>& rollouts, std::int64_t steps, std::int64_t& tokens_saved) {
   const auto score = [&](const Decoder& decoder, std::vector<double> Rollout::*field, moe::LoadAccounting* counts) {
     ScoredRollouts scored =
@@ -346,6 +353,9 @@ void Loop::add_logprobs(std::vector<Rollout>& rollouts, std::int64_t steps, std:
   actor_->scored = scored_choices_ ? &*scored_choices_ : nullptr;
   if (own_parameters_) score(*own_parameters_, &Rollout::ref_logprobs, nullptr);
   if (reference_) score(reference_->decoder, &Rollout::ref_logprobs, nullptr);
+  if (!teacher_) return;
+  require_tokens(teacher_->shape, options_, rollouts);
+  score(teacher_->decoder, &Rollout::teacher_logprobs, nullptr);
 }
 
 void Loop::run_steps(const TrainingData& data, const Json& batch) {

@@ -31,9 +31,10 @@ std::unique_ptr<Questions> questions_of(const Options& options, const BuiltInTas
   if (!has_weights(source))
     throw InputError({source.string(), "a model with weights, for --prompts", "none (only tasks have a warm start)",
                       "give a trained --model"});
-  if (options.reward.empty() && options.env.empty())
+  if (options.reward.empty() && options.env.empty() && options.teacher_model.empty())
     throw OptionError({"--reward", "a Python file with compute_score, which scores the answers to --prompts", "nothing",
-                       "give --reward FILE.py (docs/rewards.md), or --env FILE.py (docs/agents.md)"});
+                       "give --reward FILE.py (docs/rewards.md), --env FILE.py (docs/agents.md), or a teacher "
+                       "(--teacher-model, --opd-kl-coef)"});
   if (options.val_prompts.empty() && options.expect_accuracy > 0)
     throw OptionError(
         {"--expect-accuracy", "--val-prompts, the prompts of the evaluation", "none", "give --val-prompts FILE"});

@@ -9,6 +9,7 @@
 #include "espalier/generate/generate_records.h"
 #include "espalier/loop/built_in_tasks.h"
 #include "espalier/loop/sampling.h"
+#include "espalier/loop/teacher.h"
 #include "espalier/measure/machine.h"
 #include "espalier/options/options_json.h"
 #include "espalier/options/products.h"
@@ -112,6 +113,7 @@ std::vector<HeldModel> models_of_loop(const ModelShape& shape, const Options& op
   const LocalShape local = local_shape(shape, mesh);
   std::vector<HeldModel> held{{local, {}}};
   if (options.kl_loss_coef > 0 && !keeps_own_parameters(shape)) held.push_back({local});
+  if (const auto teacher = teacher_shape(options)) held.push_back({local_shape(*teacher, mesh)});
   if (const auto critic = trained_critic(options)) held.push_back({local_shape(read_critic_shape(*critic), mesh), {}});
   return held;
 }
@@ -121,6 +123,7 @@ CheckedRun check_new_run(const Options& options, const BuiltInTasks& tasks, Prog
   CheckedRun out;
   out.shape = shape_of(options, tasks);
   require_room(models_of_loop(out.shape, options, mesh), options);
+  note_teacher(options, out.shape, progress);
   out.questions = make_questions(options, tasks, options.model, out.shape, progress);
   return out;
 }

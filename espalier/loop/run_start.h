@@ -23,7 +23,7 @@ struct RunStart {
 };
 
 // The models that a run holds from its first batch on: the trained model; a reference if there is a KL term, unless
-// its own parameters do not train; a critic.
+// its own parameters do not train; a teacher; a critic.
 std::vector<HeldModel> models_of_loop(const ModelShape& shape, const Options& options,
                                       const Mesh& mesh = mesh_of_one());
 

@@ -25,7 +25,7 @@ Options supervised(const Options& options) {
   out.adv_estimator = "given";
   out.loss_agg_mode = "token-mean";
   out.rollout_is = "none";
-  out.loss_scale_factor = out.kl_loss_coef = out.entropy_coeff = 0;
+  out.loss_scale_factor = out.kl_loss_coef = out.entropy_coeff = out.opd_kl_coef = 0;
   out.lr = options.warm_start_lr;
   out.warmup_steps = 0;
   out.lr_scheduler_type = LrSchedule::constant;

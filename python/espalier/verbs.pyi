@@ -120,6 +120,8 @@ class Objective(TypedDict, total=False):
     kl_loss_coef: float | None
     kl_loss_type: Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+", "k3_unbounded", "k3_unbiased"] | None
     entropy_coeff: float | None
+    opd_kl_coef: float | None
+    opd_kl_clip: float | None
     rollout_is_mode: Literal["truncate", "mask"] | None
     rollout_is_threshold: float | None
     rollout_rs: str | None
@@ -137,9 +139,8 @@ class ObjectiveButInspectScoreGenerateReportDoctor(TypedDict, total=False):
     router_aux_loss_scope: Literal["rollout", "minibatch"] | None
     router_z_loss_coef: float | None
 
-class ObjectiveTrainVerifyReplayBench(TypedDict, total=False):
-    opd_kl_coef: float | None
-    opd_kl_clip: float | None
+class ObjectiveGrpo(TypedDict, total=False):
+    teacher_model: _Path | None
 
 class TrlsFormulas(TypedDict, total=False):
     group_of_one: Literal["reward", "zero"] | None
@@ -343,12 +344,12 @@ class TrainOptions(Run, RunButInspectReportDoctor, RunButInspectReport, InputAnd
     InputAndOutputTrainScoreGenerateGrpo, InputAndOutputButInspectReplayBenchReportDoctor, InputAndOutputTrain,
     InputAndOutputTrainBench, MinibatchesPlanTrainVerifyReplayGrpo, Minibatches, Schedule, ScheduleButInspectReport,
     ScheduleButGenerateReportDoctor, ObjectivePlanTrainVerify, ObjectiveTrainVerify, ObjectiveTrain, Objective,
-    ObjectiveButInspectScoreGenerateReportDoctor, ObjectiveTrainVerifyReplayBench, TrlsFormulas,
-    TrlsFormulasButInspectScoreGenerateReportDoctor, TrlsFormulasTrainVerifyReplayGrpo, CriticPlanTrainScoreVerifyGrpo, Critic,
-    OptimizerButInspectScoreGenerateReportDoctor, Optimizer, Adapters, AdaptersButInspectReport, ParallelDegrees,
-    ParallelDegreesButInspectGenerateReportDoctor, ParallelDegreesPlanTrainScoreVerify, ParallelDegreesButInspectPlanReportDoctor,
-    SamplingButInspectPlanReport, SamplingButInspectReportDoctor, ClosedLoopTrainGrpo, EveryVerb, NamesOfTrl,
-    NamesOfTrlButInspectScoreReportDoctor, NamesOfTrlButInspectReport, NamesOfTrlTrainVerifyReplayBenchGrpo): ...
+    ObjectiveButInspectScoreGenerateReportDoctor, TrlsFormulas, TrlsFormulasButInspectScoreGenerateReportDoctor,
+    TrlsFormulasTrainVerifyReplayGrpo, CriticPlanTrainScoreVerifyGrpo, Critic, OptimizerButInspectScoreGenerateReportDoctor,
+    Optimizer, Adapters, AdaptersButInspectReport, ParallelDegrees, ParallelDegreesButInspectGenerateReportDoctor,
+    ParallelDegreesPlanTrainScoreVerify, ParallelDegreesButInspectPlanReportDoctor, SamplingButInspectPlanReport,
+    SamplingButInspectReportDoctor, ClosedLoopTrainGrpo, EveryVerb, NamesOfTrl, NamesOfTrlButInspectScoreReportDoctor,
+    NamesOfTrlButInspectReport, NamesOfTrlTrainVerifyReplayBenchGrpo): ...
 
 class ScoreOptions(Run, RunButInspectReportDoctor, RunButInspectReport, InputAndOutputButReport,
     InputAndOutputPlanTrainScoreVerifyBench, InputAndOutputButInspectVerifyReplayBenchDoctor,
@@ -361,27 +362,26 @@ class ScoreOptions(Run, RunButInspectReportDoctor, RunButInspectReport, InputAnd
 class VerifyOptions(Run, RunButInspectReportDoctor, RunButInspectReport, InputAndOutputButReport,
     InputAndOutputPlanTrainScoreVerifyBench, InputAndOutputButInspectReplayBenchReportDoctor,
     MinibatchesPlanTrainVerifyReplayGrpo, Schedule, ScheduleButInspectReport, ScheduleButGenerateReportDoctor,
-    ObjectivePlanTrainVerify, ObjectiveTrainVerify, Objective, ObjectiveButInspectScoreGenerateReportDoctor,
-    ObjectiveTrainVerifyReplayBench, TrlsFormulas, TrlsFormulasButInspectScoreGenerateReportDoctor,
-    TrlsFormulasTrainVerifyReplayGrpo, CriticPlanTrainScoreVerifyGrpo, Critic, OptimizerButInspectScoreGenerateReportDoctor,
-    Optimizer, Adapters, AdaptersButInspectReport, ParallelDegrees, ParallelDegreesButInspectGenerateReportDoctor,
-    ParallelDegreesPlanTrainScoreVerify, ParallelDegreesButInspectPlanReportDoctor, SamplingButInspectPlanReport,
-    SamplingButInspectReportDoctor, EveryVerb, EveryVerbButTrainScoreGenerateGrpo, NamesOfTrl,
+    ObjectivePlanTrainVerify, ObjectiveTrainVerify, Objective, ObjectiveButInspectScoreGenerateReportDoctor, TrlsFormulas,
+    TrlsFormulasButInspectScoreGenerateReportDoctor, TrlsFormulasTrainVerifyReplayGrpo, CriticPlanTrainScoreVerifyGrpo, Critic,
+    OptimizerButInspectScoreGenerateReportDoctor, Optimizer, Adapters, AdaptersButInspectReport, ParallelDegrees,
+    ParallelDegreesButInspectGenerateReportDoctor, ParallelDegreesPlanTrainScoreVerify, ParallelDegreesButInspectPlanReportDoctor,
+    SamplingButInspectPlanReport, SamplingButInspectReportDoctor, EveryVerb, EveryVerbButTrainScoreGenerateGrpo, NamesOfTrl,
     NamesOfTrlButInspectScoreReportDoctor, NamesOfTrlButInspectReport, NamesOfTrlTrainVerifyReplayBenchGrpo): ...
 
 class ReplayOptions(Run, RunButInspectReportDoctor, RunButInspectReport, InputAndOutputButReport,
     MinibatchesPlanTrainVerifyReplayGrpo, Minibatches, Schedule, ScheduleButInspectReport, ScheduleButGenerateReportDoctor,
-    Objective, ObjectiveButInspectScoreGenerateReportDoctor, ObjectiveTrainVerifyReplayBench, TrlsFormulas,
-    TrlsFormulasButInspectScoreGenerateReportDoctor, TrlsFormulasTrainVerifyReplayGrpo,
-    OptimizerButInspectScoreGenerateReportDoctor, Optimizer, Adapters, AdaptersButInspectReport, ParallelDegrees,
-    ParallelDegreesButInspectGenerateReportDoctor, ParallelDegreesButInspectPlanReportDoctor, SamplingButInspectPlanReport,
-    SamplingButInspectReportDoctor, EveryVerb, EveryVerbButTrainScoreGenerateGrpo, NamesOfTrl,
-    NamesOfTrlButInspectScoreReportDoctor, NamesOfTrlButInspectReport, NamesOfTrlTrainVerifyReplayBenchGrpo): ...
+    Objective, ObjectiveButInspectScoreGenerateReportDoctor, TrlsFormulas, TrlsFormulasButInspectScoreGenerateReportDoctor,
+    TrlsFormulasTrainVerifyReplayGrpo, OptimizerButInspectScoreGenerateReportDoctor, Optimizer, Adapters,
+    AdaptersButInspectReport, ParallelDegrees, ParallelDegreesButInspectGenerateReportDoctor,
+    ParallelDegreesButInspectPlanReportDoctor, SamplingButInspectPlanReport, SamplingButInspectReportDoctor, EveryVerb,
+    EveryVerbButTrainScoreGenerateGrpo, NamesOfTrl, NamesOfTrlButInspectScoreReportDoctor, NamesOfTrlButInspectReport,
+    NamesOfTrlTrainVerifyReplayBenchGrpo): ...
 
 class BenchOptions(Run, RunButInspectReportDoctor, RunButInspectReport, InputAndOutputButReport,
     InputAndOutputPlanTrainScoreVerifyBench, InputAndOutputTrainBench, Schedule, ScheduleButInspectReport,
-    ScheduleButGenerateReportDoctor, Objective, ObjectiveButInspectScoreGenerateReportDoctor, ObjectiveTrainVerifyReplayBench,
-    TrlsFormulas, TrlsFormulasButInspectScoreGenerateReportDoctor, OptimizerButInspectScoreGenerateReportDoctor, Adapters,
+    ScheduleButGenerateReportDoctor, Objective, ObjectiveButInspectScoreGenerateReportDoctor, TrlsFormulas,
+    TrlsFormulasButInspectScoreGenerateReportDoctor, OptimizerButInspectScoreGenerateReportDoctor, Adapters,
     AdaptersButInspectReport, ParallelDegrees, ParallelDegreesButInspectGenerateReportDoctor,
     ParallelDegreesButInspectPlanReportDoctor, SamplingPlanBenchGenerateGrpo, SamplingButInspectPlanReport,
     SamplingButInspectReportDoctor, BenchmarkGrid, EveryVerb, EveryVerbButTrainScoreGenerateGrpo, NamesOfTrl,
@@ -398,7 +398,7 @@ class GrpoOptions(Run, RunButInspectReportDoctor, RunButInspectReport, InputAndO
     InputAndOutputButInspectVerifyReplayBenchDoctor, InputAndOutput, InputAndOutputTrainScoreGenerateGrpo,
     InputAndOutputButInspectReplayBenchReportDoctor, MinibatchesPlanTrainVerifyReplayGrpo, Minibatches, Schedule,
     ScheduleButInspectReport, ScheduleButGenerateReportDoctor, Objective, ObjectiveButInspectScoreGenerateReportDoctor,
-    TrlsFormulas, TrlsFormulasButInspectScoreGenerateReportDoctor, TrlsFormulasTrainVerifyReplayGrpo,
+    ObjectiveGrpo, TrlsFormulas, TrlsFormulasButInspectScoreGenerateReportDoctor, TrlsFormulasTrainVerifyReplayGrpo,
     CriticPlanTrainScoreVerifyGrpo, Critic, OptimizerButInspectScoreGenerateReportDoctor, Optimizer, Adapters,
     AdaptersButInspectReport, ParallelDegrees, ParallelDegreesButInspectGenerateReportDoctor,
     ParallelDegreesButInspectPlanReportDoctor, Sampling, SamplingPlanBenchGenerateGrpo, SamplingButInspectPlanReport,
