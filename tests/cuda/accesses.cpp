@@ -138,9 +138,16 @@ std::string text_of(const char* what, const Moment& thread, std::uintptr_t code)
                 " bytes: " + text_of(writes ? " writes at " : " reads at ", *now, code));
 }
 
-void look_at(const void* address, std::size_t bytes, bool writes, const void* code_of) {
+[[noreturn]] void misaligned(std::size_t bytes, bool writes, std::uintptr_t code) {
+  end_of_thread("an access of " + std::to_string(bytes) + " bytes at an address that is no multiple of that: " +
+                text_of(writes ? " writes at " : " reads at ", *now, code));
+}
+
+// aligned: of a type whose addresses are multiples of its size. Other ones end a kernel.
+void look_at(const void* address, std::size_t bytes, bool writes, const void* code_of, bool aligned = false) {
   if (now == nullptr) return;
   const auto at = reinterpret_cast<std::uintptr_t>(address), code = reinterpret_cast<std::uintptr_t>(code_of);
+  if (aligned && at % bytes != 0) misaligned(bytes, writes, code);
   if (watching != nullptr && at >= watched_begin && at < watched_end)
     return watching->access(address, bytes, writes, code_of);
   const Room* const room = room_of(at);
@@ -207,8 +214,8 @@ void access(const void* at, std::size_t bytes, bool writes, const void* code) { 
 #if !defined(ESPALIER_EMULATION_TSAN)
 #define ESPALIER_CODE __builtin_return_address(0)
 #define ESPALIER_ACCESSES(bytes)                                                                                 \
-  void __tsan_read##bytes(void* at) { espalier::emulation::look_at(at, bytes, false, ESPALIER_CODE); }           \
-  void __tsan_write##bytes(void* at) { espalier::emulation::look_at(at, bytes, true, ESPALIER_CODE); }           \
+  void __tsan_read##bytes(void* at) { espalier::emulation::look_at(at, bytes, false, ESPALIER_CODE, true); }     \
+  void __tsan_write##bytes(void* at) { espalier::emulation::look_at(at, bytes, true, ESPALIER_CODE, true); }     \
   void __tsan_unaligned_read##bytes(void* at) { espalier::emulation::look_at(at, bytes, false, ESPALIER_CODE); } \
   void __tsan_unaligned_write##bytes(void* at) { espalier::emulation::look_at(at, bytes, true, ESPALIER_CODE); }
 extern "C" {

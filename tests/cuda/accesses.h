@@ -1,5 +1,6 @@
-// Checks the accesses of a grid's threads, one at a time. Faults: an access outside of its array, and two accesses of
-// different threads to one place, one of them a write, that nothing orders, whatever order they ran in.
+// Checks the accesses of a grid's threads, one at a time. Faults: an access outside of its array, one at an address
+// that is no multiple of its type's size, and two accesses of different threads to one place, one of them a write, that
+// nothing orders, whatever order they ran in.
 //
 // A barrier of their block orders two accesses of a launch that it stands between; in a warp so does a __syncwarp of
 // all lanes. Nothing orders two blocks. Launches come one after the other.

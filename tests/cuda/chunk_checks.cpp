@@ -3,6 +3,7 @@
 // The bound is error_of_chunks (espalier/ops/cuda/chunk_trial.h), and 2^-8 of each number that is rounded to bfloat16.
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "espalier/base/error.h"
@@ -22,9 +23,25 @@ constexpr const char* kNames[] = {"projected rows", "the convolution",      "a_l
                                   "biases",         "the factor of values", "states"};
 constexpr bool kOfDecays[] = {false, false, true, true, false, false, false};
 
+// Holds launches to the shared memory of a block that all GPUs have, while it lives.
+class LeastSharedMemory {
+ public:
+  LeastSharedMemory() {
+    emulation::set_architecture(
+        *std::ranges::min_element(emulation::kArchitectures, {}, &emulation::Architecture::shared_bytes));
+  }
+  ~LeastSharedMemory() { emulation::set_architecture(usual_); }
+  LeastSharedMemory(const LeastSharedMemory&) = delete;
+  LeastSharedMemory& operator=(const LeastSharedMemory&) = delete;
+
+ private:
+  emulation::Architecture usual_ = emulation::architecture();
+};
+
 std::string problem_of(const OperationCase& each, std::vector<at::Tensor>& answer) {
   constexpr std::int64_t kMostChunks = 5;  // of a path: runs of 130, 2 and 5 rows
   const double of_products = cuda::error_of_chunks(kMostChunks);
+  const LeastSharedMemory of_a_block;
   emulation::set_seed(1);
   emulation::reset_counters();
   const std::vector<at::Tensor> results = results_on(emulated_device(), each, DType::bfloat16);
@@ -51,9 +68,9 @@ std::string problem_of_passes(const OperationCase& each) {
   return same_bits(together, apart) ? "" : "other bits where key heads have passes of their own";
 }
 
-RecurrenceShape small_shape(bool channels, bool mamba) {
+RecurrenceShape small_shape(bool channels, bool mamba, std::int64_t key_dim = 20) {
   RecurrenceShape s;
-  s.key_heads = s.value_heads = 1, s.key_dim = 20, s.value_dim = 12, s.kernel = 3;
+  s.key_heads = s.value_heads = 1, s.key_dim = key_dim, s.value_dim = 12, s.kernel = 3;
   s.gate_latent = channels ? 1 : 0, s.mamba = mamba;
   return s;
 }
@@ -62,6 +79,7 @@ RecurrenceShape small_shape(bool channels, bool mamba) {
 std::string problem_of_calls(const RecurrenceShape& s) {
   constexpr std::int64_t kFirst = 90, kCut = 75, kRows = 110;  // rows of one run, of its begin, of two
   Device& device = emulated_device();
+  const LeastSharedMemory of_a_block;
   emulation::set_seed(1);
   const auto there = [&](const std::vector<std::int64_t>& sizes, std::uint64_t seed) {
     return device.adopt(normal(sizes, seed).to(at::kBFloat16));
@@ -99,6 +117,7 @@ void add_chunk_checks(std::vector<KernelCheck>& checks) {
   add_calls("decays of heads", small_shape(false, false));
   add_calls("decays of channels", small_shape(true, false));
   add_calls("Mamba-2", small_shape(false, true));
+  add_calls("heads of 100", small_shape(false, false, 100));
   for (OperationCase& moved : state_cases()) {
     const auto has = [&](const char* words) { return moved.sizes.find(words) != std::string::npos; };
     const bool backward = moved.operation == kOperation;

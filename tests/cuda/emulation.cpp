@@ -227,6 +227,7 @@ struct Block {
   Memory dynamic;
   std::unique_ptr<BesideMemory> watched;  // in place of `dynamic` where there is work beside the block
   std::unique_ptr<Beside> beside;
+  std::size_t all_shared_bytes = 0;  // dynamic bytes, and the bytes of objects that threads have come by
 
   std::byte* shared_bytes() const { return watched != nullptr ? watched->get() : dynamic.get(); }
 };
@@ -642,7 +643,11 @@ void wait_until(const std::function<bool()>& condition, const std::string& what,
 void* shared_object(std::size_t bytes, Site site) {
   const Unseen unseen;
   Memory& memory = block_now->shared[{site.file_name(), site.line(), site.column()}];
-  if (memory.get() == nullptr) memory = Memory(bytes);
+  if (memory.get() == nullptr) {
+    memory = Memory(bytes);
+    if ((block_now->all_shared_bytes += bytes) > architecture_now.shared_bytes)
+      fail(std::string("more shared memory than a block has on ") + architecture_now.name, site);
+  }
   if (memory.bytes() != bytes) fail("two objects of shared memory share a place in the source", site);
   return memory.get();
 }
@@ -690,6 +695,7 @@ std::unique_ptr<Block> block_of(const Launch& launch, const LaunchBeside* of, un
   const std::size_t stacks_of = together > 1 ? kSets + number : blocks_run % kSets;
   for (unsigned t = 0; t < threads; ++t) block->fibers.push_back(fiber_of(launch, *block, stacks_of, at, t));
   block->pending.resize((threads + 31) / 32);
+  block->all_shared_bytes = launch.shared_bytes;
   block->order.resize(2 + 2 * block->pending.size());
   if (of != nullptr) {
     block->watched = std::make_unique<BesideMemory>(launch.shared_bytes);

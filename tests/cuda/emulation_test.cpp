@@ -237,6 +237,11 @@ TEST(Emulation, AccessesAndLaunchesThatAGpuRefusesAreRefused) {
   EXPECT_THROW(run({{1, 65536}, {1}}, [] {}), Fault);
   EXPECT_THROW(run({{1}, {32}, 163 * 1024 + 1}, [] {}), Fault);
   EXPECT_THROW(run({{0}, {32}}, [] {}), Fault);
+  const auto with_object = [](std::size_t bytes) {
+    run({{1}, {32}, bytes}, [] { shared_object(1024, Site::current()); });
+  };
+  EXPECT_NO_THROW(with_object(162 * 1024));
+  EXPECT_THROW(with_object(162 * 1024 + 4), Fault);
 }
 
 TEST(Emulation, RunsOnAfterAFault) {

@@ -312,6 +312,17 @@ TEST(Arrays, AreNotTouchedBesideThem) {
   EXPECT_NE(written_at(-2).find("an access 8 bytes before an array of 20 bytes"), std::string::npos);
 }
 
+TEST(Arrays, AreWrittenAtMultiplesOfATypesSize) {
+  for (const int bytes : {0, 1, 2}) {
+    const std::string fault = fault_of(1, 32, [bytes] {
+      if (threadIdx.x == 7)
+        *reinterpret_cast<int*>(static_cast<char*>(emulation::shared_object(12, Site::current())) + bytes) = 1;
+    });
+    EXPECT_EQ(fault.find("an access of 4 bytes at an address that is no multiple of that") != std::string::npos,
+              bytes != 0);
+  }
+}
+
 TEST(Arrays, EndWithSharedMemory) {
   for (const int past : {0, 1}) {
     const std::string fault = fault_of(

@@ -35,8 +35,7 @@ void barrier_init(void* at, int arrivals, Site site) {
   expect_aligned(at, 8, site);
   if (block.counted.size() == Warpgroups::kMostBarriers) fail("more barriers than the emulation counts", site);
   if (block.counted.contains(at)) fail("a barrier that is there already", site);
-  const std::ptrdiff_t offset = static_cast<std::byte*>(at) - block.seat.shared;
-  if (offset < 0 || static_cast<std::size_t>(offset) + 8 > block.seat.shared_bytes)
+  if (!block.for_places(at, 8, [](Place& place) { place.of_barrier = true; }))
     fail("a barrier outside of shared memory", site);
   if (arrivals < 1) fail("a barrier without arrivals", site);
   const unsigned actor =

@@ -34,6 +34,7 @@ struct Place {
   std::uint32_t writer = kNobody, written = 0;
   std::uint16_t arriving = 0;  // copies in flight to here
   std::uint16_t in_use = 0;    // products and sums in flight that read it
+  bool of_barrier = false;     // of one that counts: nothing else is here
   struct Reads {
     std::uint32_t moment = 0, lanes = 0;
   } read[kMostWarps];                           // by lanes of each warp, at the last moment

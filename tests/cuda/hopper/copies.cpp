@@ -36,7 +36,9 @@ void start_copy(void* to, const TensorMap& map, const void* from, std::size_t by
   const bool inside = block.for_places(to, bytes, [&](Place& place) {
     ++place.arriving;
     if (!problem.empty()) return;
-    if (place.arriving > 1)
+    if (place.of_barrier)
+      problem = "a copy to where a barrier is";
+    else if (place.arriving > 1)
       problem = "a copy to where another one is in flight";
     else if (place.in_use > 0)
       problem = "a copy to what a product or a sum in flight reads";

@@ -181,11 +181,13 @@ enum class Wrong {
   no_fence_for_sums,
   sums_not_waited_for,
   misaligned_tile,
-  shared_memory_left
+  shared_memory_left,
+  tile_over_barriers,
+  number_over_barrier
 };
 
 constexpr int kTiles = 4, kTile = kPartBytes<kBox>, kKeys = kTile, kMiddle = 3 * kTile, kSums = 4 * kTile,
-              kBarriers = 6 * kTile, kRoom = kBarriers + 64;
+              kBarriers = 6 * kTile, kRoom = kBarriers + kTile;
 
 // acc [64, 64] = x (sum of kTiles tiles of y)^T, z = bf16(acc) x, added to `out` in bulk: two stages, a warp that
 // copies and a warpgroup that multiplies.
@@ -209,7 +211,9 @@ void pipeline(const TensorMap& map_x, const TensorMap& map_y, float* out, Wrong 
     give_registers<24>();
     if (thread != 0) return;
     barrier_expect(full_x, kTile);
-    tensor_load(memory + (is(Wrong::misaligned_tile) ? 128 : 0), map_x, full_x, 0, 0);
+    const int place_x = is(Wrong::misaligned_tile) ? 128 : is(Wrong::tile_over_barriers) ? kBarriers : 0;
+    tensor_load(memory + place_x, map_x, full_x, 0, 0);
+    if (is(Wrong::number_over_barrier)) *reinterpret_cast<int*>(shared_bytes() + kBarriers) = 1;
     unsigned parity = is(Wrong::parity) ? 0 : 1;
     for (int n = 0; n < kTiles; ++n) {
       const int s = n % 2;
@@ -353,7 +357,9 @@ TEST(Pipeline, EachFaultIsFoundByName) {
       {Wrong::no_fence_for_sums, "without a fence for copies"},
       {Wrong::sums_not_waited_for, "sums in flight"},
       {Wrong::misaligned_tile, "no multiple of 1024"},
-      {Wrong::shared_memory_left, "a factor outside of shared memory"}};
+      {Wrong::shared_memory_left, "a factor outside of shared memory"},
+      {Wrong::tile_over_barriers, "a copy to where a barrier is"},
+      {Wrong::number_over_barrier, "where a barrier is"}};
   const std::vector<float> right = result_of(Wrong::nothing, 0);
   for (const auto& [wrong, text] : all) {
     int found = 0;

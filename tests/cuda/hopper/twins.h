@@ -1,7 +1,8 @@
 // The emulation of what only sm_90a has: behind the functions of espalier/ops/cuda/hopper/. Found in every run, with
 // file and line:
 //   barriers that count: too many arrivals, waits for a phase that has passed by or that another parity means, use
-//     before the init is known, bytes that never come; threads that wait for ever, with what each waits for
+//     before the init is known, bytes that never come, accesses and copies to where one is; threads that wait for ever,
+//     with what each waits for
 //   copies of tiles: places that something still reads or writes, that threads wrote without a fence for copies, reads
 //     before the barrier's phase; boxes, matrices and addresses that the copy engine refuses
 //   products of a warpgroup: warps in different products, factors that are not there yet, that change while a product

@@ -97,7 +97,9 @@ std::optional<std::string> Warpgroups::problem_of_access(unsigned thread, const 
   const std::size_t whole = reinterpret_cast<std::uintptr_t>(at) + bytes - begin;
   const bool inside = for_places(reinterpret_cast<const void*>(begin), whole, [&](Place& place) {
     if (problem) return;
-    if (place.arriving > 0)
+    if (place.of_barrier)
+      problem = "where a barrier is";
+    else if (place.arriving > 0)
       problem = "where a copy is in flight";
     else if (place.writer != kNobody && !knows.knows(place.writer, place.written))
       problem = "what " + name_of_actor(place.writer) + " wrote, and nothing orders the two: a race";
