@@ -114,11 +114,15 @@ class ExpertMlp : public ::testing::TestWithParam<ExpertCase> {
     return choice.detach();
   }
 
+  void expect_autograd();
+  void expect_the_same_again();
+
   OneLayer one_;
   Tensor given_;
 };
+class ApartExperts : public ExpertMlp {};
 
-TEST_P(ExpertMlp, ForwardAndBackwardAreThoseOfAutograd) {
+void ExpertMlp::expect_autograd() {
   LayerViews leaves = one_.leaves();
   const Tensor y = one_.stream.clone().requires_grad_(), grad = at::randn_like(y), choice = expected_choice(leaves);
   const Tensor expected = (shape().shared_expert.apart ? plain_apart : plain_experts)(y, leaves, shape(), choice);
@@ -135,7 +139,7 @@ TEST_P(ExpertMlp, ForwardAndBackwardAreThoseOfAutograd) {
   EXPECT_LE(one_.distance_from(leaves), kSumsOfOneLayer);
 }
 
-TEST_P(ExpertMlp, ComputesAgainWhatTheForwardSaved) {
+void ExpertMlp::expect_the_same_again() {
   expert_mlp_forward(one_.context(), one_.saved, at::empty_like(one_.stream));
   const LayerSaved first = one_.saved;
   one_.saved = {};
@@ -153,6 +157,14 @@ TEST_P(ExpertMlp, ComputesAgainWhatTheForwardSaved) {
     }
 }
 
+TEST_P(ExpertMlp, ForwardAndBackwardAreThoseOfAutograd) { expect_autograd(); }
+TEST_P(ExpertMlp, ComputesAgainWhatTheForwardSaved) { expect_the_same_again(); }
+TEST_P(ApartExperts, ForwardAndBackwardAreThoseOfAutograd) { expect_autograd(); }
+TEST_P(ApartExperts, ComputeAgainWhatTheForwardSaved) { expect_the_same_again(); }
+
+INSTANTIATE_TEST_SUITE_P(Blocks, ApartExperts,
+                         ::testing::Values(ExpertCase{"chosen", set_apart}, ExpertCase{"given", set_apart, true}),
+                         [](const auto& info) { return info.param.name; });
 INSTANTIATE_TEST_SUITE_P(
     Blocks, ExpertMlp,
     ::testing::Values(ExpertCase{"renormalised", [](ModelShape&) {}},
@@ -171,8 +183,7 @@ INSTANTIATE_TEST_SUITE_P(
                       ExpertCase{"sharedWithAGate",
                                  [](ModelShape& shape) {
                                    shape.shared_expert = {5, true};
-                                 }},
-                      ExpertCase{"apart", set_apart}, ExpertCase{"apartAndGiven", set_apart, true}),
+                                 }}),
     [](const auto& info) { return info.param.name; });
 
 // The block's gradient with penalties is that of the loss plus their values.
