@@ -307,7 +307,10 @@ std::vector<OperationCase> attention_cases() {
         .window = 17,
         .soft_cap = 2,
         .branch_rows = 8},
-        AttentionSize{.own = 8, .path = 4, .head_dim = 260, .first_query = 8}})
+        AttentionSize{.own = 8, .path = 4, .head_dim = 260, .first_query = 8},
+        // More keys than a block has threads; a maximum in each of its warps, without which exponentials are infinite.
+        AttentionSize{.own = 5, .path = 300, .head_dim = 264},
+        AttentionSize{.own = 24, .path = 270, .heads = 2, .head_dim = 264, .scale = 1000}})
     add_attention_case(cases, size);
   // One row; rows that see themselves alone; no queries.
   add_attention_case(cases, {.own = 1, .path = 1});
