@@ -253,6 +253,8 @@ std::vector<OperationCase> state_cases() {
   RecurrenceShape strong_channels = wide_channels, large_channels = wide_channels;
   RecurrenceShape narrow_channels = narrow;
   narrow_channels.gate_latent = 1;
+  RecurrenceShape few_channels = narrow_channels, above_64 = narrow;
+  few_channels.key_dim = 2, few_channels.value_dim = 3, above_64.key_dim = 65, above_64.value_dim = 7;
   strong_channels.key_dim = 64, strong_channels.value_dim = 20;
   large_channels.key_dim = 128, large_channels.value_dim = 64;
   RecurrenceShape bare = mamba;
@@ -276,6 +278,8 @@ std::vector<OperationCase> state_cases() {
                           .runs = {{64, -1}},
                           .name = "weak decays of channels, heads of 20 and 12",
                           .weak = true});
+  add_delta_cases(cases, {few_channels, {{17, -1}}, "decays of channels, heads of 2 and 3"});
+  add_delta_cases(cases, {above_64, {{17, -1}}, "heads of 65 and 7"});
   add_short_convolution_cases(cases, {.channels = 40, .kernel = 4, .bias = true}, tree, "a tree");
   add_short_convolution_cases(cases, {.channels = 130, .kernel = 3}, {{3, -2}, {33, 0}}, "without biases");
   add_gate_cases(cases, by_part, 7, "q, k, v of all heads");

@@ -75,9 +75,10 @@ RecurrenceShape small_shape(bool channels, bool mamba, std::int64_t key_dim = 20
   return s;
 }
 
-// The outputs of rows depend neither on other runs of the call nor on rows behind them.
-std::string problem_of_calls(const RecurrenceShape& s) {
-  constexpr std::int64_t kFirst = 90, kCut = 75, kRows = 110;  // rows of one run, of its begin, of two
+using RowsOfRuns = std::vector<std::pair<std::int64_t, std::int64_t>>;
+
+// The outputs of runs of a call, which have these of so many rows, or the gradients of their projected rows.
+at::Tensor outputs_of(const RecurrenceShape& s, std::int64_t rows, const RowsOfRuns& of_runs, bool backward = false) {
   Device& device = emulated_device();
   const LeastSharedMemory of_a_block;
   emulation::set_seed(1);
@@ -85,25 +86,80 @@ std::string problem_of_calls(const RecurrenceShape& s) {
     return device.adopt(normal(sizes, seed).to(at::kBFloat16));
   };
   DeltaRuleProblem problem{s,
-                           there({kRows, s.projected()}, 170),
+                           there({rows, s.projected()}, 170),
                            there({s.channels(), s.kernel}, 171),
-                           there({1}, 172),
+                           there({s.value_heads}, 172),
                            there({s.decays()}, 173),
                            {},
-                           s.mamba ? there({1}, 174) : at::Tensor(),
+                           s.mamba ? there({s.value_heads}, 174) : at::Tensor(),
                            {}};
-  const auto outputs = [&](const std::vector<std::pair<std::int64_t, std::int64_t>>& rows) {
-    std::vector<StateRun> runs;
-    for (const auto& [begin, end] : rows) runs.push_back({begin, end, {}, {}, {}, {}, false});
-    problem.runs = runs;
-    const at::Tensor o_TV = there({kRows, s.value_width()}, 175);
+  std::vector<StateRun> runs;
+  for (const auto& [begin, end] : of_runs) runs.push_back({begin, end, {}, {}, {}, {}, false});
+  problem.runs = runs;
+  const at::Tensor o_TV = there({rows, s.value_width()}, 175), grad_TW = there({rows, s.projected()}, 176);
+  if (backward)
+    device.operations().add_delta_rule_backward(problem, o_TV, {grad_TW, {}, {}, {}, {}, {}});
+  else
     device.operations().delta_rule(problem, o_TV);
-    return device.to_host(o_TV);
-  };
-  const at::Tensor all = outputs({{0, kFirst}, {kFirst, kRows}});
+  return device.to_host(backward ? grad_TW : o_TV);
+}
+
+// The outputs of rows depend neither on other runs of the call nor on rows behind them.
+std::string problem_of_calls(const RecurrenceShape& s) {
+  constexpr std::int64_t kFirst = 90, kCut = 75, kRows = 110;  // rows of one run, of its begin, of two
+  const at::Tensor all = outputs_of(s, kRows, {{0, kFirst}, {kFirst, kRows}});
   for (const auto& [begin, end] : {std::pair{std::int64_t{0}, kCut}, std::pair{kFirst, kRows}})
-    if (!all.slice(0, begin, end).equal(outputs({{begin, end}}).slice(0, begin, end)))
+    if (!all.slice(0, begin, end).equal(outputs_of(s, kRows, {{begin, end}}).slice(0, begin, end)))
       return text_of("other bits of rows ", begin, " to ", end, " in a call of their own");
+  return "";
+}
+
+// As many runs as a launch takes, of a row each.
+std::string problem_of_many_runs(const RecurrenceShape& s) {
+  constexpr std::int64_t kRows = cuda::kRunsAtOnce;
+  RowsOfRuns all;
+  for (std::int64_t row = 0; row < kRows; ++row) all.emplace_back(row, row + 1);
+  const at::Tensor together = outputs_of(s, kRows, all, true), last = outputs_of(s, kRows, {all.back()}, true);
+  return together[kRows - 1].equal(last[kRows - 1]) ? "" : "other bits of the last of many runs";
+}
+
+// Three key heads in passes of two and one, in one pass, and in a pass each: the bits, and how many passes there are.
+std::string problem_of_uneven_passes() {
+  constexpr std::int64_t kRows = 17;
+  RecurrenceShape s = small_shape(false, false);
+  s.key_heads = s.value_heads = 3;
+  cuda::ChunkPass of_head;
+  of_head.chunks = of_head.key_heads = of_head.each = of_head.heads = of_head.blocks = 1, of_head.width = 64;
+  const std::int64_t bytes = cuda::set_places(of_head, cuda::ChunkUse::outputs, nullptr);
+  const auto outputs = [&](std::int64_t pass_bytes) {
+    emulation::reset_counters();
+    cuda::set_pass_bytes(pass_bytes);
+    const at::Tensor o_TV = outputs_of(s, kRows, {{0, kRows}});
+    cuda::set_pass_bytes(cuda::kMostPassBytes);
+    return std::pair{o_TV, emulation::counter("launches")};
+  };
+  const auto [together, at_once] = outputs(cuda::kMostPassBytes);
+  const auto [by_two, of_two] = outputs(2 * bytes);
+  const auto [apart, of_three] = outputs(1);
+  if (!together.equal(by_two) || !together.equal(apart)) return "other bits where key heads have several passes";
+  return of_two > at_once && of_three - of_two == of_two - at_once ? "" : "other passes than there is memory for";
+}
+
+// Heads of up to 128 key channels and 256 value channels are taken in chunks.
+std::string problem_of_sizes() {
+  constexpr std::int64_t kRows = 16;
+  struct Size {
+    std::int64_t keys, values;
+    bool fits;
+  };
+  for (const auto& [keys, values, fits] : {Size{128, 256, true}, Size{129, 1, false}, Size{1, 257, false}}) {
+    RecurrenceShape s = small_shape(false, false);
+    s.key_dim = keys, s.value_dim = values;
+    emulation::reset_counters();
+    outputs_of(s, kRows, {{0, kRows}});
+    if ((emulation::counter("mma") > 0) != fits)
+      return text_of("heads of ", keys, " and ", values, fits ? " are not" : " are", " taken in chunks");
+  }
   return "";
 }
 
@@ -118,6 +174,11 @@ void add_chunk_checks(std::vector<KernelCheck>& checks) {
   add_calls("decays of channels", small_shape(true, false));
   add_calls("Mamba-2", small_shape(false, true));
   add_calls("heads of 100", small_shape(false, false, 100));
+  checks.push_back({KernelCheck::Kind::answer, "Chunks", "calls: many runs",
+                    [] { return problem_of_many_runs(small_shape(false, true)); }});
+  checks.push_back(
+      {KernelCheck::Kind::answer, "Chunks", "passes: delta_rule, three key heads", problem_of_uneven_passes});
+  checks.push_back({KernelCheck::Kind::answer, "Chunks", "calls: the largest heads", problem_of_sizes});
   for (OperationCase& moved : state_cases()) {
     const auto has = [&](const char* words) { return moved.sizes.find(words) != std::string::npos; };
     const bool backward = moved.operation == kOperation;

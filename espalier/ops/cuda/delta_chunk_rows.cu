@@ -172,7 +172,6 @@ __global__ void __launch_bounds__(kSplitThreads, 2)
     const std::int64_t of_chunk = blockIdx.x + row / kChunkRows;
     if (at_row >= run.end) {
       for (std::int64_t c = lane; c < width; c += 32) to[c] = 0;
-      if (row < kChunkRows && lane == 0) of_rows[row] = of_step[row] = 0;
       continue;
     }
     if (!part.is_value()) {
@@ -203,24 +202,19 @@ __global__ void __launch_bounds__(kSplitThreads, 2)
     if (row < kChunkRows && lane == 0) of_rows[row] = of_skip, of_step[row] = of_value;
   }
   __syncthreads();
-  if (part.is_value() && threadIdx.x < kChunkRows) {
+  if (part.is_value() && threadIdx.x < chunk.rows) {
     const std::int64_t row = threadIdx.x, at = part.tile * kChunkRows + row;
-    float of_a = 0, of_rate = 0;
-    if (row < chunk.rows) {
-      const HeadRow at_head_row = part.head(s, pass, chunk.first + row);
-      bfloat16* const to = grad_projected_TW + (chunk.first + row) * s.projected;
-      if (!s.mamba)
-        to[at_head_row.place.b + part.of_key] = narrowed<bfloat16>(pass.of_beta[at] * (1.f - pass.beta[at]));
-      if (!pass.channels) {
-        const BeforeDecay before_decay = decay_backward<false>(s, w, at_head_row, 0, pass.of_log_decay[at]);
-        of_a = before_decay.rate * before_decay.slope;
-        if (s.mamba) of_a = before_decay.clamped ? 0.f : (before_decay.rate + of_step[row]) * before_decay.slope;
-        to[at_head_row.place.a + part.of_key] = narrowed<bfloat16>(of_a);
-        of_rate = before_decay.of_a_log;
-      }
+    const HeadRow at_head_row = part.head(s, pass, chunk.first + row);
+    bfloat16* const to = grad_projected_TW + (chunk.first + row) * s.projected;
+    if (!s.mamba) to[at_head_row.place.b + part.of_key] = narrowed<bfloat16>(pass.of_beta[at] * (1.f - pass.beta[at]));
+    if (!pass.channels) {
+      const BeforeDecay before_decay = decay_backward<false>(s, w, at_head_row, 0, pass.of_log_decay[at]);
+      float of_a = before_decay.rate * before_decay.slope;
+      if (s.mamba) of_a = before_decay.clamped ? 0.f : (before_decay.rate + of_step[row]) * before_decay.slope;
+      to[at_head_row.place.a + part.of_key] = narrowed<bfloat16>(of_a);
+      of_rows[kChunkRows + row] = of_a;
+      of_rows[2 * kChunkRows + row] = before_decay.of_a_log;
     }
-    of_rows[kChunkRows + row] = of_a;
-    of_rows[2 * kChunkRows + row] = of_rate;
   }
   // Through the convolution.
   for (std::int64_t at = threadIdx.x; at < chunk.rows * width; at += kSplitThreads) {
@@ -260,7 +254,7 @@ __global__ void __launch_bounds__(kSplitThreads, 2)
     float sum = run.grad_end != nullptr && run.begin + back > run.end - s.kernel
                     ? run.grad_end[tail_at(s, run.begin + back - run.end, channel)]
                     : 0.f;
-    for (std::int64_t j = -back; j <= before && back + j < run.end - run.begin; ++j)
+    for (std::int64_t j = -back; j <= before; ++j)  // rows behind the run's last one are 0
       sum += widened(w.conv_CK[channel * s.kernel + before - j]) * grad_mixed[(back + j) * width + c];
     state[tail_at(s, back, channel)] = sum;
   }

@@ -9,8 +9,8 @@ namespace espalier::cuda {
 template <int D>
 struct GradientRoom {
   static constexpr int kState = StateTile<D>::kBytes, kValue = ValueTile::kBytes, kKey = KeyTile<D>::kBytes;
-  static constexpr int kFirst = 2 * kState + 3 * kValue, kSecond = 2 * kKey + 2 * SquareTile::kBytes;
-  static constexpr int kBytes = kFirst < kSecond ? kSecond : kFirst;
+  static constexpr int kBytes = 2 * kKey + 2 * SquareTile::kBytes;
+  static_assert(2 * kState + 3 * kValue <= kBytes);
 };
 
 // A lane's numbers of dO S^T, dA S^T, U dS'^T, dO U^T and dA U^T.

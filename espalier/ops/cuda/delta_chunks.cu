@@ -47,6 +47,8 @@ void for_each_pass(const DeltaShape& s, std::int64_t chunks, ChunkUse use, Body 
 
 }  // namespace
 
+bool fits_chunks(const DeltaShape& s) { return s.key_dim <= kMostChunkKeys && s.value_dim <= kMostChunkValues; }
+
 void set_pass_bytes(std::int64_t bytes) { pass_bytes = bytes; }
 
 void chunked_delta_rule(const DeltaShape& shape, const DeltaWeights<bfloat16>& weights, const DeltaRuns<float>& runs,

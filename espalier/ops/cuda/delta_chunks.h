@@ -102,7 +102,7 @@ inline std::int64_t set_places(ChunkPass& p, ChunkUse use, unsigned char* memory
 // A chunk's run and rows.
 struct ChunkRows {
   std::int64_t run, first, rows;
-  bool begins, ends;  // its run
+  bool begins;  // its run
 };
 __device__ __forceinline__ ChunkRows rows_of_chunk(const ChunkNumbers& numbers, const DeltaRuns<float>& runs,
                                                    std::int64_t chunk) {
@@ -110,8 +110,7 @@ __device__ __forceinline__ ChunkRows rows_of_chunk(const ChunkNumbers& numbers, 
   while (chunk >= numbers.first[run + 1]) ++run;
   const std::int64_t first = runs.of[run].begin + (chunk - numbers.first[run]) * kChunkRows,
                      rest = runs.of[run].end - first;
-  return {run, first, rest < kChunkRows ? rest : kChunkRows, chunk == numbers.first[run],
-          chunk + 1 == numbers.first[run + 1]};
+  return {run, first, rest < kChunkRows ? rest : kChunkRows, chunk == numbers.first[run]};
 }
 
 #endif
@@ -147,7 +146,7 @@ void chunk_rows_backward(const DeltaShape& shape, const DeltaWeights<bfloat16>& 
                          bfloat16* grad_projected_TW, const ChunkSums& sums, float* state_part);
 
 inline constexpr std::int64_t kMostChunkKeys = 128, kMostChunkValues = 256;
-inline bool fits_chunks(const DeltaShape& s) { return s.key_dim <= kMostChunkKeys && s.value_dim <= kMostChunkValues; }
+bool fits_chunks(const DeltaShape& shape);
 // A pass takes as many key heads as have room in this many bytes, at least one.
 inline constexpr std::int64_t kMostPassBytes = std::int64_t{2} << 30;
 // Runs of fewer rows go forward row by row.
