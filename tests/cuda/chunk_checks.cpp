@@ -77,7 +77,7 @@ RecurrenceShape small_shape(bool channels, bool mamba, std::int64_t key_dim = 20
 
 using RowsOfRuns = std::vector<std::pair<std::int64_t, std::int64_t>>;
 
-// The outputs of runs of a call, which have these of so many rows, or the gradients of their projected rows.
+// The outputs of a call with these runs, of `rows` rows in all, or the gradients of their projected rows.
 at::Tensor outputs_of(const RecurrenceShape& s, std::int64_t rows, const RowsOfRuns& of_runs, bool backward = false) {
   Device& device = emulated_device();
   const LeastSharedMemory of_a_block;
