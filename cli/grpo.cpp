@@ -69,6 +69,7 @@ class RunText {
     constexpr double kSeconds = 10;
     ++steps_;
     for (const char* field : {"kl_loss", "entropy", "clip_fraction"}) sums_[field] += line[field].get<double>();
+    if (line.contains("teacher_kl")) sums_["teacher_kl"] += line["teacher_kl"].get<double>();
     for (const char* part : {"generate", "score", "update"}) batch_sums_[part] += line["seconds"][part].get<double>();
     for (const char* rows : {"physical", "logical"}) rows_[rows] += line["rows"][rows].get<std::int64_t>();
     if (line["steps_left"].get<std::int64_t>() > 0) return;
@@ -89,8 +90,10 @@ class RunText {
     const auto of_batch = [&](const char* field) { return batch_sums_[field] / static_cast<double>(batches_); };
     out_ << "step " << std::setw(4) << step << " of " << steps << std::fixed << std::setprecision(3) << "  reward "
          << of_batch("reward") << "  right " << std::setw(6) << format_percent(of_batch("accuracy")) << "  kl "
-         << of_step("kl_loss") << "  entropy " << of_step("entropy") << "  clipped "
-         << format_percent(of_step("clip_fraction")) << std::setprecision(1) << "  length " << of_batch("length");
+         << of_step("kl_loss");
+    if (sums_.contains("teacher_kl")) out_ << "  teacher kl " << of_step("teacher_kl");
+    out_ << "  entropy " << of_step("entropy") << "  clipped " << format_percent(of_step("clip_fraction"))
+         << std::setprecision(1) << "  length " << of_batch("length");
     if (batch_sums_.contains("turns")) out_ << "  turns " << of_batch("turns");
     if (dropped_ > 0) out_ << "  dropped " << dropped_;
     out_ << std::setprecision(2) << "  generate " << of_batch("generate") << " score " << of_batch("score")

@@ -25,7 +25,8 @@ def distilled(espalier, run, teacher, *more):
 
 
 def test_the_policy_comes_nearer_to_its_teacher_whose_log_probs_are_those_of_score(espalier, teacher, tmp_path):
-    distilled(espalier, tmp_path / "run", teacher, "--steps", 40, "--train-batch-size", 16, "--lr", "1e-2")
+    told = distilled(espalier, tmp_path / "run", teacher, "--steps", 40, "--train-batch-size", 16, "--lr", "1e-2").stdout
+    assert "  teacher kl " in told
     gaps = [line["teacher_kl"] for line in metrics(tmp_path / "run") if line["kind"] == "step"]
     assert len(gaps) == 40 and statistics.mean(gaps[:5]) > 0.1 and statistics.mean(gaps[-5:]) < 0.5 * statistics.mean(gaps[:5])
     last = tmp_path / "run/last_rollouts.jsonl"
