@@ -325,23 +325,16 @@ class Communication::Walk {
     if (experts) exchange(turn, layer, M * b_, M * b_, phase);
   }
 
-  // The sums over tp of R rows behind a layer's MLP, or of their gradients; experts apart have two.
-  void sum_mlp(std::int64_t layer, std::int64_t R, AxisBytes& phase) {
+  // The sums over tp of R rows behind a layer's MLP, or of their gradients; experts apart have two. `again`: a
+  // recomputation, which stops before the sum unless a norm behind it is computed again. With several ranks of ep,
+  // experts apart give their results in the backward alone.
+  void sum_mlp(std::int64_t layer, std::int64_t R, AxisBytes& phase, bool again = false) {
     const LayerShape& of = own_.at(layer);
-    if (of.mlp == MlpKind::none) return;
+    if (of.mlp == MlpKind::none || (again && !of.has_norms_after())) return;
     const std::int64_t bytes = R * own_.hidden * (of.has_experts() ? s_ : b_);
     give(tp_, Collective::sum, bytes, phase.tp);
-    if (of.has_experts() && own_.shared_expert.apart) give(tp_, Collective::sum, bytes, phase.tp);
-  }
-
-  // A recomputation stops before the sum, unless a norm behind it is computed again. With several ranks of ep, experts
-  // apart give their results in the backward alone.
-  void sum_mlp_again(std::int64_t layer, std::int64_t R, AxisBytes& phase) {
-    const LayerShape& of = own_.at(layer);
-    if (of.mlp == MlpKind::none || !of.has_norms_after()) return;
-    const std::int64_t bytes = R * own_.hidden * (of.has_experts() ? s_ : b_);
-    give(tp_, Collective::sum, bytes, phase.tp);
-    if (of.has_experts() && local_.degrees().ep == 1) give(tp_, Collective::sum, bytes, phase.tp);
+    if (of.has_experts() && own_.shared_expert.apart && (!again || local_.degrees().ep == 1))
+      give(tp_, Collective::sum, bytes, phase.tp);
   }
 
   void backward(const Turn& turn, AxisBytes& phase) {
@@ -369,7 +362,7 @@ class Communication::Walk {
     pass_states(turn, layer, false, 1, phase);  // the states are made again
     pass_states(turn, layer, true, own_.mixer(layer).flops().row_backward, phase);
     if (recomputes) give(tp_, Collective::sum, R * M * b_, phase.tp);
-    if (item && item->state.recomputes_mlp()) sum_mlp_again(layer, R, phase);
+    if (item && item->state.recomputes_mlp()) sum_mlp(layer, R, phase, true);
     give(tp_, Collective::sum, T * M * b_, phase.tp);
     sum_mlp(layer, R, phase);
     if (item && is_sharded(*item, cp_.ranks))

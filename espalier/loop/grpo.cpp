@@ -244,7 +244,7 @@ void Loop::prepare() {
   }
   if (reference_) reference_bytes_.emplace(actor_->workspace, weight_bytes(*reference_));
   if (!options_.teacher_model.empty()) {
-    teacher_ = load_teacher(options_, progress_, mesh_);
+    teacher_ = load_model(options_.teacher_model, options_.dtype, progress_, mesh_);
     teacher_->decoder.reserve_positions(longest);
     teacher_bytes_.emplace(actor_->workspace, weight_bytes(*teacher_));
   }

@@ -43,10 +43,6 @@ void note_teacher(const Options& options, const ModelShape& policy, Progress& pr
                           options.model, ": a token has to mean the same to both"));
 }
 
-std::unique_ptr<ModelState> load_teacher(const Options& options, Progress& progress, const Mesh& mesh) {
-  return load_model(options.teacher_model, options.dtype, progress, mesh);
-}
-
 void require_tokens(const ModelShape& teacher, const Options& options, std::span<const Rollout> rollouts) {
   std::int32_t largest = -1;
   for (const Rollout& rollout : rollouts)

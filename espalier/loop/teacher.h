@@ -2,16 +2,13 @@
 // policy samples, and never trains.
 #pragma once
 
-#include <memory>
 #include <optional>
 #include <span>
 
 #include "espalier/metrics/progress.h"
 #include "espalier/options/options.h"
-#include "espalier/parallel/mesh.h"
 #include "espalier/rollout/rollout.h"
 #include "espalier/shape/model_shape.h"
-#include "espalier/state/model_state.h"
 
 namespace espalier {
 
@@ -21,9 +18,6 @@ std::optional<ModelShape> teacher_shape(const Options& options);
 
 // Notes on a tokenizer that is not the policy's, and on a smaller vocabulary.
 void note_teacher(const Options& options, const ModelShape& policy, Progress& progress);
-
-// Its weights.
-std::unique_ptr<ModelState> load_teacher(const Options& options, Progress& progress, const Mesh& mesh);
 
 // Errors: InputError if the teacher lacks a token of a rollout.
 void require_tokens(const ModelShape& teacher, const Options& options, std::span<const Rollout> rollouts);

@@ -21,37 +21,23 @@ constexpr at::ScalarType kDtype = c10::CppTypeToScalarType<T>::value;
 template <>
 constexpr at::ScalarType kDtype<bfloat16> = at::kBFloat16;
 
-// A row-major matrix: column-major, its transpose.
+// A matrix whose rows stand in memory `stride` elements apart, or its transpose.
 template <class T>
 struct Matrix {
   T* data = nullptr;
   std::int64_t rows = 0, columns = 0, stride = 0;
+  bool transposed = false;
+
+  Matrix t() const { return {data, columns, rows, stride, !transposed}; }
 };
 
-// c_RN = a_RK b_NK^T, or c_RN (+)= a_RK b_KN, or c_RN += a_KR^T b_KN. Nothing to do where a size is 0.
-template <class A, class T>
-void multiply_transposed(const Matrix<A>& c_RN, const Matrix<const T>& a_RK, const Matrix<const T>& b_NK) {
-  if (c_RN.rows == 0 || c_RN.columns == 0) return;
-  run_product({.transpose_a = true,
-               .transpose_b = false,
-               .m = c_RN.columns,
-               .n = c_RN.rows,
-               .k = a_RK.columns,
-               .a = b_NK.data,
-               .lda = b_NK.stride,
-               .b = a_RK.data,
-               .ldb = a_RK.stride,
-               .c = c_RN.data,
-               .ldc = c_RN.stride,
-               .in = kDtype<T>,
-               .out = kDtype<A>,
-               .adds = false});
-}
+// c = a b, or c += a b; c is not transposed. Nothing to do where a size is 0. cuBLAS has columns where these have rows,
+// so it computes the transpose of c.
 template <class A, class T>
 void multiply(const Matrix<A>& c_RN, const Matrix<const T>& a_RK, const Matrix<const T>& b_KN, bool adds) {
-  if (c_RN.rows == 0 || a_RK.columns == 0) return;
-  run_product({.transpose_a = false,
-               .transpose_b = false,
+  if (c_RN.rows == 0 || c_RN.columns == 0 || a_RK.columns == 0) return;
+  run_product({.transpose_a = b_KN.transposed,
+               .transpose_b = a_RK.transposed,
                .m = c_RN.columns,
                .n = c_RN.rows,
                .k = a_RK.columns,
@@ -64,24 +50,6 @@ void multiply(const Matrix<A>& c_RN, const Matrix<const T>& a_RK, const Matrix<c
                .in = kDtype<T>,
                .out = kDtype<A>,
                .adds = adds});
-}
-template <class A, class T>
-void add_transposed(const Matrix<A>& c_RN, const Matrix<const T>& a_KR, const Matrix<const T>& b_KN) {
-  if (c_RN.rows == 0 || a_KR.rows == 0) return;
-  run_product({.transpose_a = false,
-               .transpose_b = true,
-               .m = c_RN.columns,
-               .n = c_RN.rows,
-               .k = a_KR.rows,
-               .a = b_KN.data,
-               .lda = b_KN.stride,
-               .b = a_KR.data,
-               .ldb = a_KR.stride,
-               .c = c_RN.data,
-               .ldc = c_RN.stride,
-               .in = kDtype<T>,
-               .out = kDtype<A>,
-               .adds = true});
 }
 
 // Blocks of query rows of one head after the other, with the matrices of their products.
@@ -138,7 +106,7 @@ class Walk {
 
   // out = first second^T, the factors of both parts.
   void scores(A* out_BC, const Matrix<const T>& queries, auto&& of_part) const {
-    for (const bool path : {true, false}) multiply_transposed(part(out_BC, path), queries, of_part(path));
+    for (const bool path : {true, false}) multiply(part(out_BC, path), queries, of_part(path).t(), false);
   }
   // to = factor of_part, summed over both parts in `sum`.
   void results(const T* factor_BC, auto&& of_part, A* sum_BW, const Rows<T>& to, std::int64_t width) const {
@@ -191,9 +159,11 @@ void add_wide_attention_backward(const Shape& shape, const Inputs<T>& in, Rows<c
     walk.results(
         slope.get(), [&](bool path) { return walk.keys(path); }, sum.get(), grads.q, shape.head_dim);
     for (const bool path : {true, false}) {
-      const auto of = [&](const T* factor) { return walk.template part<const T>(factor, path); };
-      add_transposed(walk.of_keys(path ? grads.path_k : grads.own_k, shape.head_dim, path), of(slope.get()), queries);
-      add_transposed(walk.of_keys(path ? grads.path_v : grads.own_v, shape.value_dim, path), of(weight.get()), grad);
+      const auto turned = [&](const T* factor) { return walk.template part<const T>(factor, path).t(); };
+      multiply(walk.of_keys(path ? grads.path_k : grads.own_k, shape.head_dim, path), turned(slope.get()), queries,
+               true);
+      multiply(walk.of_keys(path ? grads.path_v : grads.own_v, shape.value_dim, path), turned(weight.get()), grad,
+               true);
     }
   });
 }
